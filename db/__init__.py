@@ -1,0 +1,20 @@
+"""Remembers: tables, sessions and migrations on SQLite and PostgreSQL. Imports nothing of ours."""
+
+from db.check import BadChunk, CheckReport, check
+from db.database import Database, open_database, schema_of, upgrade
+from db.errors import CorruptedChunkError, DatabaseError, NotFoundError, SchemaError, StaleVersionError
+
+__all__ = [
+    "BadChunk",
+    "CheckReport",
+    "CorruptedChunkError",
+    "Database",
+    "DatabaseError",
+    "NotFoundError",
+    "SchemaError",
+    "StaleVersionError",
+    "check",
+    "open_database",
+    "schema_of",
+    "upgrade",
+]

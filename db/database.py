@@ -1,0 +1,207 @@
+"""An open database: read and write transactions, and the schema brought to ours before anybody sees it."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+
+from sqlalchemy import URL, Connection, text
+from sqlalchemy.orm import Session
+
+from db import migrate
+from db.engine import WRITES, make_engine, parse_url, shown, translated
+from db.errors import DatabaseError, SchemaError
+
+_MIGRATION_LOCK = 7_310_021
+"""Key of the PostgreSQL advisory lock that upgrades take."""
+
+
+class Database:
+    """A database at our schema. Safe to share between threads; every process opens its own (engines do not survive a fork).
+
+    On SQLite the writers of one process take turns, because SQLite's own waiting is a poll that starves.
+    """
+
+    def __init__(self, url: URL) -> None:
+        self.url = url
+        self.dialect = url.get_backend_name()
+        self._engine = make_engine(url)
+        self._writing = self._engine.execution_options(**WRITES)
+        self._turn = threading.Lock()
+        self._turn_of: int | None = None
+
+    @property
+    def name(self) -> str:
+        """The database for messages, without its password."""
+        return shown(self.url)
+
+    @contextmanager
+    def read(self) -> Iterator[Session]:
+        """A read transaction: one snapshot on SQLite, read committed on PostgreSQL. Raises :class:`DatabaseError`."""
+        with translated(self.url), Session(self._engine, expire_on_commit=False) as session, session.begin():
+            yield session
+
+    @contextmanager
+    def write(self) -> Iterator[Session]:
+        """A write transaction, committed when the block ends and rolled back if it raises. Does not nest.
+
+        Raises :class:`DatabaseError` when the database is unreachable or stays locked.
+        """
+        with self._alone(), translated(self.url), Session(self._writing, expire_on_commit=False) as session, session.begin():
+            yield session
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        if self.dialect != "sqlite":
+            yield
+            return
+        if self._turn_of == threading.get_ident():
+            raise RuntimeError("write transactions do not nest")
+        with self._turn:
+            self._turn_of = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._turn_of = None
+
+    def now(self, session: Session) -> datetime:
+        """The database's clock, aware UTC: what leases are measured by (resolution 1 ms on SQLite)."""
+        if self.dialect == "sqlite":
+            moment = session.execute(text("SELECT strftime('%Y-%m-%d %H:%M:%f', 'now')")).scalar_one()
+            return datetime.fromisoformat(moment).replace(tzinfo=UTC)
+        stamp: datetime = session.execute(text("SELECT clock_timestamp()")).scalar_one()
+        return stamp.astimezone(UTC)
+
+    def lock(self, session: Session, name: str) -> None:
+        """Serialises writers that agree on ``name`` until the transaction ends. SQLite's writers are serial already."""
+        if self.dialect != "sqlite":
+            session.execute(text("SELECT pg_advisory_xact_lock(hashtextextended(:name, 0))"), {"name": name})
+
+    def close(self) -> None:
+        """Closes every idle connection; the object can still be used and reconnects."""
+        self._engine.dispose()
+
+    def __enter__(self) -> Database:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Database({self.name!r})"
+
+
+def open_database(url: str, *, create: bool = True) -> Database:
+    """Opens a database at this program's schema.
+
+    A new one is created if ``create``; an older SQLite file is upgraded after a copy of it is put beside it. Raises
+    :class:`SchemaError` for a newer schema, for an older PostgreSQL one (``cli.py db upgrade`` mends it) and for a database that is not
+    ours, and :class:`DatabaseError` when it is missing or cannot be reached.
+    """
+    parsed = parse_url(url)
+    _prepare(parsed, create=create, may_upgrade=parsed.get_backend_name() == "sqlite")
+    return Database(parsed)
+
+
+def upgrade(url: str) -> tuple[str | None, str]:
+    """Brings a database to this program's schema: (revision before, revision now). Creates it when it is new.
+
+    Raises :class:`SchemaError` or :class:`DatabaseError` as :func:`open_database` does.
+    """
+    return _prepare(parse_url(url), create=True, may_upgrade=True)
+
+
+def schema_of(url: str) -> str | None:
+    """The revision a database has, None if it has none. Changes nothing. Raises :class:`DatabaseError`."""
+    parsed = parse_url(url)
+    _file_exists(parsed)
+    engine = make_engine(parsed, migrating=True)
+    with translated(parsed), engine.connect() as connection:
+        return migrate.current(connection)
+
+
+def _file_exists(url: URL) -> None:
+    if url.get_backend_name() == "sqlite" and not Path(str(url.database)).is_file():
+        raise DatabaseError(f"there is no database at {shown(url)}; `cli.py record` creates one")
+
+
+def _prepare(url: URL, *, create: bool, may_upgrade: bool) -> tuple[str | None, str]:
+    if url.get_backend_name() == "sqlite":
+        if create:
+            _make_folder(url)
+        else:
+            _file_exists(url)
+    engine = make_engine(url, migrating=True)
+    try:
+        with translated(url):
+            with engine.connect() as connection:
+                before = _stand(connection, url, create=create, may_upgrade=may_upgrade)
+            if before == migrate.head():
+                return before, before
+            if before is not None and url.get_backend_name() == "sqlite":
+                _copy_aside(Path(str(url.database)), before)
+            with engine.execution_options(**WRITES).connect() as connection, connection.begin():
+                if connection.dialect.name == "postgresql":
+                    connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _MIGRATION_LOCK})
+                # Another process may have done it while this one waited for the lock.
+                if _stand(connection, url, create=create, may_upgrade=may_upgrade) != migrate.head():
+                    migrate.migrate(connection)
+                    _keys_hold(connection, url)
+            return before, migrate.head()
+    finally:
+        engine.dispose()
+
+
+def _stand(connection: Connection, url: URL, *, create: bool, may_upgrade: bool) -> str | None:
+    """The revision found, once it is clear that it can be brought to ours; otherwise raises what the user must know."""
+    found, known = migrate.current(connection), migrate.revisions()
+    if found is None:
+        others = migrate.foreign_tables(connection)
+        if others:
+            raise SchemaError(f"{shown(url)} is not a spectune database (it holds table {others[0]!r}); give another one to --db")
+        if not create:
+            raise DatabaseError(f"database {shown(url)} is empty; `cli.py db upgrade` creates its tables")
+    elif found not in known:
+        raise SchemaError(
+            f"database {shown(url)} has schema {found}, newer than this program's {known[-1]}; upgrade spectune or give another --db"
+        )
+    elif found != known[-1] and not may_upgrade:
+        raise SchemaError(f"database {shown(url)} has schema {found}, older than {known[-1]}; run `cli.py db upgrade`")
+    return found
+
+
+def _make_folder(url: URL) -> None:
+    folder = Path(str(url.database)).resolve().parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DatabaseError(f"cannot create folder {folder} for the database: {error.strerror}") from None
+
+
+def _copy_aside(path: Path, revision: str) -> None:
+    # The backup API and not a file copy: committed pages may still be in the write-ahead log.
+    target = path.with_name(f"{path.name}.before-{revision}")
+    partial = path.with_name(f"{target.name}.part")
+    partial.unlink(missing_ok=True)
+    source, copy = sqlite3.connect(path), sqlite3.connect(partial)
+    try:
+        source.backup(copy)
+    finally:
+        copy.close()
+        source.close()
+    partial.replace(target)
+
+
+def _keys_hold(connection: Connection, url: URL) -> None:
+    if connection.dialect.name != "sqlite":
+        return
+    broken = connection.exec_driver_sql("PRAGMA foreign_key_check").fetchall()
+    if broken:
+        raise SchemaError(
+            f"upgrading {shown(url)} would break {len(broken)} references, first in table {broken[0][0]!r}; nothing was changed"
+        )

@@ -1,0 +1,147 @@
+"""From what a user writes after ``--db`` to an engine that behaves the same on SQLite and PostgreSQL."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import URL, Connection, Engine, NullPool, create_engine, event, make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, OperationalError, ProgrammingError
+
+from db.errors import DatabaseError
+
+BUSY_TIMEOUT_S = 60
+PAGE_SIZE_BYTES = 8192
+"""SQLite's page: panorama chunks are 1-4 kB, and a chunk larger than a page wastes half a page on average."""
+CONNECT_TIMEOUT_S = 10
+WRITES = {"spectune_write": True}
+"""Execution option of connections that write: on SQLite they begin IMMEDIATE."""
+
+_POSTGRES = ("postgres", "postgresql", "postgresql+psycopg")
+_REMEDY = "write a file name, sqlite:///FILE or postgresql://USER@HOST/NAME"
+
+
+def parse_url(text: str) -> URL:
+    """The SQLAlchemy URL meant by ``text``: a file name, ``sqlite:///FILE``, or ``postgres[ql][+psycopg]://...``.
+
+    Raises :class:`DatabaseError` with the forms that are understood.
+    """
+    if not text.strip():
+        raise DatabaseError(f"the database URL is empty; {_REMEDY}")
+    if "://" not in text:
+        path = text.removeprefix("sqlite:")
+        if path == ":memory:":
+            raise DatabaseError(f"an in-memory database keeps nothing; {_REMEDY}")
+        return URL.create("sqlite", database=str(Path(path).expanduser()))
+    try:
+        url = make_url(text)
+    except (ArgumentError, ValueError):
+        raise DatabaseError(f"cannot read the database URL; {_REMEDY}") from None
+    if url.drivername in _POSTGRES:
+        if find_spec("psycopg") is None:
+            raise DatabaseError("PostgreSQL needs psycopg: pip install 'spectune[postgresql]'")
+        return url.set(drivername="postgresql+psycopg")
+    if url.drivername in ("sqlite", "sqlite+pysqlite"):
+        if not url.database or url.database == ":memory:":
+            raise DatabaseError(f"an in-memory database keeps nothing; {_REMEDY}")
+        return URL.create("sqlite", database=str(Path(url.database).expanduser()))
+    raise DatabaseError(f"unknown kind of database {url.drivername!r}; {_REMEDY}")
+
+
+def shown(url: URL) -> str:
+    """The URL for messages, without its password; a file is shown by its name."""
+    return str(url.database) if url.get_backend_name() == "sqlite" else url.render_as_string(hide_password=True)
+
+
+def make_engine(url: URL, *, migrating: bool = False) -> Engine:
+    """An engine for a parsed URL.
+
+    SQLite: WAL, foreign keys on (off while ``migrating``: altering a table there copies and drops it, which would cascade),
+    ``synchronous=NORMAL``, a busy timeout, and BEGIN under our control, because a transaction that reads before it writes fails
+    under contention unless it began IMMEDIATE.
+    """
+    serializer = partial(json.dumps, ensure_ascii=False, allow_nan=False, default=_plain)
+    if url.get_backend_name() != "sqlite":
+        connect: dict[str, Any] = {} if "connect_timeout" in url.query else {"connect_timeout": CONNECT_TIMEOUT_S}
+        return create_engine(url, connect_args=connect, pool_pre_ping=True, json_serializer=serializer)
+    pool: dict[str, Any] = {"poolclass": NullPool} if migrating else {}
+    engine = create_engine(
+        url, connect_args={"timeout": BUSY_TIMEOUT_S, "check_same_thread": False}, json_serializer=serializer, **pool
+    )
+
+    def on_connect(connection: sqlite3.Connection, _record: object) -> None:
+        connection.isolation_level = None
+        for pragma in (
+            f"page_size={PAGE_SIZE_BYTES}",
+            f"busy_timeout={BUSY_TIMEOUT_S * 1000}",
+            "synchronous=NORMAL",
+            f"foreign_keys={'OFF' if migrating else 'ON'}",
+            "cache_size=-20000",
+        ):
+            connection.execute(f"PRAGMA {pragma}")
+        _use_wal(connection)
+
+    def on_begin(connection: Connection) -> None:
+        writes = connection.get_execution_options().get("spectune_write", False)
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+    event.listen(engine, "connect", on_connect)
+    event.listen(engine, "begin", on_begin)
+    return engine
+
+
+def _plain(value: Any) -> Any:
+    """Array libraries' scalars as numbers; anything else is no JSON."""
+    if callable(getattr(value, "item", None)):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} {value!r} is not JSON")
+
+
+def _use_wal(connection: sqlite3.Connection) -> None:
+    # Switching to WAL ignores the busy timeout when two processes create the file at once.
+    for attempt in range(50):
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error) or attempt == 49:
+                raise
+            time.sleep(0.02 * (1 + attempt))
+
+
+@contextmanager
+def translated(url: URL) -> Iterator[None]:
+    """Turns driver errors into one-line :class:`DatabaseError`; integrity and programming errors pass, being ours."""
+    try:
+        yield
+    except (IntegrityError, ProgrammingError):
+        raise
+    except DBAPIError as error:
+        raise DatabaseError(explain(url, error)) from error
+
+
+def explain(url: URL, error: DBAPIError) -> str:
+    """One line for a user: which database, what happened, what to do."""
+    cause = " ".join(str(error.orig).split())
+    name = shown(url)
+    if url.get_backend_name() != "sqlite":
+        unreachable = isinstance(error, OperationalError) and ("connect" in cause or "resolve" in cause)
+        return f"cannot reach database {name}: {cause}" if unreachable else f"database {name}: {cause}"
+    if "not a database" in cause:
+        return f"{name} is not a SQLite database; give another file to --db"
+    if "unable to open" in cause:
+        return f"cannot open database file {name}: check that its folder exists and is writable"
+    if "readonly" in cause:
+        return f"database file {name} is read-only; check its permissions and its folder's"
+    if "locked" in cause:
+        return f"database {name} is busy: another process has held its write lock for {BUSY_TIMEOUT_S} s"
+    if "malformed" in cause:
+        return f"database {name} is damaged ({cause}); run `cli.py db check` to see what is still usable"
+    return f"database {name}: {cause}"

@@ -1,0 +1,23 @@
+"""What can go wrong between the program and its database, each with a line for the user."""
+
+from __future__ import annotations
+
+
+class DatabaseError(Exception):
+    """The database cannot be reached, opened or used; the message says which and what to do."""
+
+
+class SchemaError(DatabaseError):
+    """The database's schema is newer or older than this program and cannot be used as it is."""
+
+
+class NotFoundError(DatabaseError):
+    """No row with that id or name."""
+
+
+class CorruptedChunkError(DatabaseError):
+    """A stored chunk fails its checksum or cannot be decoded; others are still usable."""
+
+
+class StaleVersionError(DatabaseError):
+    """Somebody else published in the meantime; the message names both versions."""

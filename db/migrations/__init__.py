@@ -1,0 +1,1 @@
+"""Alembic's environment and the revisions, applied by :mod:`db.migrate`."""

@@ -1,0 +1,95 @@
+"""Tables of the scheduler: what is to be done when, which slots have fired, and the jobs they became.
+
+Instants are UTC seconds since 1970, so that both databases compare them alike and without time zones: a *slot* (``fire_at``,
+``next_fire_at``) is a whole number, a moment of *database time* (leases, timestamps) a double. :mod:`optimizer.schedule` turns
+rows into values and back; nothing else reads these tables.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import JSON, BigInteger, Boolean, CheckConstraint, Double, ForeignKey, Index, Integer, String, Text
+from sqlalchemy.orm import Mapped, mapped_column
+
+from db.base import Base
+
+OUTCOMES = ("enqueued", "misfired", "coalesced", "skipped")
+"""What became of a slot: a job; nothing, as it came too late; nothing, as a later slot of the same tick stands for it;
+nothing, as enough jobs of the schedule were unfinished."""
+STATES = ("queued", "running", "done", "failed")
+"""Where a job stands. ``running`` with an expired lease means that its worker is gone, and is claimed like ``queued``."""
+
+
+def _one_of(column: str, values: tuple[str, ...]) -> str:
+    return f"{column} IN ({', '.join(repr(v) for v in values)})"
+
+
+class ScheduleRow(Base):
+    """One schedule: either ``cron`` in zone ``tz``, or every ``interval_s`` seconds from ``anchor_at``."""
+
+    __tablename__ = "schedule"
+    # AUTOINCREMENT: the id of a removed schedule or job must never come back, or a worker busy with it could pass for its owner.
+    __table_args__ = (
+        CheckConstraint("(cron IS NULL) <> (interval_s IS NULL)", name="cron_or_interval"),
+        CheckConstraint("interval_s IS NULL OR interval_s > 0", name="interval_positive"),
+        Index("ix_schedule_due", "enabled", "next_fire_at"),
+        {"sqlite_autoincrement": True},
+    )
+
+    id: Mapped[int] = mapped_column(Integer, primary_key=True)
+    name: Mapped[str] = mapped_column(String(200), unique=True)
+    cron: Mapped[str | None] = mapped_column(String(200))
+    interval_s: Mapped[int | None] = mapped_column(BigInteger)
+    tz: Mapped[str] = mapped_column(String(64))
+    anchor_at: Mapped[int] = mapped_column(BigInteger)
+    next_fire_at: Mapped[int] = mapped_column(BigInteger)
+    misfire_grace_s: Mapped[int | None] = mapped_column(BigInteger)
+    """A slot older than this when noticed is not run; NULL: no slot is too old."""
+    coalesce: Mapped[bool] = mapped_column(Boolean)
+    max_instances: Mapped[int | None] = mapped_column(Integer)
+    """Slots are skipped while this many jobs of the schedule are unfinished; NULL: no limit."""
+    max_attempts: Mapped[int] = mapped_column(Integer)
+    budget_s: Mapped[float | None] = mapped_column(Double)
+    enabled: Mapped[bool] = mapped_column(Boolean)
+    payload: Mapped[dict[str, Any]] = mapped_column(JSON)
+    created_at: Mapped[float] = mapped_column(Double)
+
+
+class FireRow(Base):
+    """One slot that was noticed. Its primary key is what makes a slot fire once, however many nodes tick."""
+
+    __tablename__ = "schedule_fire"
+    __table_args__ = (CheckConstraint(_one_of("outcome", OUTCOMES), name="outcome"),)
+
+    schedule_id: Mapped[int] = mapped_column(ForeignKey("schedule.id", ondelete="CASCADE"), primary_key=True)
+    fire_at: Mapped[int] = mapped_column(BigInteger, primary_key=True)
+    outcome: Mapped[str] = mapped_column(String(16))
+    noticed_at: Mapped[float] = mapped_column(Double)
+
+
+class JobRow(Base):
+    """One job. ``attempt`` counts claims and is the fencing token: only the latest claim may renew, complete or publish."""
+
+    __tablename__ = "schedule_job"
+    __table_args__ = (
+        CheckConstraint(_one_of("state", STATES), name="state"),
+        Index("ix_schedule_job_claim", "state", "fire_at"),
+        Index("ix_schedule_job_schedule", "schedule_id", "fire_at"),
+        {"sqlite_autoincrement": True},
+    )
+
+    id: Mapped[int] = mapped_column(Integer, primary_key=True)
+    schedule_id: Mapped[int] = mapped_column(ForeignKey("schedule.id", ondelete="CASCADE"))
+    fire_at: Mapped[int] = mapped_column(BigInteger)
+    state: Mapped[str] = mapped_column(String(16))
+    attempt: Mapped[int] = mapped_column(Integer)
+    max_attempts: Mapped[int] = mapped_column(Integer)
+    lease_owner: Mapped[str | None] = mapped_column(String(200))
+    lease_until: Mapped[float | None] = mapped_column(Double)
+    idempotency_key: Mapped[str] = mapped_column(String(300), unique=True)
+    result: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    error: Mapped[str | None] = mapped_column(Text)
+    queued_at: Mapped[float] = mapped_column(Double)
+    started_at: Mapped[float | None] = mapped_column(Double)
+    finished_at: Mapped[float | None] = mapped_column(Double)

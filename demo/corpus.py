@@ -1,0 +1,173 @@
+"""The text the demo pair is trained on, and the rule that says which of it is held out.
+
+Three categories: `code` (the Python standard library's own source), `prose` (its docstrings, and the topics of
+`help()`), `math` (GSM8K's training split, given as a file). Whether a document is held out is a function of its key
+alone, so training and prompts agree on it on every machine and every Python version. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import json
+import sysconfig
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path, PurePosixPath
+
+END_OF_TEXT = "<|endoftext|>"
+
+# The salt was chosen, among a few, for a held-out set rich in both functions and docstrings on Python 3.11 and 3.12.
+_SALT = "spectune-demo-1"
+_HELD_OUT_PERCENT = 6
+
+_EXCLUDED_DIRECTORIES = frozenset(
+    {
+        *("test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo", "ensurepip", "encodings"),
+        *("site-packages", "dist-packages", "lib-dynload", "__pycache__", "__phello__"),
+    }
+)
+# Generated tables, and files that a distribution adds or fills with facts about one machine.
+_EXCLUDED_FILES = frozenset({"stringprep.py", "html/entities.py", "sitecustomize.py", "_aix_support.py", "this.py"})
+_EXCLUDED_PREFIXES = ("_sysconfigdata", "config-", "__hello__")
+_TOPICS_FILE = "pydoc_data/topics.py"
+
+# Shorter docstrings say little on their own, and the code documents hold them anyway.
+_MIN_PROSE_CHARS = 120
+_MAX_FILE_BYTES = 400_000
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text: its category, the key that decides whether it is held out, and what it says."""
+
+    category: str
+    key: str
+    text: str
+
+
+def is_held_out(key: str) -> bool:
+    """Whether the document of this key is kept out of training. Depends on the key alone."""
+    digest = hashlib.sha256(f"{_SALT}:{key}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") % 100 < _HELD_OUT_PERCENT
+
+
+def stdlib_root() -> Path:
+    """The directory of the running Python's standard library."""
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def _is_source(relative: PurePosixPath) -> bool:
+    name = relative.as_posix()
+    if name in _EXCLUDED_FILES or name == _TOPICS_FILE:
+        return False
+    return not any(part in _EXCLUDED_DIRECTORIES or part.startswith(_EXCLUDED_PREFIXES) for part in relative.parts)
+
+
+def _read(path: Path) -> str | None:
+    """The file's text with plain newlines, or None when it is no UTF-8 text, too large, or cannot be read."""
+    try:
+        if path.stat().st_size > _MAX_FILE_BYTES:
+            return None
+        return path.read_text(encoding="utf-8").replace("\r\n", "\n")
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+@cache
+def code_documents(held_out: bool) -> tuple[Document, ...]:
+    """The standard library's modules on one side of the rule, sorted by path; the key is the path from its root."""
+    root = stdlib_root()
+    documents = []
+    for path in sorted(root.rglob("*.py")):
+        relative = PurePosixPath(path.relative_to(root).as_posix())
+        if not _is_source(relative) or is_held_out(relative.as_posix()) != held_out:
+            continue
+        text = _read(path)
+        if text and text.strip():
+            documents.append(Document("code", relative.as_posix(), text))
+    return tuple(documents)
+
+
+def parse(text: str) -> ast.Module | None:
+    """The syntax tree of a module, or None when this Python cannot parse it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return ast.parse(text)
+        except (SyntaxError, ValueError):
+            return None
+
+
+def _docstrings(text: str) -> Iterator[str]:
+    tree = parse(text)
+    if tree is None:
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            docstring = ast.get_docstring(node, clean=True)
+            if docstring and len(docstring) >= _MIN_PROSE_CHARS:
+                yield docstring
+
+
+def _topics() -> dict[str, str]:
+    """The texts of `help()`'s topics; empty where the distribution leaves them out."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        return {}
+    return dict(topics)
+
+
+@cache
+def prose_documents(held_out: bool) -> tuple[Document, ...]:
+    """Docstrings and `help()` topics on one side of the rule, without repeats.
+
+    The key of a docstring is its module's, that of a topic names the topics' file and the topic.
+    """
+    documents = [
+        Document("prose", document.key, docstring)
+        for document in code_documents(held_out)
+        for docstring in _docstrings(document.text)
+    ]
+    topics = {f"{_TOPICS_FILE}#{name}": inspect.cleandoc(text) for name, text in sorted(_topics().items())}
+    documents += [Document("prose", key, text) for key, text in topics.items() if is_held_out(key) == held_out]
+    # A text may stand in several modules or under several topics: it must not reach training by another name.
+    seen = set() if held_out else {document.text for document in prose_documents(held_out=True)}
+    unique = []
+    for document in documents:
+        if document.text not in seen:
+            seen.add(document.text)
+            unique.append(document)
+    return tuple(unique)
+
+
+def math_documents(gsm8k: Path) -> tuple[Document, ...]:
+    """GSM8K's rows as "Question: ...\\nAnswer: ..."; the key is the question.
+
+    `gsm8k` has one JSON object a line, with `question` and `answer`. The calculator marks (<<48/2=24>>) are taken
+    out, so that the text reads as a person would write it.
+    """
+    documents = []
+    # Not splitlines: a question may hold other line separators, such as U+2028.
+    for line in gsm8k.read_text(encoding="utf-8").rstrip("\n").split("\n"):
+        row = json.loads(line)
+        question, answer = row["question"].strip(), row["answer"].strip()
+        while "<<" in answer and ">>" in answer:
+            before, _, rest = answer.partition("<<")
+            answer = before + rest.partition(">>")[2]
+        documents.append(Document("math", f"gsm8k#{question}", f"Question: {question}\nAnswer: {answer}"))
+    return tuple(documents)
+
+
+def corpus(gsm8k: Path) -> tuple[list[Document], list[Document]]:
+    """All documents, as (training, held out)."""
+    rows = math_documents(gsm8k)
+    training, held_out = (
+        [*code_documents(side), *prose_documents(side), *(row for row in rows if is_held_out(row.key) == side)]
+        for side in (False, True)
+    )
+    return training, held_out

@@ -1,0 +1,102 @@
+"""Who may work on a job: claim, renew, complete, fail, hand back. Leases are measured by the database's clock alone.
+
+``attempt`` counts the claims of a job and is its fencing token. Everything a worker writes about a job names the attempt it
+claimed, so a worker that slept through its lease changes nothing once another has claimed the job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sqlalchemy import ColumnElement, and_, or_, select, update
+from sqlalchemy.orm import Session
+
+from db.database import Database
+from db.schedules import JobRow, ScheduleRow
+from optimizer.schedule.values import Job, job_of
+
+
+def claim(database: Database, owner: str, *, lease_s: float) -> Job | None:
+    """Leases the oldest job that is queued or whose worker's lease has run out; None if there is none.
+
+    The job returned is ``running``, its ``attempt`` is one more than before, and no other worker has it for ``lease_s`` seconds
+    of database time. A job whose last allowed attempt ran out is marked failed on the way.
+    """
+    with database.write() as session:
+        while True:
+            now = database.now(session).timestamp()
+            abandoned = and_(JobRow.state == "running", JobRow.lease_until < now)
+            # SKIP LOCKED: on PostgreSQL claimers pass each other by; on SQLite write transactions are serial, and it is left out.
+            query = (
+                select(JobRow)
+                .where(or_(JobRow.state == "queued", abandoned))
+                .order_by(JobRow.fire_at, JobRow.id)
+                .limit(1)
+                .with_for_update(skip_locked=True)
+            )
+            row = session.scalars(query).first()
+            if row is None:
+                return None
+            if row.attempt >= row.max_attempts:
+                row.state, row.finished_at, row.lease_until = "failed", now, None
+                row.error = f"worker {row.lease_owner} went silent in attempt {row.attempt} of {row.max_attempts}"
+                session.flush()
+                continue
+            row.state, row.attempt, row.lease_owner, row.lease_until = "running", row.attempt + 1, owner, now + lease_s
+            row.started_at = now
+            session.flush()
+            return job_of(row, session.get_one(ScheduleRow, row.schedule_id))
+
+
+def renew(database: Database, job: Job, *, lease_s: float) -> bool:
+    """Extends the lease to ``lease_s`` seconds from now. False if the job is no longer this claim's."""
+    with database.write() as session:
+        return _write(session, job, lease_until=database.now(session).timestamp() + lease_s)
+
+
+def owns(database: Database, job: Job, session: Session | None = None) -> bool:
+    """Whether the claim still holds and its lease has not run out.
+
+    With the ``session`` of a write transaction the answer stays true until that transaction ends: nobody can claim the job
+    in between, so what is written in it is written by the owner.
+    """
+    if session is None:
+        with database.read() as reading:
+            return _holds(database, job, reading, lock=False)
+    return _holds(database, job, session, lock=True)
+
+
+def _holds(database: Database, job: Job, session: Session, *, lock: bool) -> bool:
+    query = select(JobRow.lease_until).where(_claimed(job))
+    lease_until = session.scalar(query.with_for_update() if lock else query)
+    return lease_until is not None and lease_until > database.now(session).timestamp()
+
+
+def complete(database: Database, job: Job, result: Mapping[str, Any]) -> bool:
+    """Marks the job done with its result. False, and nothing changes, if the job is no longer this claim's."""
+    with database.write() as session:
+        now = database.now(session).timestamp()
+        return _write(session, job, state="done", result=dict(result), error=None, finished_at=now, lease_until=None)
+
+
+def fail(database: Database, job: Job, error: str) -> bool:
+    """Marks the job failed. False, and nothing changes, if the job is no longer this claim's."""
+    with database.write() as session:
+        return _write(session, job, state="failed", error=error, finished_at=database.now(session).timestamp(), lease_until=None)
+
+
+def release(database: Database, job: Job) -> bool:
+    """Hands the job back to the queue, at no cost to its attempts. False if it is no longer this claim's."""
+    with database.write() as session:
+        # The token must never go back, so it is the limit that moves.
+        return _write(session, job, state="queued", max_attempts=JobRow.max_attempts + 1, lease_until=None, started_at=None)
+
+
+def _claimed(job: Job) -> ColumnElement[bool]:
+    token = and_(JobRow.id == job.id, JobRow.attempt == job.attempt, JobRow.lease_owner == job.lease_owner)
+    return and_(token, JobRow.state == "running")
+
+
+def _write(session: Session, job: Job, **values: Any) -> bool:
+    return session.scalar(update(JobRow).where(_claimed(job)).values(**values).returning(JobRow.id)) is not None

@@ -1,0 +1,144 @@
+"""What the scheduler knows, as plain values: schedules, fired slots and jobs. Rows never leave this package."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import Any, Literal
+
+from db.schedules import FireRow, JobRow, ScheduleRow
+from optimizer.schedule.times import Timing, format_duration, utc
+
+Outcome = Literal["enqueued", "misfired", "coalesced", "skipped"]
+State = Literal["queued", "running", "done", "failed"]
+
+
+def _json(value: Any) -> dict[str, Any]:
+    return {k: v.isoformat() if isinstance(v, datetime) else v for k, v in asdict(value).items()}
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What is to be done when. Moments are aware UTC; ``misfire_grace_s`` and ``max_instances`` None mean no limit.
+
+    ``payload`` belongs to the job function; the scheduler only carries it. ``budget_s`` is what one attempt may take.
+    """
+
+    id: int
+    name: str
+    cron: str | None
+    interval_s: int | None
+    tz: str
+    next_fire_at: datetime
+    misfire_grace_s: int | None
+    coalesce: bool
+    max_instances: int | None
+    max_attempts: int
+    budget_s: float | None
+    enabled: bool
+    payload: Mapping[str, Any]
+    created_at: datetime
+
+    @property
+    def when(self) -> str:
+        """The timing for a person: ``0 3 * * * (Europe/Berlin)`` or ``every 6h``."""
+        return f"{self.cron} ({self.tz})" if self.cron is not None else f"every {format_duration(self.interval_s or 0)}"
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dict, moments in ISO 8601."""
+        return _json(self)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One job with what it needs of its schedule. ``attempt`` counts claims: 0 until the first.
+
+    ``fire_at`` is the slot it stands for, ``idempotency_key`` names that slot for ever: what a job publishes under it must be
+    published once. ``error`` begins with one line for the user; a traceback may follow.
+    """
+
+    id: int
+    schedule: str
+    fire_at: datetime
+    state: State
+    attempt: int
+    max_attempts: int
+    idempotency_key: str
+    payload: Mapping[str, Any]
+    budget_s: float | None
+    lease_owner: str | None
+    lease_until: datetime | None
+    result: Mapping[str, Any] | None
+    error: str | None
+    queued_at: datetime
+    started_at: datetime | None
+    finished_at: datetime | None
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dict, moments in ISO 8601."""
+        return _json(self)
+
+
+@dataclass(frozen=True)
+class Fire:
+    """One slot, what became of it, and its job if it has one."""
+
+    schedule: str
+    fire_at: datetime
+    outcome: Outcome
+    noticed_at: datetime
+    job: Job | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dict, moments in ISO 8601."""
+        return {**_json(self), "job": self.job.to_json() if self.job else None}
+
+
+def timing_of(row: ScheduleRow) -> Timing:
+    return Timing(row.cron, row.interval_s, row.tz, row.anchor_at)
+
+
+def schedule_of(row: ScheduleRow) -> Schedule:
+    return Schedule(
+        id=row.id,
+        name=row.name,
+        cron=row.cron,
+        interval_s=row.interval_s,
+        tz=row.tz,
+        next_fire_at=utc(row.next_fire_at),
+        misfire_grace_s=row.misfire_grace_s,
+        coalesce=row.coalesce,
+        max_instances=row.max_instances,
+        max_attempts=row.max_attempts,
+        budget_s=row.budget_s,
+        enabled=row.enabled,
+        payload=row.payload,
+        created_at=utc(row.created_at),
+    )
+
+
+def job_of(row: JobRow, schedule: ScheduleRow) -> Job:
+    return Job(
+        id=row.id,
+        schedule=schedule.name,
+        fire_at=utc(row.fire_at),
+        state=row.state,  # type: ignore[arg-type]  # the table checks it
+        attempt=row.attempt,
+        max_attempts=row.max_attempts,
+        idempotency_key=row.idempotency_key,
+        payload=schedule.payload,
+        budget_s=schedule.budget_s,
+        lease_owner=row.lease_owner,
+        lease_until=None if row.lease_until is None else utc(row.lease_until),
+        result=row.result,
+        error=row.error,
+        queued_at=utc(row.queued_at),
+        started_at=None if row.started_at is None else utc(row.started_at),
+        finished_at=None if row.finished_at is None else utc(row.finished_at),
+    )
+
+
+def fire_of(row: FireRow, schedule: ScheduleRow, job: JobRow | None = None) -> Fire:
+    outcome: Any = row.outcome
+    return Fire(schedule.name, utc(row.fire_at), outcome, utc(row.noticed_at), job_of(job, schedule) if job else None)

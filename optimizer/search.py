@@ -1,0 +1,289 @@
+"""Searching policies on a recorded trace: enumerate what is small, give Optuna the rest.
+
+Every trial is an exact replay, so nothing is pruned or extrapolated. Fixed windows, state machines and schedules are enumerated;
+the joint space of draft, window, stop and their parameters goes to a TPE study in memory, seeded with the incumbents and with the
+best of every enumerated family. Within a tie the simpler policy wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+
+from optimizer.replay import ReplayTrace, replay
+from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
+from traces.errors import PolicyError
+from traces.schema import LatencyProfile, Outcome
+
+TIE = 0.01
+"""Relative difference in predicted tokens/s below which the simpler policy is preferred."""
+
+WINDOW_ORDER = ("fixed", "fsm", "heuristic", "cache_fsm", "analytic", "q_learning")
+"""Windows from the simplest to the most elaborate."""
+STOP_ORDER = ("none", "max_prob", "joint_prob", "entropy")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One policy tried: its predicted tokens/s on the search split, and what proposed it."""
+
+    policy: Policy
+    value: float
+    origin: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {"policy": self.policy.spelled_out(), "id": self.policy.id, "value": self.value, "origin": self.origin}
+
+
+@dataclass(frozen=True)
+class Study:
+    """What a search tried, best first, and how to repeat it."""
+
+    trials: tuple[Trial, ...]
+    seed: int
+    sampler: str
+    requests: tuple[str, ...] = field(default=())
+
+    def best(self, match: Callable[[Policy], bool] = lambda policy: True) -> Trial | None:
+        """The fastest trial whose policy matches; ties within 1% go to the simpler."""
+        fitting = [t for t in self.trials if match(t.policy)]
+        if not fitting:
+            return None
+        top = max(t.value for t in fitting)
+        return min((t for t in fitting if t.value >= top * (1 - TIE)), key=lambda t: (complexity(t.policy), -t.value))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "seed": self.seed,
+            "sampler": self.sampler,
+            "requests": list(self.requests),
+            "trials": [t.to_json() for t in self.trials],
+        }
+
+
+def complexity(policy: Policy) -> tuple[int, int, int, int]:
+    """Orders policies from simple to elaborate: no speculation, window kind, stop kind, then the shorter window."""
+    return (
+        int(policy.speculates),
+        WINDOW_ORDER.index(policy.window.kind),
+        STOP_ORDER.index(policy.stop.kind),
+        policy.gamma_max,
+    )
+
+
+def enumerated(drafts: Sequence[str], gamma_max: int) -> list[Policy]:
+    """The small families, whole: every fixed window, state machine and transformers' schedule of every draft."""
+    policies = [AUTOREGRESSIVE]
+    for draft in drafts:
+        for gamma in range(1, gamma_max + 1):
+            policies.append(_policy(draft, {"kind": "fixed", "gamma": gamma}))
+            for kind in ("fsm", "cache_fsm"):
+                for least in (0, 1):
+                    policies.append(_policy(draft, {"kind": kind, "gamma_max": gamma, "gamma_min": least}))
+        policies.append(transformers_heuristic(draft))
+        for gamma in (4, 8, gamma_max):
+            if gamma <= gamma_max:
+                policies.append(_policy(draft, {"kind": "analytic", "gamma_max": gamma}))
+                policies.append(_policy(draft, {"kind": "q_learning", "gamma_max": gamma}))
+                policies.append(
+                    _policy(draft, {"kind": "fixed", "gamma": gamma}, {"kind": "max_prob", "threshold": 0.4})
+                )
+    return list({p.id: p for p in policies}.values())
+
+
+def transformers_heuristic(draft: str) -> Policy:
+    """transformers' assisted generation as it comes: 20 tokens to begin with, heuristic schedule, confidence threshold 0.4.
+
+    The confidence stop is left out for drafts without probabilities.
+    """
+    stop = {"kind": "none"} if draft == "ngram" else {"kind": "max_prob", "threshold": 0.4}
+    return _policy(draft, {"kind": "heuristic", "gamma_max": 32, "gamma_initial": 20}, stop)
+
+
+def search(
+    trace: ReplayTrace,
+    profile: LatencyProfile,
+    drafts: Sequence[str],
+    *,
+    gamma_max: int = 16,
+    trials: int = 400,
+    seed: int = 0,
+    incumbents: Iterable[Policy] = (),
+    progress: Callable[[int, int, float], None] = lambda done, total, best: None,
+) -> Study:
+    """Searches the joint space on a trace; ``gamma_max`` is the largest window tried (the panorama's, for policies with stops).
+
+    ``progress`` is called with (trials done, in all, best tokens/s). The result is a function of the arguments alone.
+    """
+    done: dict[str, Trial] = {}
+    todo = enumerated(drafts, gamma_max)
+    total = len(todo) + trials
+    best = 0.0
+
+    def evaluate(policy: Policy, origin: str) -> float:
+        nonlocal best
+        if policy.id not in done:
+            value = replay(trace, policy, profile).total.tokens_per_s
+            done[policy.id] = Trial(policy, value, origin)
+            best = max(best, value)
+        return done[policy.id].value
+
+    for policy in incumbents:
+        try:
+            evaluate(policy, "incumbent")
+        except PolicyError:
+            continue  # an incumbent for a draft that is gone cannot be replayed, and need not be beaten
+    for i, policy in enumerate(todo):
+        evaluate(policy, "enumerated")
+        progress(i + 1, total, best)
+    space = Space(tuple(drafts), gamma_max)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, group=True, n_startup_trials=40)
+    study = optuna.create_study(direction="maximize", sampler=sampler)
+    for trial in sorted(done.values(), key=lambda t: -t.value):
+        params = space.params(trial.policy)
+        if params is not None:
+            study.enqueue_trial(params, skip_if_exists=True)
+        if len(study.trials) >= max(10, trials // 10):
+            break
+    for i in range(trials):
+        asked = study.ask()
+        study.tell(asked, evaluate(space.suggest(asked), "optuna"))
+        progress(len(todo) + i + 1, total, best)
+    ordered = sorted(done.values(), key=lambda t: -t.value)
+    return Study(tuple(ordered), seed, "enumeration + TPE (multivariate, group)", trace.request_ids)
+
+
+@dataclass(frozen=True)
+class Space:
+    """The joint space of draft x window x stop, as Optuna parameters."""
+
+    drafts: tuple[str, ...]
+    gamma_max: int
+
+    def distributions(self, window: str, stop: str) -> dict[str, BaseDistribution]:
+        """The parameters that exist for one combination of window and stop."""
+        gamma = IntDistribution(1, self.gamma_max)
+        first = IntDistribution(1, min(8, self.gamma_max))
+        found: dict[str, BaseDistribution] = {
+            "draft": CategoricalDistribution(self.drafts),
+            "window": CategoricalDistribution(WINDOW_ORDER),
+            "stop": CategoricalDistribution(STOP_ORDER),
+            "gamma": gamma,
+        }
+        if window == "analytic":
+            found["history"] = IntDistribution(2, 64, log=True)
+            found["acc_max"] = FloatDistribution(0.8, 0.995)
+            found["estimator"] = CategoricalDistribution(("ratio", "table"))
+        if window in ("analytic", "fsm", "cache_fsm"):
+            found["gamma_min"] = IntDistribution(0, 2)
+        if window in ("analytic", "fsm", "cache_fsm", "heuristic"):
+            found["gamma_initial"] = first
+        if window == "heuristic":
+            found["transient"] = CategoricalDistribution((False, True))
+        if window == "q_learning":
+            found["learning_rate"] = FloatDistribution(0.02, 0.5, log=True)
+            found["discount"] = FloatDistribution(0.0, 0.95)
+            found["epsilon"] = FloatDistribution(0.005, 0.2, log=True)
+            found["memory"] = IntDistribution(1, 2)
+            found["reward"] = CategoricalDistribution(("accepted", "speed"))
+        if stop == "max_prob":
+            found["max_prob"] = FloatDistribution(0.02, 0.95)
+        if stop == "joint_prob":
+            found["joint_prob"] = FloatDistribution(0.005, 0.9, log=True)
+        if stop == "entropy":
+            found["entropy"] = FloatDistribution(0.05, 0.9)
+        return found
+
+    def suggest(self, trial: optuna.trial.Trial) -> Policy:
+        """One policy of the space."""
+
+        def ask(name: str, distribution: BaseDistribution) -> Any:
+            if isinstance(distribution, CategoricalDistribution):
+                return trial.suggest_categorical(name, distribution.choices)
+            if isinstance(distribution, IntDistribution):
+                return trial.suggest_int(name, distribution.low, distribution.high, log=distribution.log)
+            assert isinstance(distribution, FloatDistribution)
+            return trial.suggest_float(name, distribution.low, distribution.high, log=distribution.log)
+
+        kinds = self.distributions("", "")
+        chosen = {name: ask(name, kinds[name]) for name in ("draft", "window", "stop")}
+        for name, distribution in self.distributions(chosen["window"], chosen["stop"]).items():
+            if name not in chosen:
+                chosen[name] = ask(name, distribution)
+        return self.policy(chosen)
+
+    def policy(self, chosen: dict[str, Any]) -> Policy:
+        """The policy of a set of parameters."""
+        kind = chosen["window"]
+        if kind == "fixed":
+            window: dict[str, Any] = {"kind": kind, "gamma": chosen["gamma"]}
+        else:
+            window = {"kind": kind, "gamma_max": chosen["gamma"]}
+            for name in (
+                "history", "acc_max", "estimator", "gamma_min", "gamma_initial", "transient",
+                "learning_rate", "discount", "epsilon", "memory", "reward",
+            ):  # fmt: skip
+                if name in chosen:
+                    window[name] = chosen[name]
+            for name in ("gamma_min", "gamma_initial"):
+                if name in window:
+                    window[name] = min(window[name], chosen["gamma"])
+            for name in ("acc_max", "learning_rate", "discount", "epsilon"):
+                if name in window:
+                    window[name] = round(window[name], 4)
+        stop: dict[str, Any] = {"kind": chosen["stop"]}
+        if chosen["stop"] != "none":
+            stop["threshold"] = round(chosen[chosen["stop"]], 4)
+        return _policy(chosen["draft"], window, stop)
+
+    def params(self, policy: Policy) -> dict[str, Any] | None:
+        """The parameters of a policy, to seed a study; None for one outside the space."""
+        window, stop = policy.window, policy.stop
+        if not policy.speculates or policy.draft not in self.drafts or policy.gamma_max > self.gamma_max:
+            return None
+        found: dict[str, Any] = {"draft": policy.draft, "window": window.kind, "stop": stop.kind, "gamma": policy.gamma_max}
+        for name, distribution in self.distributions(window.kind, stop.kind).items():
+            if name in found:
+                continue
+            value = getattr(stop, "threshold", None) if name == stop.kind else getattr(window, name, None)
+            if name == "gamma_initial" and value is None:
+                value = getattr(window, "first", 1)
+            if isinstance(distribution, (IntDistribution, FloatDistribution)):
+                value = type(distribution.low)(min(max(value, distribution.low), distribution.high))
+            elif value not in getattr(distribution, "choices", ()):
+                return None
+            found[name] = value
+        return found
+
+
+def finalists(study: Study, count: int = 4) -> list[Trial]:
+    """The policies worth executing: the tie-broken best, then the best of each other (draft, window, stop) family, fastest first."""
+    first = study.best()
+    if first is None:
+        return []
+    chosen, families = [first], {_family(first.policy)}
+    for trial in study.trials:
+        if len(chosen) >= count:
+            break
+        if _family(trial.policy) not in families:
+            families.add(_family(trial.policy))
+            chosen.append(trial)
+    return chosen
+
+
+def _family(policy: Policy) -> tuple[str, str, str]:
+    return (policy.draft, policy.window.kind, policy.stop.kind)
+
+
+def outcomes(trace: ReplayTrace, profile: LatencyProfile, policies: Iterable[Policy]) -> dict[str, Outcome]:
+    """Replays policies on a trace, by policy id."""
+    return {p.id: replay(trace, p, profile) for p in policies}
+
+
+def _policy(draft: str, window: dict[str, Any], stop: dict[str, Any] | None = None) -> Policy:
+    return parse_policy({"draft": draft, "window": window, **({"stop": stop} if stop else {})}, where="search space")

@@ -1,0 +1,222 @@
+"""Drafts: what proposes a chain of tokens. A language model over its own slot cache, or prompt lookup.
+
+A draft is a function of its prefix (and, at temperature > 0, of the noise that the target will use): that is what lets a panorama
+stand for every start.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from runtime.models import CausalModel
+from runtime.ngram import NgramIndex
+from runtime.policies.stops import STOP_ENTROPY, STOP_JOINT_PROB, STOP_MAX_PROB, STOP_NONE, CompiledStop, should_stop
+from runtime.sampling import (
+    Noise,
+    canonical_choice,
+    choose,
+    entropy_of,
+    gumbel_row,
+    log_law,
+    nat_code,
+    settle,
+    stream_key,
+    undecided,
+)
+from traces.schema import Sampling
+
+LONG_LAG = 64
+"""Tokens to read above which they are read apart from the first proposal's pass."""
+
+
+@dataclass(frozen=True)
+class ChainContext:
+    """What a draft may read of the request: its sampling, its noise, and, for the rejection verifier, a stream of its own.
+
+    ``exact`` asks that near ties be settled by the canonical pass. ``own_seed`` is set where proposals must be drawn independently of
+    the target's noise; ``salt`` then counts rounds.
+    """
+
+    sampling: Sampling
+    noise: Noise | None
+    exact: bool
+    own_seed: int | None = None
+    salt: int = 0
+
+
+@dataclass
+class Chain:
+    """A drafted chain: token ids, passes made, tokens read before the first proposal, and log q of each position when drawn."""
+
+    tokens: list[int] = field(default_factory=list)
+    steps: int = 0
+    lag: int = 1
+    log_q: list[torch.Tensor] = field(default_factory=list)
+
+
+class Draft(Protocol):
+    """What the runtime asks of any draft."""
+
+    name: str
+
+    def begin(self, prompt: list[int], capacity: int) -> None:
+        """A new request: read the prompt but for its last token."""
+
+    def propose(self, text: list[int], gamma: int, stop: CompiledStop, context: ChainContext) -> Chain:
+        """At most ``gamma`` tokens after ``text``, ended by ``stop``."""
+
+    def commit(self, length_before: int, accepted: int, steps: int, emitted: list[int]) -> None:
+        """The text had ``length_before`` tokens; ``accepted`` drafted ones stayed; ``emitted`` were added."""
+
+
+class LanguageModelDraft:
+    """A causal language model as draft: one pass for the tokens it has not read, then one pass a token."""
+
+    def __init__(self, model: CausalModel) -> None:
+        self.model = model
+        self.name = model.name
+        self._read = 0
+
+    def begin(self, prompt: list[int], capacity: int) -> None:
+        self.model.reserve(capacity)
+        self._read = 0
+        if len(prompt) > 1:
+            self.model.read(torch.tensor(prompt[:-1], device=self.model.device), 0)
+            self._read = len(prompt) - 1
+
+    def sleep(self, capacity: int) -> None:
+        """A new request in which this draft has no part yet: forget the last one."""
+        self.model.reserve(capacity)
+        self._read = 0
+
+    def rewind(self, length: int) -> None:
+        """Forgets what was read beyond the first ``length`` tokens of the text."""
+        self._read = min(self._read, length)
+
+    def propose(self, text: list[int], gamma: int, stop: CompiledStop, context: ChainContext) -> Chain:
+        model, sampling = self.model, context.sampling
+        chain = Chain(lag=len(text) - self._read)
+        if chain.lag > LONG_LAG:
+            model.read(torch.tensor(text[self._read : -1], device=model.device), self._read)
+            self._read = len(text) - 1
+        at = self._read
+        pending = torch.tensor(text[at:], device=model.device)
+        reads = stop.kind != STOP_NONE or context.own_seed is not None
+        if not reads and not context.exact:
+            return self._propose_blind(pending, at, len(text), gamma, context, chain)
+        joint = 0
+        for j in range(gamma):
+            position, prefix = len(text) + j, text + chain.tokens
+            logits = model.chain(pending, at, logits=1)
+            at += pending.shape[0]
+            chain.steps += 1
+            log_q = log_law(logits, sampling)[0] if reads else None
+            pending = self._token(logits, log_q, position, prefix, context)
+            token = int(pending[0])
+            ended = False
+            if stop.kind != STOP_NONE:
+                assert log_q is not None
+                logp_code, entropy_code = self._codes(log_q, token, stop, prefix, context)
+                joint += logp_code
+                ended = should_stop(
+                    stop.kind, stop.max_logp_code, stop.max_joint_code, stop.max_entropy_code, logp_code, joint, entropy_code
+                )
+                if ended and not stop.keep_last:
+                    break
+            chain.tokens.append(token)
+            if context.own_seed is not None and log_q is not None:
+                chain.log_q.append(log_q)
+            if ended:
+                break
+        return chain
+
+    def _propose_blind(
+        self, pending: torch.Tensor, at: int, length: int, gamma: int, context: ChainContext, chain: Chain
+    ) -> Chain:
+        """A full window without looking at any token on the host: no device sync until the end."""
+        drafted: list[torch.Tensor] = []
+        for j in range(gamma):
+            logits = self.model.chain(pending, at, logits=1)
+            at += pending.shape[0]
+            noise = None if context.noise is None else context.noise.row(length + j)[None]
+            pending = choose(logits, context.sampling, noise, exact=False).tokens
+            drafted.append(pending)
+        chain.steps = gamma
+        chain.tokens = torch.cat(drafted).tolist()
+        return chain
+
+    def _token(
+        self, logits: torch.Tensor, log_q: torch.Tensor | None, position: int, prefix: list[int], context: ChainContext
+    ) -> torch.Tensor:
+        """The proposal at ``position``, int64 [1]: coupled with the target's noise, or drawn from q by a stream of its own."""
+        model = self.model
+        if context.own_seed is not None:
+            assert log_q is not None
+            key = stream_key(context.own_seed, position, "draft", context.salt)
+            return (log_q + gumbel_row(key, model.vocab_size, model.device)).argmax(-1, keepdim=True)
+        noise = None if context.noise is None else context.noise.row(position)
+        choice = choose(logits, context.sampling, None if noise is None else noise[None], exact=context.exact)
+        return settle(choice, lambda _: canonical_choice(model.canonical(prefix), context.sampling, noise))
+
+    def _codes(
+        self, log_q: torch.Tensor, token: int, stop: CompiledStop, prefix: list[int], context: ChainContext
+    ) -> tuple[int, int]:
+        """Codes of -log q(token) and of the entropy. Those near a border that the stop looks at come from the canonical pass."""
+        nats = -log_q[token]
+        entropy = entropy_of(log_q) if stop.kind == STOP_ENTROPY else torch.zeros_like(nats)
+        codes = nat_code(float(nats)), nat_code(float(entropy))
+        if not context.exact:
+            return codes
+        near = (
+            (stop.kind == STOP_JOINT_PROB and bool(undecided(nats)))
+            or (stop.kind == STOP_MAX_PROB and abs(codes[0] - stop.max_logp_code) <= 1 and bool(undecided(nats)))
+            or (stop.kind == STOP_ENTROPY and abs(codes[1] - stop.max_entropy_code) <= 1 and bool(undecided(entropy)))
+        )
+        return canonical_codes(self.model, prefix, token, context.sampling) if near else codes
+
+    def commit(self, length_before: int, accepted: int, steps: int, emitted: list[int]) -> None:
+        if steps:
+            self._read = length_before + min(accepted, steps - 1)
+
+
+def canonical_codes(model: CausalModel, prefix: list[int], token: int, sampling: Sampling) -> tuple[int, int]:
+    """Codes of -log q(token | prefix) and of q's entropy from the canonical pass: one answer for one prefix."""
+    log_q = log_law(model.canonical(prefix)[None], sampling)[0]
+    return nat_code(float(-log_q[token])), nat_code(float(entropy_of(log_q)))
+
+
+class NgramDraft:
+    """Prompt lookup as draft (suffixes of 3 tokens down to 1). A proposal counts as certain: q = 1, entropy 0."""
+
+    name = "ngram"
+
+    def __init__(self) -> None:
+        self._index = NgramIndex()
+
+    def begin(self, prompt: list[int], capacity: int) -> None:
+        self._index = NgramIndex()
+        self._index.extend(prompt)
+
+    def sleep(self, capacity: int) -> None:
+        """A new request in which this draft has no part yet."""
+        self._index = NgramIndex()
+
+    def propose(self, text: list[int], gamma: int, stop: CompiledStop, context: ChainContext) -> Chain:
+        index = self._index
+        index.extend(text[len(index.tokens) :])
+        chain = Chain()
+        for _ in range(gamma):
+            chain.steps += 1
+            token = index.propose()
+            if token is None:
+                break
+            chain.tokens.append(token)
+            index.extend([token])
+        index.truncate(len(text))
+        return chain
+
+    def commit(self, length_before: int, accepted: int, steps: int, emitted: list[int]) -> None:
+        self._index.extend(emitted)

@@ -1,0 +1,135 @@
+"""A pair in memory: target, drafts, tokenizer, and what they agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from runtime.models import CausalModel, load_model, pick_device, pick_dtype
+from runtime.pair import PairSpec, is_local
+from traces.errors import PairError
+from traces.schema import Request
+
+
+@dataclass
+class LoadedPair:
+    """Models and tokenizer. ``exact`` says that near ties are settled canonically (float32)."""
+
+    spec: PairSpec
+    target: CausalModel
+    drafts: dict[str, CausalModel]
+    tokenizer: Any
+    eos_ids: frozenset[int]
+
+    @property
+    def id(self) -> str:
+        return self.spec.id
+
+    @property
+    def exact(self) -> bool:
+        return self.target.dtype == torch.float32
+
+    @property
+    def draft_names(self) -> tuple[str, ...]:
+        """Drafts that policies may name."""
+        return (*self.drafts, "ngram")
+
+    @property
+    def max_positions(self) -> int:
+        """Longest sequence that every model of the pair can hold."""
+        return min(m.max_positions for m in (self.target, *self.drafts.values()))
+
+    @property
+    def device(self) -> torch.device:
+        return self.target.device
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt as the target sees it (with the tokenizer's own special tokens)."""
+        return list(self.tokenizer(text)["input_ids"])
+
+    def encode_request(self, request: Request, *, chat: bool) -> list[int]:
+        """Token ids of a request's first turn, in the chat template when the tokenizer has one and ``chat`` is set."""
+        text = request.turns[0]
+        if chat and getattr(self.tokenizer, "chat_template", None):
+            out = self.tokenizer.apply_chat_template(
+                [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=True
+            )
+            return list(out["input_ids"])
+        return self.encode(text)
+
+    def text(self, ids: Collection[int]) -> str:
+        """Decoded text, special tokens left out."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def stopper(self, strings: tuple[str, ...]) -> Callable[[list[int], list[int]], int | None]:
+        """Finds the first new token at which one of ``strings`` has appeared in the decoded output."""
+        longest = max(len(s) for s in strings)
+
+        def ends_at(output: list[int], new: list[int]) -> int | None:
+            tail = output[-(longest + 8) :]
+            for i in range(1, len(new) + 1):
+                text = self.text(tail + new[:i])
+                if any(s in text for s in strings):
+                    return i
+            return None
+
+        return ends_at
+
+
+def load_pair(spec: PairSpec, *, device: str = "auto", dtype: str = "auto", drafts: Collection[str] | None = None) -> LoadedPair:
+    """Loads target, tokenizer and drafts (all, or those named). Raises PairError on a missing model or a vocabulary that differs."""
+    where = pick_device(device)
+    kind = pick_dtype(dtype, where)
+    target = load_model(spec.target, name="target", device=where, dtype=kind)
+    tokenizer = _tokenizer(spec.target)
+    if tokenizer is None:
+        raise PairError(f"target: no tokenizer at {spec.target} (tokenizer.json or the like is expected beside the weights)")
+    loaded: dict[str, CausalModel] = {}
+    for name, path in spec.drafts:
+        if drafts is not None and name not in drafts:
+            continue
+        model = load_model(path, name=name, device=where, dtype=kind)
+        if model.vocab_size != target.vocab_size:
+            raise PairError(
+                f"draft {name!r} has a vocabulary of {model.vocab_size} tokens, the target one of {target.vocab_size}; "
+                "a draft must share the target's tokenizer"
+            )
+        _same_tokenizer(name, _tokenizer(path), tokenizer)
+        loaded[name] = model
+    return LoadedPair(spec, target, loaded, tokenizer, _eos(target, tokenizer))
+
+
+def _tokenizer(path: str) -> Any:
+    folder = Path(path).expanduser()
+    if is_local(path) and not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab*")):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(folder if is_local(path) else path)
+    except (OSError, ValueError, KeyError) as error:
+        raise PairError(f"tokenizer of {path}: {str(error).splitlines()[0]}") from None
+
+
+def _same_tokenizer(name: str, own: Any, target: Any) -> None:
+    if own is None:
+        return
+    mine, theirs = own.get_vocab(), target.get_vocab()
+    if mine != theirs:
+        token = next(t for t in {**theirs, **mine} if mine.get(t) != theirs.get(t))
+        raise PairError(
+            f"draft {name!r} has another vocabulary than the target: {token!r} is {mine.get(token)} there and {theirs.get(token)} "
+            "in the target's; a draft must share the target's tokenizer"
+        )
+
+
+def _eos(target: CausalModel, tokenizer: Any) -> frozenset[int]:
+    eos = getattr(target.model.generation_config, "eos_token_id", None)
+    if eos is None:
+        eos = tokenizer.eos_token_id
+    if eos is None:
+        return frozenset()
+    return frozenset(eos if isinstance(eos, list) else [eos])

@@ -1,0 +1,174 @@
+"""The loop: draft, verify, emit; the one place where windows are clipped and texts end.
+
+Any :class:`Backend` can stand behind it: the runtime's models, or a recorded trace. With the trace it is the oracle that the fast
+replay must agree with, round by round; with the runtime it is what serves. A policy may be swapped at the top of any round.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from runtime.policies.prepared import PreparedPolicy
+from traces.schema import Finish, Sampling, Step, Verifier
+
+
+@dataclass(frozen=True)
+class DecodeRequest:
+    """What to decode. ``seed`` is the request's own (:func:`traces.schema.request_seed`).
+
+    ``ends_at`` tells, given the output so far and the new tokens, how many of the new ones to keep if a stop string ends the text
+    among them, else None.
+    """
+
+    id: str
+    prompt_ids: list[int]
+    sampling: Sampling
+    seed: int
+    max_new_tokens: int
+    eos_ids: frozenset[int] = frozenset()
+    verifier: Verifier = "coupled"
+    ends_at: Callable[[list[int], list[int]], int | None] | None = None
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """What one draft phase did: ``count`` tokens for verification, the passes and the tokens read to get them.
+
+    ``tokens`` are their ids (a trace knows only those on the text, so there it is empty).
+    """
+
+    count: int
+    steps: int
+    lag: int
+    tokens: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Verified:
+    """``accepted`` leading drafted tokens, and the tokens to emit: those, then the target's own."""
+
+    accepted: int
+    tokens: list[int]
+
+
+class Backend(Protocol):
+    """Where drafts and verdicts come from."""
+
+    def begin(self, request: DecodeRequest, prepared: PreparedPolicy) -> None:
+        """Makes ready for the first round of a request (prefill)."""
+
+    def draft(self, prepared: PreparedPolicy, gamma: int) -> Drafted:
+        """Drafts at most ``gamma`` > 0 tokens from the current end of the text."""
+
+    def verify(self, drafted: Drafted | None) -> Verified:
+        """The target's verdict on the drafted tokens (None: it only supplies its own token)."""
+
+    def commit(self, emitted: list[int], accepted: int, drafted: Drafted | None) -> None:
+        """The text grows by ``emitted``."""
+
+
+class PolicySource(Protocol):
+    """Where the loop looks for its policy, once a round; must answer at once."""
+
+    def current(self) -> PreparedPolicy:
+        """The policy in force. A different object than last time is a swap."""
+
+
+@dataclass(frozen=True)
+class StaticSource:
+    """One policy for ever."""
+
+    prepared: PreparedPolicy
+
+    def current(self) -> PreparedPolicy:
+        return self.prepared
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round as the loop yields it: its step, the tokens it emitted, what was drafted, and how the text ended, if it did."""
+
+    step: Step
+    tokens: list[int]
+    drafted: list[int]
+    finish: Finish | None
+
+
+def decode_rounds(
+    backend: Backend, request: DecodeRequest, source: PolicySource, clock: Callable[[], float] = time.perf_counter
+) -> Iterator[Round]:
+    """Decodes one request round by round.
+
+    Each round: ask the window for gamma, clip it so that no drafted token can exceed the budget, draft, verify, cut at EOS or a stop
+    string, tell the window. Yields until the text has ended.
+    """
+    prepared = source.current()
+    controller = prepared.controller
+    controller.start_request()
+    seen = set(request.prompt_ids) if prepared.needs_cache else set()
+    output: list[int] = []
+    lag = 1
+    backend.begin(request, prepared)
+    while True:
+        started = clock()
+        newest = source.current()
+        if newest is not prepared:
+            prepared, controller = newest, newest.controller
+            controller.start_request()
+            seen = {*request.prompt_ids, *output} if prepared.needs_cache else set()
+        start = len(output)
+        gamma = min(controller.choose(), request.max_new_tokens - start - 1)
+        drafted = backend.draft(prepared, gamma) if gamma > 0 else None
+        draft_done = clock()
+        verdict = backend.verify(drafted)
+        verify_done = clock()
+        tokens, finish = _cut(request, output, verdict.tokens)
+        emitted, accepted = len(tokens), min(verdict.accepted, len(tokens))
+        backend.commit(tokens, accepted, drafted)
+        count, steps = (drafted.count, drafted.steps) if drafted else (0, 0)
+        cached = sum(t in seen for t in tokens[:accepted]) if prepared.needs_cache else 0
+        if prepared.needs_cache:
+            seen.update(tokens)
+        draft_s, verify_s = draft_done - started, verify_done - draft_done
+        controller.observe(count, accepted, cached, draft_s, verify_s)
+        output.extend(tokens)
+        step = Step(
+            start=start,
+            drafted=count,
+            verified=count + 1,
+            accepted=accepted,
+            emitted=emitted,
+            draft_steps=steps,
+            lag=drafted.lag if drafted else lag,
+            draft=prepared.policy.draft,
+            policy=prepared.policy_id,
+            draft_s=draft_s if drafted else 0.0,
+            verify_s=verify_s,
+            round_s=clock() - started,
+        )
+        lag = emitted - min(accepted, steps - 1) if steps else step.lag + emitted
+        yield Round(step, tokens, drafted.tokens if drafted else [], finish)
+        if finish is not None:
+            return
+
+
+def _cut(request: DecodeRequest, output: list[int], tokens: list[int]) -> tuple[list[int], Finish | None]:
+    if request.eos_ids:
+        for i, token in enumerate(tokens):
+            if token in request.eos_ids:
+                kept, finish = tokens[: i + 1], "eos"
+                break
+        else:
+            kept, finish = tokens, ""
+    else:
+        kept, finish = tokens, ""
+    if request.ends_at is not None:
+        end = request.ends_at(output, kept)
+        if end is not None:
+            return kept[:end], "stop"
+    if finish == "eos":
+        return kept, "eos"
+    return kept, "length" if len(output) + len(kept) >= request.max_new_tokens else None

@@ -1,0 +1,48 @@
+"""Prompt lookup: a draft without a model that proposes what followed the same tokens earlier."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class NgramIndex:
+    """Where each n-gram of a growing token sequence was last continued, with undo.
+
+    A proposal is a function of the sequence alone: the token after the most recent earlier occurrence of its longest suffix of
+    ``max_n`` down to ``min_n`` tokens.
+    """
+
+    def __init__(self, max_n: int = 3, min_n: int = 1) -> None:
+        self.max_n, self.min_n = max_n, min_n
+        self.tokens: list[int] = []
+        self._next: dict[tuple[int, ...], int] = {}
+        self._undo: list[list[tuple[tuple[int, ...], int | None]]] = []
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Appends tokens; each becomes the continuation of the n-grams that end before it."""
+        for token in tokens:
+            changed: list[tuple[tuple[int, ...], int | None]] = []
+            for n in range(self.min_n, min(self.max_n, len(self.tokens)) + 1):
+                gram = tuple(self.tokens[-n:])
+                changed.append((gram, self._next.get(gram)))
+                self._next[gram] = token
+            self._undo.append(changed)
+            self.tokens.append(token)
+
+    def truncate(self, length: int) -> None:
+        """Forgets all but the first ``length`` tokens, restoring what they had replaced."""
+        while len(self.tokens) > length:
+            self.tokens.pop()
+            for gram, before in self._undo.pop():
+                if before is None:
+                    del self._next[gram]
+                else:
+                    self._next[gram] = before
+
+    def propose(self) -> int | None:
+        """The next token, or None when no suffix occurred before."""
+        for n in range(min(self.max_n, len(self.tokens)), self.min_n - 1, -1):
+            token = self._next.get(tuple(self.tokens[-n:]))
+            if token is not None:
+                return token
+        return None

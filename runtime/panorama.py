@@ -1,0 +1,245 @@
+"""The panorama pass: what each draft would propose from every start of a recorded text.
+
+What lies on the text comes from one teacher-forced pass. A draft leaves the text where its proposal differs from it; what it
+proposes from there on depends on that position alone, so one branch per disagreement is continued, all branches in one pass per
+depth: the text's keys and values are shared and a mask keeps the branches apart. The values equal those that decoding computes:
+choices and codes that rounding could change are settled by the same canonical pass as there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from runtime.cache import VIEW_STEP
+from runtime.drafts import canonical_codes
+from runtime.loading import LoadedPair
+from runtime.models import CHUNK, CausalModel, view_of
+from runtime.ngram import NgramIndex
+from runtime.sampling import (
+    Noise,
+    canonical_choice,
+    choose,
+    entropy_of,
+    log_law,
+    undecided,
+)
+from traces.schema import (
+    AGREE_NO,
+    AGREE_NONE,
+    AGREE_YES,
+    NAT_CODE_MAX,
+    NAT_SCALE,
+    PROB_SCALE,
+    ChainPanorama,
+    Sampling,
+    Trajectory,
+    request_seed,
+)
+
+BRANCHES = 128
+"""Branches continued together; more are continued in groups, so that masks stay small."""
+
+
+@dataclass(frozen=True)
+class _Branch:
+    """A place where the draft leaves the text: the position of its first token off it, that token."""
+
+    position: int
+    token: int
+
+
+def record_panorama(pair: LoadedPair, trajectory: Trajectory, draft: str, gamma_max: int) -> ChainPanorama:
+    """The chain panorama of one draft over one trajectory, recorded now or long ago ("retrace").
+
+    ``draft`` is one of the pair's or ``ngram``. Acceptance probabilities for the rejection verifier cost one pass of the target, at
+    temperature > 0 only.
+    """
+    if draft == "ngram":
+        return _ngram_panorama(trajectory, gamma_max)
+    return _Pass(pair, trajectory, draft, gamma_max).run()
+
+
+class _Pass:
+    def __init__(self, pair: LoadedPair, trajectory: Trajectory, draft: str, gamma_max: int) -> None:
+        self.pair = pair
+        self.model: CausalModel = pair.drafts[draft]
+        self.draft, self.gamma_max, self.exact = draft, gamma_max, pair.exact
+        self.trajectory = trajectory
+        self.sampling: Sampling = trajectory.sampling
+        self.output = trajectory.output_ids.tolist()
+        self.text: list[int] = [*trajectory.prompt_ids.tolist(), *self.output]
+        self.prompt = len(trajectory.prompt_ids)
+        seed = request_seed(self.sampling.seed, trajectory.request_id)
+        self.noise = None if self.sampling.greedy else Noise(seed, self.model.vocab_size, self.model.device)
+
+    def run(self) -> ChainPanorama:
+        count = len(self.output)
+        proposals, logp, entropy, log_q_text = self._on_text()
+        text = torch.tensor(self.output, device=self.model.device)
+        agree = (proposals[:count] == text).cpu().numpy()
+        positions = np.flatnonzero(~agree)
+        wrong = proposals.cpu().numpy()
+        branches = [_Branch(int(i), int(wrong[i])) for i in positions] + [_Branch(count, int(wrong[count]))]
+        rows_logp = np.zeros((len(branches), self.gamma_max), dtype=np.uint16)
+        rows_entropy = np.zeros_like(rows_logp)
+        lengths = np.zeros(len(branches), dtype=np.uint8)
+        self._continue(branches, rows_logp, rows_entropy, lengths)
+        # The last row's first entry is the proposal right after the text; its continuation follows.
+        rows_logp[-1, 1:] = rows_logp[-1, :-1]
+        rows_entropy[-1, 1:] = rows_entropy[-1, :-1]
+        rows_logp[-1, 0], rows_entropy[-1, 0] = logp[count], entropy[count]
+        lengths[-1] = min(self.gamma_max, int(lengths[-1]) + 1)
+        return ChainPanorama(
+            draft=self.draft,
+            gamma_max=self.gamma_max,
+            agree=np.where(agree, AGREE_YES, AGREE_NO).astype(np.uint8),
+            logp=logp[:count],
+            entropy=entropy[:count],
+            accept=self._accept(agree, log_q_text),
+            branch_logp=rows_logp,
+            branch_entropy=rows_entropy,
+            branch_len=lengths,
+        )
+
+    def _on_text(self) -> tuple[torch.Tensor, np.ndarray, np.ndarray, torch.Tensor]:
+        """Proposals [L + 1], codes of them and of the entropies [L + 1], and log q of the text's tokens [L]."""
+        model, total = self.model, len(self.text)
+        model.reserve(total + 1 + min(BRANCHES, len(self.output) + 1) * self.gamma_max + VIEW_STEP)
+        ids = torch.tensor(self.text, device=model.device)
+        model.read(ids[: self.prompt - 1], 0)
+        proposals, logp, entropy, of_text = [], [], [], []
+        for at in range(self.prompt - 1, total, CHUNK):
+            part = ids[at : at + CHUNK]
+            logits = model.chain(part, at, logits=part.shape[0])
+            prefixes = [self.text[: at + i + 1] for i in range(part.shape[0])]
+            tokens, log_q, codes_p, codes_h = self._decide(logits, [len(p) for p in prefixes], prefixes)
+            proposals.append(tokens)
+            logp.append(codes_p)
+            entropy.append(codes_h)
+            following = ids[at + 1 : at + 1 + part.shape[0]]
+            of_text.append(log_q[: following.shape[0]].gather(-1, following[:, None])[:, 0])
+        return torch.cat(proposals), np.concatenate(logp), np.concatenate(entropy), torch.cat(of_text)
+
+    def _decide(
+        self, logits: torch.Tensor, positions: list[int], prefixes: list[list[int]]
+    ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray, np.ndarray]:
+        """Proposals and codes of rows of logits, each row decided as decoding would decide it."""
+        model, sampling = self.model, self.sampling
+        noise = None if self.noise is None else torch.stack([self.noise.row(p) for p in positions])
+        choice = choose(logits, sampling, noise, exact=self.exact)
+        tokens = choice.tokens
+        if choice.unsure is not None and bool(choice.unsure.any()):
+            tokens = tokens.clone()
+            for row in choice.unsure.nonzero()[:, 0].tolist():
+                row_noise = None if noise is None else noise[row]
+                tokens[row] = canonical_choice(model.canonical(prefixes[row]), sampling, row_noise)
+        log_q = log_law(logits, sampling)
+        nats = -log_q.gather(-1, tokens[:, None])[:, 0]
+        entropy = entropy_of(log_q)
+        codes_p, codes_h = _codes(nats), _codes(entropy)
+        if self.exact:
+            for row in (undecided(nats) | undecided(entropy)).nonzero()[:, 0].tolist():
+                codes_p[row], codes_h[row] = canonical_codes(model, prefixes[row], int(tokens[row]), sampling)
+        return tokens, log_q, codes_p, codes_h
+
+    def _continue(self, branches: list[_Branch], logp: np.ndarray, entropy: np.ndarray, lengths: np.ndarray) -> None:
+        """Continues every branch by gamma_max - 1 proposals, writing entry j for the one after 1 + j tokens off the text."""
+        for first in range(0, len(branches), BRANCHES):
+            group = branches[first : first + BRANCHES]
+            rows = slice(first, first + len(group))
+            self._continue_group(group, logp[rows], entropy[rows], lengths[rows])
+
+    def _continue_group(self, group: list[_Branch], logp: np.ndarray, entropy: np.ndarray, lengths: np.ndarray) -> None:
+        model, base, width = self.model, len(self.text), len(group)
+        device = model.device
+        view = min(model.cache.capacity, view_of(base + width * (self.gamma_max - 1)))
+        starts = torch.tensor([self.prompt + b.position for b in group], device=device)
+        mask = torch.zeros(width, view, dtype=torch.bool, device=device)
+        mask[:, :base] = torch.arange(base, device=device)[None] < starts[:, None]
+        tokens = torch.tensor([b.token for b in group], device=device)
+        tails = [[b.token] for b in group]
+        own = torch.arange(width, device=device)
+        for j in range(self.gamma_max - 1):
+            positions = starts + j
+            # A model's last position ends a branch; a decode under the budget never gets there.
+            alive = [int(p) < model.max_positions for p in positions.tolist()]
+            if not any(alive):
+                break
+            slots = base + j * width + own
+            mask[own, slots] = True
+            logits = model.scattered(tokens, positions.clamp_max(model.max_positions - 1), slots, mask)
+            prefixes = [self.text[: self.prompt + b.position] + tails[i] for i, b in enumerate(group)]
+            tokens, _, codes_p, codes_h = self._decide(logits, [len(p) for p in prefixes], prefixes)
+            logp[:, j], entropy[:, j] = codes_p, codes_h
+            for i, token in enumerate(tokens.tolist()):
+                tails[i].append(token)
+                if alive[i]:
+                    lengths[i] = j + 1
+
+    def _accept(self, agree: np.ndarray, log_q_text: torch.Tensor) -> np.ndarray:
+        """min(1, q(x) / p(x)) of the text's tokens, in 1/65535."""
+        if self.sampling.greedy:
+            return np.where(agree, PROB_SCALE, 0).astype(np.uint16)
+        target, total = self.pair.target, len(self.text)
+        target.reserve(total + 1)
+        ids = torch.tensor(self.text, device=target.device)
+        target.read(ids[: self.prompt - 1], 0)
+        ratios = []
+        for at in range(self.prompt - 1, total - 1, CHUNK):
+            part = ids[at : min(at + CHUNK, total - 1)]
+            log_p = log_law(target.chain(part, at, logits=part.shape[0]), self.sampling)
+            of_text = log_p.gather(-1, ids[at + 1 : at + 1 + part.shape[0]][:, None])[:, 0]
+            ratios.append((log_q_text[at - self.prompt + 1 :][: part.shape[0]] - of_text).exp().clamp(0, 1))
+        return (torch.cat(ratios) * PROB_SCALE).round().cpu().numpy().astype(np.uint16)
+
+
+def _codes(nats: torch.Tensor) -> np.ndarray:
+    return (nats * NAT_SCALE).clamp(0, NAT_CODE_MAX).cpu().numpy().astype(np.uint16)
+
+
+def _ngram_panorama(trajectory: Trajectory, gamma_max: int) -> ChainPanorama:
+    index = NgramIndex()
+    index.extend(trajectory.prompt_ids.tolist())
+    output = trajectory.output_ids.tolist()
+    agree = np.zeros(len(output), dtype=np.uint8)
+    lengths: list[int] = []
+
+    def branch(token: int | None) -> int:
+        """How many proposals follow ``token`` (None: from here), at most gamma_max."""
+        length = len(index.tokens)
+        if token is not None:
+            index.extend([token])
+        found = 0
+        while found < gamma_max:
+            following = index.propose()
+            if following is None:
+                break
+            index.extend([following])
+            found += 1
+        index.truncate(length)
+        return found
+
+    for i, token in enumerate(output):
+        proposal = index.propose()
+        agree[i] = AGREE_NONE if proposal is None else AGREE_YES if proposal == token else AGREE_NO
+        if agree[i] == AGREE_NO:
+            assert proposal is not None
+            lengths.append(min(gamma_max - 1, branch(proposal)))
+        index.extend([token])
+    lengths.append(branch(None))
+    zeros = np.zeros(len(output), dtype=np.uint16)
+    rows = np.zeros((len(lengths), gamma_max), dtype=np.uint16)
+    return ChainPanorama(
+        draft="ngram",
+        gamma_max=gamma_max,
+        agree=agree,
+        logp=zeros,
+        entropy=zeros.copy(),
+        accept=np.where(agree == AGREE_YES, PROB_SCALE, 0).astype(np.uint16),
+        branch_logp=rows,
+        branch_entropy=rows.copy(),
+        branch_len=np.array(lengths, dtype=np.uint8),
+    )

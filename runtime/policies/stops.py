@@ -1,0 +1,83 @@
+"""Stops within a draft, as comparisons of whole numbers.
+
+A stop reads two codes of each proposal, -log q and the entropy of q, both in 1/256 nat (:data:`traces.schema.NAT_SCALE`).
+Its threshold is turned into a limit on codes once, so that decoding and replay decide alike, whatever rounding made the codes.
+
+How a chain is drafted (runtime, oracle and replay share this): token j = 0..gamma-1 costs one draft pass. If the draft has
+no proposal, the chain ends without the token; the pass counts. If the stop triggers at token j, the chain ends, and the
+token is kept iff ``keep_last``. Tokens kept are *drafted*, passes made are *draft steps*.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from runtime.policies.document import EntropyStop, JointProbStop, MaxProbStop, NoStop, Stop
+from runtime.policies.jit import compiled
+from traces.schema import NAT_SCALE
+
+STOP_NONE: Final = 0
+STOP_MAX_PROB: Final = 1
+STOP_JOINT_PROB: Final = 2
+STOP_ENTROPY: Final = 3
+
+NEVER: Final = 2**31 - 1
+"""A limit that no code, and no sum of codes along a chain, exceeds."""
+_SLACK = 1e-9  # so that a threshold written as a decimal falls on the side of the code it means
+
+
+@dataclass(frozen=True)
+class CompiledStop:
+    """A stop as limits on codes: it triggers when a code is *greater* than its limit; limits not in use are :data:`NEVER`."""
+
+    kind: int
+    max_logp_code: int
+    max_joint_code: int
+    max_entropy_code: int
+    keep_last: bool
+
+    def triggers(self, logp_code: int, joint_code: int, entropy_code: int) -> bool:
+        """Whether the chain ends at a proposal with these codes; ``joint_code`` sums the chain's logp codes, this one's
+        included."""
+        return logp_code > self.max_logp_code or joint_code > self.max_joint_code or entropy_code > self.max_entropy_code
+
+
+def compile_stop(stop: Stop) -> CompiledStop:
+    """Turns thresholds into limits.
+
+    ``max_prob``: q < t, that is code > floor(-256 ln t). ``joint_prob``: the same with the sum of the chain's codes. ``entropy``:
+    1 - sqrt(scale H) < t, that is code > floor(256 (1-t)^2 / scale). Rounding down makes a limit that is reached exactly no stop.
+    Threshold 0 never stops: no probability, and no lower bound on one, is below 0. Threshold 1 stops at every code above 0.
+    """
+    if isinstance(stop, NoStop):
+        return CompiledStop(STOP_NONE, NEVER, NEVER, NEVER, True)
+    if isinstance(stop, MaxProbStop):
+        return CompiledStop(STOP_MAX_PROB, _nat_limit(stop.threshold), NEVER, NEVER, stop.keep_last)
+    if isinstance(stop, JointProbStop):
+        return CompiledStop(STOP_JOINT_PROB, NEVER, _nat_limit(stop.threshold), NEVER, stop.keep_last)
+    assert isinstance(stop, EntropyStop)
+    bound = (1.0 - stop.threshold) ** 2 / stop.scale
+    limit = NEVER if stop.threshold == 0.0 else math.floor(bound * NAT_SCALE + _SLACK)
+    return CompiledStop(STOP_ENTROPY, NEVER, NEVER, min(NEVER, limit), stop.keep_last)
+
+
+def _nat_limit(threshold: float) -> int:
+    return NEVER if threshold == 0.0 else math.floor(-math.log(threshold) * NAT_SCALE + _SLACK)
+
+
+@compiled()
+def should_stop(
+    kind: int,
+    max_logp_code: int,
+    max_joint_code: int,
+    max_entropy_code: int,
+    logp_code: int,
+    joint_code: int,
+    entropy_code: int,
+) -> bool:
+    """Compiled :meth:`CompiledStop.triggers`, for kernels; plain Python is faster one call at a time."""
+    if kind == STOP_NONE:
+        return False
+    return logp_code > max_logp_code or joint_code > max_joint_code or entropy_code > max_entropy_code

@@ -1,0 +1,201 @@
+"""How a token is chosen: the processed law, the noise, and the near ties.
+
+Every choice is ``argmax(logits / T + g)`` over the tokens that top-k and top-p keep, with Gumbel noise g a pure function of
+(request seed, absolute position, token id): drawing from the law, yet the same whatever policy decodes (DESIGN.md). At
+temperature 0 the noise is left out.
+
+Float arithmetic differs in the last bits between batch shapes. A choice whose runner-up is closer than ``CHOICE_MARGIN``, and a
+code whose value is closer than ``CODE_MARGIN`` to the next, is therefore decided by the model's canonical pass over the prefix,
+so that the decision does not depend on how it was batched. Margins are for float32; lower precisions skip this (divergences
+are counted instead).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from traces.schema import NAT_CODE_MAX, NAT_SCALE, Sampling
+
+CHOICE_MARGIN = 2e-4
+"""Nats (after temperature) under which the two best tokens count as tied; measured errors are below 2e-5."""
+FILTER_SLACK = 1e-5
+"""Slack, in probability for top-p and in nats for top-k, under which a token's membership counts as undecided."""
+CODE_MARGIN = 1e-5
+"""Nats from the border between two codes under which the code counts as undecided."""
+
+_MASK64 = (1 << 64) - 1
+_STREAMS = {"target": 0, "draft": 0x9E3779B97F4A7C15, "accept": 0xC2B2AE3D27D4EB4F, "residual": 0x165667B19E3779F9}
+
+
+def _mix(x: int) -> int:
+    x = (x + 0x9E3779B97F4A7C15) & _MASK64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return x ^ (x >> 31)
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 64) if x >> 63 else x
+
+
+_C1, _C2, _C3 = (_signed(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+def gumbel_row(key: int, vocab_size: int, device: torch.device) -> torch.Tensor:
+    """Gumbel(0, 1) noise, float32 ``[vocab_size]``: SplitMix64 of (key, token id), in float64 up to the last cast.
+
+    Raises nothing; equal arguments give equal bits on one device.
+    """
+    x = torch.arange(vocab_size, dtype=torch.int64, device=device) * _C1 + _signed(key)
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _C2
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _C3
+    x = x ^ ((x >> 31) & ((1 << 33) - 1))
+    u = ((x >> 11) & ((1 << 53) - 1)).double().add_(0.5).mul_(2.0**-53)
+    return u.log_().neg_().log_().neg_().float()
+
+
+def uniform(key: int) -> float:
+    """One uniform number in (0, 1) of a key."""
+    return ((_mix(key) >> 11) + 0.5) * 2.0**-53
+
+
+def stream_key(seed: int, position: int, stream: str = "target", salt: int = 0) -> int:
+    """The 64-bit key of one position's noise. Streams are independent; ``salt`` separates rounds where law demands it."""
+    return _mix(_mix(_mix(seed ^ _STREAMS[stream]) ^ position) ^ salt)
+
+
+class Noise:
+    """The target's noise of one request, row by row, kept for the positions of the current round.
+
+    The draft reads the same rows: proposing by ``log q + g`` is what couples it with the target.
+    """
+
+    def __init__(self, seed: int, vocab_size: int, device: torch.device) -> None:
+        self._seed, self._vocab, self._device = seed, vocab_size, device
+        self._rows: dict[int, torch.Tensor] = {}
+
+    def row(self, position: int) -> torch.Tensor:
+        """Float32 ``[vocab]`` at an absolute position."""
+        row = self._rows.get(position)
+        if row is None:
+            row = self._rows[position] = gumbel_row(stream_key(self._seed, position), self._vocab, self._device)
+        return row
+
+    def rows(self, start: int, count: int) -> torch.Tensor:
+        """Float32 ``[count, vocab]`` at positions ``start ..``."""
+        return torch.stack([self.row(p) for p in range(start, start + count)])
+
+    def forget_before(self, position: int) -> None:
+        """Drops rows that no later round needs."""
+        for old in [p for p in self._rows if p < position]:
+            del self._rows[old]
+
+
+def scaled(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Logits after temperature (unchanged when greedy), float32."""
+    return logits if sampling.greedy else logits / sampling.temperature
+
+
+def kept(logits: torch.Tensor, sampling: Sampling, slack: float = 0.0) -> torch.Tensor | None:
+    """Which tokens top-k, then top-p keep: bool ``[..., vocab]``, or None when both are off.
+
+    ``slack`` > 0 widens and < 0 narrows the set by what rounding could change.
+    """
+    mask: torch.Tensor | None = None
+    vocab = logits.shape[-1]
+    if 0 < sampling.top_k < vocab:
+        kth = logits.topk(sampling.top_k, dim=-1).values[..., -1:]
+        mask = logits >= kth - slack
+        logits = logits.masked_fill(~mask, -math.inf)
+    if sampling.top_p < 1.0:
+        order = logits.argsort(dim=-1, descending=True, stable=True)
+        probabilities = logits.gather(-1, order).softmax(-1)
+        before = probabilities.cumsum(-1) - probabilities
+        keep = before < sampling.top_p + slack
+        keep[..., 0] = True
+        nucleus = torch.zeros_like(keep).scatter_(-1, order, keep)
+        mask = nucleus if mask is None else mask & nucleus
+    return mask
+
+
+def log_law(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Log-probabilities of the law tokens are drawn from, float32, -inf where filtered.
+
+    At temperature 0 it is the law at temperature 1 without filters: what a stop reads of a greedy draft.
+    """
+    if sampling.greedy:
+        return logits.log_softmax(-1)
+    x = scaled(logits, sampling)
+    mask = kept(x, sampling)
+    return (x if mask is None else x.masked_fill(~mask, -math.inf)).log_softmax(-1)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Chosen tokens int64 ``[n]`` and which of them rounding could have changed, bool ``[n]`` (None: not looked at)."""
+
+    tokens: torch.Tensor
+    unsure: torch.Tensor | None
+
+
+def choose(logits: torch.Tensor, sampling: Sampling, noise: torch.Tensor | None, *, exact: bool) -> Choice:
+    """argmax(logits / T + g) over the kept tokens, row by row.
+
+    ``logits`` float32 [n, vocab]; ``noise`` float32 [n, vocab], None when greedy; ``exact`` asks for ``unsure``. Ties go to the lowest id.
+    """
+    x = scaled(logits, sampling)
+    perturbed = x if noise is None else x + noise
+    filtered = not sampling.greedy and (sampling.top_p < 1.0 or 0 < sampling.top_k < x.shape[-1])
+    if filtered:
+        mask = kept(x, sampling)
+        assert mask is not None
+        tokens = perturbed.masked_fill(~mask, -math.inf).argmax(-1)
+    elif not exact:
+        tokens = perturbed.argmax(-1)
+    if not exact:
+        return Choice(tokens, None)
+    if filtered:
+        outer, inner = kept(x, sampling, FILTER_SLACK), kept(x, sampling, -FILTER_SLACK)
+        assert outer is not None and inner is not None
+        wide = perturbed.masked_fill(~outer, -math.inf).topk(2, dim=-1)
+        narrow = perturbed.masked_fill(~inner, -math.inf).argmax(-1)
+        return Choice(tokens, (wide.values[:, 0] - wide.values[:, 1] < CHOICE_MARGIN) | (wide.indices[:, 0] != narrow))
+    best = perturbed.topk(2, dim=-1)
+    return Choice(best.indices[:, 0], best.values[:, 0] - best.values[:, 1] < CHOICE_MARGIN)
+
+
+def settle(choice: Choice, decide: Callable[[int], int]) -> torch.Tensor:
+    """The choice with every unsure row replaced by ``decide(row)``: the canonical pass's token."""
+    if choice.unsure is None or not bool(choice.unsure.any()):
+        return choice.tokens
+    tokens = choice.tokens.clone()
+    for row in choice.unsure.nonzero()[:, 0].tolist():
+        tokens[row] = decide(row)
+    return tokens
+
+
+def canonical_choice(logits: torch.Tensor, sampling: Sampling, noise: torch.Tensor | None) -> int:
+    """The token of one row of canonical logits ``[vocab]``."""
+    row = None if noise is None else noise[None]
+    return int(choose(logits[None], sampling, row, exact=False).tokens[0])
+
+
+def nat_code(nats: float) -> int:
+    """Nats as a whole number of 1/256 nat, rounded down, saturating."""
+    return min(NAT_CODE_MAX, max(0, int(nats * NAT_SCALE)))
+
+
+def undecided(nats: torch.Tensor) -> torch.Tensor:
+    """Where a code's value lies within ``CODE_MARGIN`` of a border between codes: bool of the same shape."""
+    x = nats * NAT_SCALE
+    return (x - x.round()).abs() < CODE_MARGIN * NAT_SCALE
+
+
+def entropy_of(log_probabilities: torch.Tensor) -> torch.Tensor:
+    """Entropy in nats over the last axis; filtered tokens (-inf) contribute nothing."""
+    p = log_probabilities.exp()
+    return -(p * log_probabilities.masked_fill(p == 0, 0.0)).sum(-1)

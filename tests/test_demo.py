@@ -1,0 +1,180 @@
+"""The demo pair and its prompts: balanced, deterministic, held out, small, loadable, and worth speculating with."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from demo import PAIR_PATH, demo_workload
+from demo.card import posterior_gumbel
+from demo.corpus import END_OF_TEXT, code_documents, is_held_out, math_documents
+from demo.train import generate, stable_then_decay, train_tokenizer
+
+MODELS = ("target", "small", "medium")
+AWKWARD = (
+    "def f(x):\n\treturn  x\r\n\n\n    # caf\u00e9 \u2028 \U0001f600 \u4f60\u597d\n",
+    "  leading,   inner and trailing spaces   ",
+    "3.14159 1000000 \x00\x7f \ud7ff don't we'll",
+    "",
+)
+
+
+def test_workload_is_balanced_in_every_prefix() -> None:
+    workload = demo_workload()
+    counts = Counter(prompt["category"] for prompt in workload)
+    assert set(counts) == {"code", "prose", "math"}
+    assert min(counts.values()) >= 90
+    assert [prompt["category"] for prompt in workload[:6]] == ["code", "prose", "math"] * 2
+    for limit in range(1, len(workload)):
+        share = Counter(prompt["category"] for prompt in workload[:limit])
+        assert max(share.values()) - min(share[category] for category in counts) <= 1
+
+
+def test_workload_has_unique_ids_and_texts() -> None:
+    workload = demo_workload()
+    assert len({prompt["id"] for prompt in workload}) == len(workload)
+    assert len({prompt["turns"][0] for prompt in workload}) == len(workload)
+    assert all(len(prompt["turns"]) == 1 and 60 <= len(prompt["turns"][0]) <= 620 for prompt in workload)
+    # A trailing blank would be half of the next token.
+    assert all(prompt["turns"][0] == prompt["turns"][0].rstrip() for prompt in workload)
+
+
+def test_workload_is_the_same_in_another_process_and_needs_no_torch() -> None:
+    script = (
+        "import json, sys; from demo import demo_workload; workload = demo_workload();"
+        "assert 'torch' not in sys.modules; print(json.dumps(workload))"
+    )
+    root = PAIR_PATH.parents[2]
+    output = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=True)
+    assert json.loads(output.stdout) == demo_workload()
+
+
+def test_prompts_do_not_stand_in_the_training_text() -> None:
+    # With white space made one blank, a docstring is found within its module's source too; as bytes, found fast.
+    text = b" ".join(b" ".join(document.text.encode().split()) for document in code_documents(held_out=False))
+    assert not [prompt["id"] for prompt in demo_workload() if b" ".join(prompt["turns"][0].encode().split()) in text]
+
+
+def test_held_out_share_is_near_six_percent_and_fixed() -> None:
+    keys = [f"module_{index}.py" for index in range(5000)]
+    assert 0.05 < sum(map(is_held_out, keys)) / len(keys) < 0.07
+    # Changing the rule would let prompts leak into the text the shipped pair was trained on.
+    assert [is_held_out(key) for key in ("os.py", "random.py", "json/decoder.py")] == [True, True, False]
+
+
+def test_gsm8k_rows_are_rendered_without_calculator_marks(tmp_path: Path) -> None:
+    row = {"question": "How many?\u2028", "answer": "It is 48/2 = <<48/2=24>>24.\n#### 24"}
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
+    (document,) = math_documents(path)
+    assert document.text == "Question: How many?\nAnswer: It is 48/2 = 24.\n#### 24"
+
+
+def test_pair_is_small_enough_to_ship() -> None:
+    size_bytes = sum(path.stat().st_size for path in PAIR_PATH.parent.rglob("*") if path.is_file())
+    assert size_bytes <= 24_000_000
+    assert sum((PAIR_PATH.parent / name / "model.safetensors").stat().st_size for name in MODELS) <= 20_000_000
+
+
+def test_pair_file_names_what_is_there() -> None:
+    pair = json.loads(PAIR_PATH.read_text())
+    assert pair["name"] == "demo"
+    assert set(pair["drafts"]) == {"small", "medium"}
+    for directory in (pair["target"], *pair["drafts"].values()):
+        assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= {
+            path.name for path in (PAIR_PATH.parent / directory).iterdir()
+        }
+
+
+def test_tokenizers_are_one() -> None:
+    texts = [(PAIR_PATH.parent / name / "tokenizer.json").read_text() for name in MODELS]
+    assert len(set(texts)) == 1
+    tokenizer = AutoTokenizer.from_pretrained(PAIR_PATH.parent / "target")
+    assert len(tokenizer) == 4096
+    assert tokenizer.eos_token_id == tokenizer.bos_token_id == tokenizer.pad_token_id == 0
+    assert tokenizer.convert_ids_to_tokens(0) == END_OF_TEXT
+
+
+@pytest.mark.parametrize("text", AWKWARD)
+def test_tokenizer_returns_any_text(text: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(PAIR_PATH.parent / "small")
+    ids = tokenizer(text)["input_ids"]
+    assert tokenizer.decode(ids) == text
+    assert 0 not in ids
+
+
+def test_prompts_are_of_the_size_promised() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(PAIR_PATH.parent / "target")
+    sizes = [len(ids) for ids in tokenizer([prompt["turns"][0] for prompt in demo_workload()])["input_ids"]]
+    assert min(sizes) >= 20
+    assert max(sizes) <= 320
+
+
+def test_drafts_agree_with_the_target_on_its_greedy_text() -> None:
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(PAIR_PATH.parent / "target")
+    models = {
+        name: AutoModelForCausalLM.from_pretrained(PAIR_PATH.parent / name, dtype=torch.float32).eval()
+        for name in MODELS
+    }
+    hits = {"small": 0, "medium": 0}
+    positions = 0
+    with torch.inference_mode():
+        for prompt in demo_workload()[:9]:
+            inputs = tokenizer(prompt["turns"][0], return_tensors="pt")
+            output = models["target"].generate(**inputs, max_new_tokens=48, do_sample=False)
+            width = inputs["input_ids"].shape[1]
+            positions += output.shape[1] - width
+            for name in hits:
+                choice = models[name](output).logits[:, width - 1 : -1].argmax(-1)
+                hits[name] += int((choice == output[:, width:]).sum())
+    assert hits["small"] / positions >= 0.4
+    assert hits["medium"] > hits["small"]
+
+
+def test_own_text_at_temperature_0_is_what_transformers_generates() -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        initializer_range=0.5, bos_token_id=None, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    prefix = torch.randint(1, 64, (3, 5))
+    ours = generate(model, prefix, 20, torch.zeros(3), torch.Generator().manual_seed(0))
+    theirs = model.generate(
+        prefix, attention_mask=torch.ones_like(prefix), max_new_tokens=15, min_new_tokens=15, do_sample=False
+    )
+    assert torch.equal(ours, theirs)
+
+
+def test_posterior_gumbel_is_gumbel_noise_that_chooses_the_token() -> None:
+    generator = torch.Generator().manual_seed(0)
+    law = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    choice = torch.multinomial(law, 20_000, replacement=True, generator=generator)
+    log_law = law.log().expand(len(choice), -1)
+    noise = posterior_gumbel(log_law, choice, generator)
+    assert torch.equal((log_law + noise).argmax(-1), choice)
+    # Averaged over the choice, each coordinate is again a standard Gumbel: mean 0.5772, variance pi^2 / 6.
+    assert torch.allclose(noise.mean(0), torch.full((4,), 0.5772), atol=0.05)
+    assert torch.allclose(noise.var(0), torch.full((4,), 1.6449), atol=0.12)
+
+
+def test_schedule_warms_up_stays_and_ends_near_nothing() -> None:
+    factors = [stable_then_decay(step, 100, 10, 30) for step in range(100)]
+    assert factors[0] == pytest.approx(0.1)
+    assert factors[10:70] == [1.0] * 60
+    assert factors[69:] == sorted(factors[69:], reverse=True)
+    assert 0 < factors[-1] < 0.05
+
+
+def test_tokenizer_training_covers_every_byte() -> None:
+    tokenizer = train_tokenizer(list(code_documents(held_out=True)[:3]))
+    for text in AWKWARD:
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text

@@ -1,0 +1,112 @@
+"""How long drafts survive: acceptance by position, from panoramas (every start) and from executed rounds.
+
+For starts s of a trajectory and a keep probability k[i] of the proposal at position i (0 or 1 for the ``coupled`` verifier, the
+recorded acceptance probability for ``rejection``), proposals 0..j of start s all survive with probability k[s] k[s+1] ... k[s+j].
+Sums over starts add up over trajectories, so they are stored per chunk and any grouping is a sum of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from traces.schema import AGREE_YES, PROB_SCALE, ChainPanorama, Step, Verifier
+
+
+@dataclass(frozen=True)
+class Survival:
+    """Sums over ``starts``: ``at_risk[j]`` had kept proposals 0..j-1 and had a proposal to judge at j; ``survived[j]`` kept that too."""
+
+    starts: int = 0
+    at_risk: tuple[float, ...] = ()
+    survived: tuple[float, ...] = ()
+
+    def __add__(self, other: Survival) -> Survival:
+        """Sums over the starts of both; where one has fewer positions its missing ones count as nobody at risk."""
+        return Survival(
+            self.starts + other.starts,
+            tuple(a + b for a, b in zip_longest(self.at_risk, other.at_risk, fillvalue=0.0)),
+            tuple(a + b for a, b in zip_longest(self.survived, other.survived, fillvalue=0.0)),
+        )
+
+    @property
+    def conditional(self) -> tuple[float, ...]:
+        """P(proposal j is kept | proposals 0..j-1 were, and there is a j-th): 1 - hazard. 0 where nobody was at risk."""
+        return tuple(s / r if r > 0 else 0.0 for s, r in zip(self.survived, self.at_risk, strict=True))
+
+    @property
+    def marginal(self) -> tuple[float, ...]:
+        """P(proposals 0..j are all kept), over all starts."""
+        return tuple(s / self.starts if self.starts else 0.0 for s in self.survived)
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """tau of drafting as far as the columns go: 1 + the sum of the marginals."""
+        return 1.0 + sum(self.marginal) if self.starts else 0.0
+
+    @property
+    def histogram(self) -> tuple[float, ...]:
+        """(Expected) number of starts whose accepted run is exactly 0, 1, ... proposals long; sums to ``starts``."""
+        runs = (float(self.starts), *self.survived, 0.0)
+        return tuple(a - b for a, b in zip(runs, runs[1:], strict=False))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "starts": self.starts,
+            "mean_accepted_length": self.mean_accepted_length,
+            "marginal": list(self.marginal),
+            "conditional": list(self.conditional),
+            "histogram": list(self.histogram),
+        }
+
+
+def keep_probability(panorama: ChainPanorama, verifier: Verifier) -> npt.NDArray[np.float64]:
+    """float64 [L] in [0, 1]: the chance that the proposal at each position of the text is kept; 0 where there is none."""
+    agree = panorama.agree == AGREE_YES
+    if verifier == "coupled":
+        return agree.astype(np.float64)
+    return panorama.accept.astype(np.float64) / PROB_SCALE
+
+
+def survival(panorama: ChainPanorama, verifier: Verifier) -> Survival:
+    """The sums over every start of one trajectory, ``gamma_max`` positions long."""
+    keep = keep_probability(panorama, verifier)
+    alive, n = np.ones(len(keep)), len(keep)
+    at_risk: list[float] = []
+    survived: list[float] = []
+    for j in range(panorama.gamma_max):
+        alive = alive[: max(0, n - j)]
+        at_risk.append(float(alive.sum()))
+        alive = alive * keep[j:]
+        survived.append(float(alive.sum()))
+    return Survival(n, tuple(at_risk), tuple(survived))
+
+
+def step_survival(steps: Sequence[Step]) -> Survival:
+    """The same from executed rounds: position j is at risk in rounds that drafted more than j and kept at least j."""
+    return from_histograms(*step_histograms(steps))
+
+
+def step_histograms(steps: Sequence[Step]) -> tuple[list[int], list[int]]:
+    """(rounds by number drafted, rounds by number accepted), each as long as its largest value needs."""
+    drafted = np.bincount([s.drafted for s in steps]) if steps else np.zeros(0, dtype=np.int64)
+    accepted = np.bincount([s.accepted for s in steps]) if steps else np.zeros(0, dtype=np.int64)
+    return drafted.tolist(), accepted.tolist()
+
+
+def from_histograms(drafted: Sequence[int], accepted: Sequence[int]) -> Survival:
+    """Survival of executed rounds from their histograms.
+
+    A round that kept all it drafted leaves nobody at risk at the next position, so ``at_risk`` needs the joint counts: rounds that
+    kept at least j and drafted more than j. They are those that kept at least j, less those that drafted exactly j and kept all;
+    the histograms alone bound it from above by rounds that drafted more than j, which is what is used when both allow it.
+    """
+    rounds, depth = sum(drafted), max(len(drafted) - 1, 0)
+    kept = [float(sum(accepted[j + 1 :])) for j in range(depth)]
+    reached = [float(min(sum(accepted[j:]), sum(drafted[j + 1 :]))) for j in range(depth)]
+    return Survival(rounds, tuple(reached), tuple(kept))

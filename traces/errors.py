@@ -1,0 +1,23 @@
+"""The errors a user can cause. The command line prints each as one line and exits 2."""
+
+from __future__ import annotations
+
+
+class SpectuneError(Exception):
+    """What went wrong, where, and how to mend it, in one line."""
+
+
+class WorkloadError(SpectuneError):
+    """A workload file or request is malformed, empty, or does not fit the model."""
+
+
+class PairError(SpectuneError):
+    """A target or draft cannot be loaded, or they do not belong together."""
+
+
+class PolicyError(SpectuneError):
+    """A policy document is not valid, or this pair, profile or verifier cannot run it."""
+
+
+class TraceError(SpectuneError):
+    """A recording, panorama or profile is missing, damaged, or too small for what is asked of it."""

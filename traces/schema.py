@@ -1,0 +1,374 @@
+"""What happened, as plain values: requests, trajectories, panoramas, steps, latency profiles and outcomes.
+
+Every value here is frozen, compares by content, and knows nothing of databases, models or torch. Rows and ids belong to
+:mod:`db`; :mod:`traces.store` turns one into the other. Token positions are counted from 0 at the first *output* token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Int32Array = npt.NDArray[np.int32]
+Finish = Literal["eos", "length", "stop"]
+Verifier = Literal["coupled", "rejection"]
+
+NAT_SCALE = 256
+"""Resolution of recorded log-probabilities and entropies: codes count 1/256 nat (0.0039 nat), so that a stop compares
+whole numbers and decides alike in the runtime and in replay."""
+NAT_CODE_MAX = 65535
+"""Largest code, about 256 nat; larger values saturate."""
+PROB_SCALE = 65535
+"""Resolution of recorded acceptance probabilities: codes count 1/65535."""
+
+AGREE_NO, AGREE_YES, AGREE_NONE = 0, 1, 2
+"""Values of :attr:`ChainPanorama.agree`: the proposal differs from the text, equals it, or there was no proposal."""
+
+
+def _content_eq(left: object, right: object) -> bool:
+    if type(left) is not type(right):
+        return False
+    for f in fields(left):  # type: ignore[arg-type]  # both are dataclasses of one type
+        a, b = getattr(left, f.name), getattr(right, f.name)
+        if isinstance(a, np.ndarray):
+            if not (isinstance(b, np.ndarray) and a.dtype == b.dtype and np.array_equal(a, b)):
+                return False
+        elif a != b:
+            return False
+    return True
+
+
+@dataclass(frozen=True)
+class Request:
+    """One line of a workload: an id unique in it, a category, and the user's turns (at least one)."""
+
+    id: str
+    category: str
+    turns: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A named list of requests. ``name`` is ``demo`` or the files' names joined by ``+``."""
+
+    name: str
+    requests: tuple[Request, ...]
+
+    def digest(self) -> str:
+        """SHA-256 of the content (name excluded), hex: equal requests in equal order, equal digest."""
+        h = hashlib.sha256()
+        for r in self.requests:
+            h.update(json.dumps([r.id, r.category, list(r.turns)], ensure_ascii=False).encode())
+        return h.hexdigest()
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the target's law is processed and drawn from.
+
+    ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 switch those filters off; ``seed`` is the run's, from which each
+    request's own seed follows (:func:`request_seed`).
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+def request_seed(seed: int, request_id: str) -> int:
+    """The 63-bit seed of one request: a function of the run's seed and the request's id alone, so that order, ``--limit``
+    and concurrency never change a text."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{request_id}".encode()).digest()[:8], "big") >> 1
+
+
+@dataclass(frozen=True, eq=False)
+class Trajectory:
+    """One request as it was decoded: everything its text depends on, and the text.
+
+    ``prompt_ids`` and ``output_ids`` are int32; ``output_ids`` ends with the EOS token when ``finish`` is ``eos``.
+    ``max_new_tokens`` is the budget it was decoded under (windows are clipped to it).
+    """
+
+    request_id: str
+    category: str
+    prompt_ids: Int32Array
+    output_ids: Int32Array
+    sampling: Sampling
+    max_new_tokens: int
+    finish: Finish
+    verifier: Verifier = "coupled"
+    stop_strings: tuple[str, ...] = ()
+
+    def __eq__(self, other: object) -> bool:
+        return _content_eq(self, other)
+
+    __hash__ = None  # type: ignore[assignment]  # holds arrays
+
+
+@dataclass(frozen=True, eq=False)
+class ChainPanorama:
+    """What one draft would propose from *every* start of one trajectory, as columns over positions.
+
+    A draft is a function of its prefix. From start s it walks along the text while its proposals equal it; at the first
+    position d where they differ it leaves the text, and what it proposes from there on depends on d alone, not on s. So one
+    column over positions and one *branch* per disagreement hold the chains of all starts exactly.
+
+    With L output tokens, positions 0..L-1 and ``gamma_max`` = G:
+
+    - ``agree`` uint8 [L]: ``AGREE_YES`` if the proposal at position i (given the text before i) is the text's token,
+      ``AGREE_NO`` if not, ``AGREE_NONE`` if the draft proposes nothing there (an n-gram draft without a match).
+    - ``logp`` uint16 [L]: -log q(proposal), ``entropy`` uint16 [L]: entropy of q, both in 1/256 nat, q after temperature and filters.
+    - ``accept`` uint16 [L]: min(1, q(x)/p(x)) for the text's token x in 1/65535: the chance that the ``rejection`` verifier
+      kept the draft's proposal given that x was emitted. At temperature 0 it is 0 or 1.
+    - ``branch_logp``, ``branch_entropy`` uint16 [B, G] and ``branch_len`` uint8 [B]: the draft's own continuation off the text.
+      There is one row per position with ``agree == AGREE_NO``, in order, whose entry j belongs to the token after 1 + j proposals
+      off the text (G - 1 of them are ever read), and a last row for the chain that runs past the end of the text, whose entry j
+      is the j-th proposal after it. ``branch_len`` counts the proposals there are.
+    """
+
+    draft: str
+    gamma_max: int
+    agree: npt.NDArray[np.uint8]
+    logp: npt.NDArray[np.uint16]
+    entropy: npt.NDArray[np.uint16]
+    accept: npt.NDArray[np.uint16]
+    branch_logp: npt.NDArray[np.uint16]
+    branch_entropy: npt.NDArray[np.uint16]
+    branch_len: npt.NDArray[np.uint8]
+
+    def __post_init__(self) -> None:
+        n, branches = len(self.agree), int((self.agree == AGREE_NO).sum()) + 1
+        shapes = {
+            "logp": (n,),
+            "entropy": (n,),
+            "accept": (n,),
+            "branch_logp": (branches, self.gamma_max),
+            "branch_entropy": (branches, self.gamma_max),
+            "branch_len": (branches,),
+        }
+        for name, shape in shapes.items():
+            got = getattr(self, name).shape
+            if got != shape:
+                raise ValueError(f"panorama column {name} has shape {got}, expected {shape}")
+
+    def __eq__(self, other: object) -> bool:
+        return _content_eq(self, other)
+
+    __hash__ = None  # type: ignore[assignment]  # holds arrays
+
+    @classmethod
+    def columns(cls) -> tuple[str, ...]:
+        """Names of the array columns, in storage order."""
+        return ("agree", "logp", "entropy", "accept", "branch_logp", "branch_entropy", "branch_len")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One executed (or replayed) round.
+
+    ``start``: output tokens there were when it began. ``drafted``: tokens the draft proposed. ``verified``: tokens in the
+    target's pass, the root included (so 1 when nothing was drafted). ``accepted``: drafted tokens kept in the text.
+    ``emitted``: tokens the round added to the text, normally accepted + 1. ``draft_steps``: forward passes of the draft.
+    ``lag``: tokens the draft had to read before its first proposal. Times in seconds, 0 when replayed without a profile.
+    """
+
+    start: int
+    drafted: int
+    verified: int
+    accepted: int
+    emitted: int
+    draft_steps: int
+    lag: int = 1
+    draft: str = ""
+    policy: str = ""
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    round_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class CostCurve:
+    """Measured seconds of one operation over (width, context).
+
+    ``widths``: tokens in the pass; ``contexts``: tokens already in the cache; ``median_s[i][j]`` and ``spread_s[i][j]``
+    (interquartile range) belong to ``widths[i]`` and ``contexts[j]``.
+    """
+
+    widths: tuple[int, ...]
+    contexts: tuple[int, ...]
+    median_s: tuple[tuple[float, ...], ...]
+    spread_s: tuple[tuple[float, ...], ...]
+
+    def at(self, width: float, context: float) -> float:
+        """Seconds at a width and context: bilinear inside the grid, the outer cell's slope beyond it, never negative."""
+        grid = np.asarray(self.median_s, dtype=np.float64)
+        row = np.array([_interpolate(self.contexts, grid[i], context) for i in range(len(self.widths))])
+        return max(0.0, float(_interpolate(self.widths, row, width)))
+
+
+def _interpolate(xs: Sequence[int], ys: npt.NDArray[np.float64], x: float) -> float:
+    if len(xs) == 1:
+        return float(ys[0])
+    i = int(np.clip(np.searchsorted(xs, x, side="right") - 1, 0, len(xs) - 2))
+    t = (x - xs[i]) / (xs[i + 1] - xs[i])
+    return float(ys[i] + t * (ys[i + 1] - ys[i]))
+
+
+@dataclass(frozen=True)
+class LatencyProfile:
+    """Measured cost of every part of a round on one device, with the environment it was measured in.
+
+    Measured inside alternating rounds of draft and target, so that what one evicts from the other's caches is counted.
+
+    - ``verify``: the target's pass over (tokens, context), its choice included. ``prefill``: its pass over a prompt (context 0).
+    - ``draft_step``, ``draft_prefill``: the same per draft; a step of width 1 is one more token, wider ones read a lag first.
+    - ``draft_phase_s``: seconds per round that drafts at all, beside its steps. ``stop_step_s``: extra seconds per draft step, by
+      kind of stop. ``overhead_s``: seconds of loop, controller and bookkeeping per round; ``request_s``: per request.
+    - At temperature > 0: ``noise_s`` extra seconds per emitted token, ``sample_s`` per verified token, ``draft_sample_s`` per draft step.
+    - ``check``: composed cost against whole executed rounds (``rounds``, ``median_error``, ``accepted``).
+    """
+
+    pair_id: str
+    device: str
+    dtype: str
+    verify: CostCurve
+    prefill: CostCurve
+    draft_step: Mapping[str, CostCurve]
+    draft_prefill: Mapping[str, CostCurve]
+    overhead_s: float = 0.0
+    draft_phase_s: Mapping[str, float] = field(default_factory=dict)
+    stop_step_s: Mapping[str, float] = field(default_factory=dict)
+    noise_s: float = 0.0
+    sample_s: float = 0.0
+    draft_sample_s: float = 0.0
+    request_s: float = 0.0
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    check: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dict; :meth:`from_json` is its inverse."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> LatencyProfile:
+        """Rebuilds a profile from :meth:`to_json`. Raises KeyError or TypeError on a malformed document."""
+
+        def curve(d: Mapping[str, Any]) -> CostCurve:
+            return CostCurve(
+                tuple(d["widths"]),
+                tuple(d["contexts"]),
+                tuple(tuple(r) for r in d["median_s"]),
+                tuple(tuple(r) for r in d["spread_s"]),
+            )
+
+        rest = dict(data)
+        for name in ("verify", "prefill"):
+            rest[name] = curve(rest[name])
+        for name in ("draft_step", "draft_prefill"):
+            rest[name] = {k: curve(v) for k, v in rest[name].items()}
+        return cls(**rest)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Sums over rounds; the same figures for executed and for replayed ones. ``seconds`` includes prefill."""
+
+    requests: int = 0
+    rounds: int = 0
+    emitted_tokens: int = 0
+    accepted_tokens: int = 0
+    drafted_tokens: int = 0
+    draft_steps: int = 0
+    verified_tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """tau: tokens emitted per round."""
+        return self.emitted_tokens / self.rounds if self.rounds else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.emitted_tokens / self.seconds if self.seconds > 0 else 0.0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "requests": self.requests,
+            "rounds": self.rounds,
+            "emitted_tokens": self.emitted_tokens,
+            "accepted_tokens": self.accepted_tokens,
+            "drafted_tokens": self.drafted_tokens,
+            "draft_steps": self.draft_steps,
+            "verified_tokens": self.verified_tokens,
+            "mean_accepted_length": self.mean_accepted_length,
+            "seconds": self.seconds,
+            "tokens_per_s": self.tokens_per_s,
+        }
+
+
+@dataclass(frozen=True)
+class RequestOutcome:
+    """What one request cost and yielded under one policy."""
+
+    request_id: str
+    category: str
+    counts: Counts
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a policy costs and yields on a trace or in execution, per request; totals and categories are derived.
+
+    ``kind`` is ``replayed`` (seconds predicted by a profile) or ``executed`` (seconds measured).
+    """
+
+    policy: str
+    kind: Literal["replayed", "executed"]
+    per_request: tuple[RequestOutcome, ...]
+
+    @property
+    def total(self) -> Counts:
+        return sum((r.counts for r in self.per_request), Counts())
+
+    @property
+    def by_category(self) -> dict[str, Counts]:
+        out: dict[str, Counts] = {}
+        for r in self.per_request:
+            out[r.category] = out.get(r.category, Counts()) + r.counts
+        return dict(sorted(out.items()))
+
+    def tokens_per_s_interval(self, *, resamples: int = 1000, level: float = 0.95, seed: int = 0) -> tuple[float, float]:
+        """Bootstrap interval of total tokens/s, resampling requests. (0, 0) for an empty or unpriced outcome."""
+        tokens = np.array([r.counts.emitted_tokens for r in self.per_request], dtype=np.float64)
+        seconds = np.array([r.counts.seconds for r in self.per_request], dtype=np.float64)
+        if not len(tokens) or seconds.sum() <= 0:
+            return (0.0, 0.0)
+        rng = np.random.default_rng(seed)
+        pick = rng.integers(0, len(tokens), size=(resamples, len(tokens)))
+        rates = tokens[pick].sum(1) / np.maximum(seconds[pick].sum(1), 1e-12)
+        low, high = np.quantile(rates, [(1 - level) / 2, (1 + level) / 2])
+        return (float(low), float(high))
+
+    def to_json(self) -> dict[str, Any]:
+        """The command-line contract's keys: ``policy``, the totals, ``tokens_per_s_interval`` and ``by_category``."""
+        return {
+            "policy": self.policy,
+            "kind": self.kind,
+            **self.total.to_json(),
+            "tokens_per_s_interval": list(self.tokens_per_s_interval()),
+            "by_category": {k: v.to_json() for k, v in self.by_category.items()},
+        }

@@ -1,0 +1,83 @@
+"""Reading workloads: JSON lines of ``{"id", "category", "turns"}``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from traces.errors import WorkloadError
+from traces.schema import Request, Workload
+
+
+def parse_request(data: Any, where: str, *, all_turns: bool = False) -> list[Request]:
+    """One line as requests: its first turn, or with ``all_turns`` one request a turn (ids ``ID/1``, ``ID/2`` ... from the second).
+
+    Turns beyond the first are decoded as prompts of their own, without the model's earlier answers. Raises WorkloadError.
+    """
+    if not isinstance(data, dict):
+        raise WorkloadError(f'{where}: expected an object {{"id", "category", "turns"}}, not {type(data).__name__}')
+    missing = [key for key in ("id", "turns") if key not in data]
+    if missing:
+        raise WorkloadError(f"{where}: key {missing[0]!r} is missing (a line is {{\"id\", \"category\", \"turns\"}})")
+    turns = data["turns"]
+    if not isinstance(turns, list) or not turns or not all(isinstance(t, str) for t in turns):
+        raise WorkloadError(f"{where}: 'turns' must be a list of at least one string")
+    if not isinstance(data["id"], (str, int)) or isinstance(data["id"], bool):
+        raise WorkloadError(f"{where}: 'id' must be a string")
+    empty = next((i for i, t in enumerate(turns) if not t.strip()), None)
+    if empty is not None and (all_turns or empty == 0):
+        raise WorkloadError(f"{where}: turn {empty} is empty")
+    name, category = str(data["id"]), str(data.get("category", "all"))
+    if not all_turns:
+        return [Request(name, category, (turns[0],))]
+    return [Request(name if i == 0 else f"{name}/{i}", category, (t,)) for i, t in enumerate(turns)]
+
+
+def make_workload(name: str, lines: Iterable[tuple[str, Any]], *, all_turns: bool = False) -> Workload:
+    """A workload from (where, object) pairs. Raises WorkloadError on a malformed line, an id used twice, or no line at all."""
+    requests: list[Request] = []
+    seen: dict[str, str] = {}
+    for where, data in lines:
+        for request in parse_request(data, where, all_turns=all_turns):
+            if request.id in seen:
+                raise WorkloadError(f"{where}: the id {request.id!r} was used at {seen[request.id]}; ids must be unique")
+            seen[request.id] = where
+            requests.append(request)
+    if not requests:
+        raise WorkloadError(f"{name}: the workload is empty (no request in it)")
+    return Workload(name, tuple(requests))
+
+
+def read_workload(paths: Sequence[str], *, all_turns: bool = False) -> Workload:
+    """Reads JSONL files, in order, as one workload. Raises WorkloadError naming file and line."""
+
+    def lines() -> Iterable[tuple[str, Any]]:
+        for path in paths:
+            file = Path(path)
+            if not file.is_file():
+                raise WorkloadError(f"--workload {path}: no such file (write 'demo' or the path of a JSONL file)")
+            try:
+                text = file.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise WorkloadError(f"{path}: not UTF-8 text (byte {error.start})") from None
+            for number, line in enumerate(text.split("\n"), 1):
+                if not line.strip():
+                    continue
+                try:
+                    data = json.loads(line)
+                except ValueError as error:
+                    raise WorkloadError(f"{path}:{number}: not JSON ({error})") from None
+                yield f"{path}:{number}", data
+
+    return make_workload("+".join(Path(p).stem for p in paths), lines(), all_turns=all_turns)
+
+
+def take(workload: Workload, limit: int | None) -> Workload:
+    """The first ``limit`` requests (all when None). Raises WorkloadError for a limit below 1."""
+    if limit is None or limit >= len(workload.requests):
+        return workload
+    if limit < 1:
+        raise WorkloadError(f"--limit {limit}: at least 1 is needed")
+    return Workload(workload.name, workload.requests[:limit])
