@@ -14,7 +14,7 @@ from sqlalchemy import URL, Connection, text
 from sqlalchemy.orm import Session
 
 from db import migrate
-from db.engine import WRITES, make_engine, parse_url, shown, translated
+from db.engine import NO_BEGIN, WRITES, make_engine, parse_url, shown, translated
 from db.errors import DatabaseError, SchemaError
 
 _MIGRATION_LOCK = 7_310_021
@@ -82,6 +82,13 @@ class Database:
         if self.dialect != "sqlite":
             session.execute(text("SELECT pg_advisory_xact_lock(hashtextextended(:name, 0))"), {"name": name})
 
+    def vacuum(self) -> None:
+        """Gives the room of removed rows back to the file system (SQLite; PostgreSQL does it by itself)."""
+        if self.dialect == "sqlite":
+            with self._alone(), translated(self.url), self._engine.connect().execution_options(**NO_BEGIN) as connection:
+                connection.exec_driver_sql("VACUUM")
+                connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")
+
     def close(self) -> None:
         """Closes every idle connection; the object can still be used and reconnects."""
         self._engine.dispose()
@@ -100,8 +107,8 @@ def open_database(url: str, *, create: bool = True) -> Database:
     """Opens a database at this program's schema.
 
     A new one is created if ``create``; an older SQLite file is upgraded after a copy of it is put beside it. Raises
-    :class:`SchemaError` for a newer schema, for an older PostgreSQL one (``cli.py db upgrade`` mends it) and for a database that is not
-    ours, and :class:`DatabaseError` when it is missing or cannot be reached.
+    :class:`SchemaError` for a newer schema, for an older PostgreSQL one (``cli.py db upgrade`` mends it) and for a database
+    that is not ours, and :class:`DatabaseError` when it is missing or cannot be reached.
     """
     parsed = parse_url(url)
     _prepare(parsed, create=create, may_upgrade=parsed.get_backend_name() == "sqlite")
@@ -167,9 +174,7 @@ def _stand(connection: Connection, url: URL, *, create: bool, may_upgrade: bool)
         if not create:
             raise DatabaseError(f"database {shown(url)} is empty; `cli.py db upgrade` creates its tables")
     elif found not in known:
-        raise SchemaError(
-            f"database {shown(url)} has schema {found}, newer than this program's {known[-1]}; upgrade spectune or give another --db"
-        )
+        raise SchemaError(f"database {shown(url)} has schema {found}, newer than this program's {known[-1]}; upgrade spectune")
     elif found != known[-1] and not may_upgrade:
         raise SchemaError(f"database {shown(url)} has schema {found}, older than {known[-1]}; run `cli.py db upgrade`")
     return found

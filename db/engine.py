@@ -18,11 +18,13 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, Operationa
 from db.errors import DatabaseError
 
 BUSY_TIMEOUT_S = 60
-PAGE_SIZE_BYTES = 8192
-"""SQLite's page: panorama chunks are 1-4 kB, and a chunk larger than a page wastes half a page on average."""
+PAGE_SIZE_BYTES = 1024
+"""SQLite's page. Panorama chunks are 1-10 kB: larger pages leave more room unused (measured in ``docs/log.md``)."""
 CONNECT_TIMEOUT_S = 10
 WRITES = {"spectune_write": True}
 """Execution option of connections that write: on SQLite they begin IMMEDIATE."""
+NO_BEGIN = {"spectune_no_begin": True}
+"""Execution option of connections for statements that no transaction may hold."""
 
 _POSTGRES = ("postgres", "postgresql", "postgresql+psycopg")
 _REMEDY = "write a file name, sqlite:///FILE or postgresql://USER@HOST/NAME"
@@ -67,7 +69,7 @@ def make_engine(url: URL, *, migrating: bool = False) -> Engine:
     ``synchronous=NORMAL``, a busy timeout, and BEGIN under our control, because a transaction that reads before it writes fails
     under contention unless it began IMMEDIATE.
     """
-    serializer = partial(json.dumps, ensure_ascii=False, allow_nan=False, default=_plain)
+    serializer = partial(json.dumps, ensure_ascii=False, allow_nan=False, default=_plain, separators=(",", ":"))
     if url.get_backend_name() != "sqlite":
         connect: dict[str, Any] = {} if "connect_timeout" in url.query else {"connect_timeout": CONNECT_TIMEOUT_S}
         return create_engine(url, connect_args=connect, pool_pre_ping=True, json_serializer=serializer)
@@ -89,7 +91,10 @@ def make_engine(url: URL, *, migrating: bool = False) -> Engine:
         _use_wal(connection)
 
     def on_begin(connection: Connection) -> None:
-        writes = connection.get_execution_options().get("spectune_write", False)
+        options = connection.get_execution_options()
+        if options.get("spectune_no_begin", False):
+            return
+        writes = options.get("spectune_write", False)
         connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
     event.listen(engine, "connect", on_connect)

@@ -84,7 +84,7 @@ class RecordingRow(Base):
 
 
 class TrajectoryRow(Packed, Base):
-    """One decoded request. ``data`` packs the prompt's and the output's token ids; ``rounds`` to ``seconds`` sum its executed steps."""
+    """One decoded request. ``data`` packs the prompt's and the output's token ids; ``rounds`` to ``seconds`` sum its steps."""
 
     __tablename__ = "trajectory"
 
@@ -109,8 +109,9 @@ class TrajectoryRow(Packed, Base):
 class PanoramaChunkRow(Packed, Base):
     """What one draft would propose from every start of one trajectory; ``kind`` is ``chain`` (trees come later).
 
-    ``n`` positions; ``agree_count`` proposals that equal the text, ``none_count`` positions without a proposal. ``survived[j]`` and
-    ``at_risk[j]`` are sums over starts: proposals 0..j all kept; proposals 0..j-1 kept and a token of the text left at j.
+    ``n`` positions; ``agree_count`` proposals that equal the text, ``none_count`` positions without a proposal; ``acceptance``
+    the mean chance that the verifier keeps a proposal. ``survived[j]`` and ``at_risk[j]`` are sums over starts: proposals 0..j
+    all kept; proposals 0..j-1 kept and a token of the text left at j.
     """
 
     __tablename__ = "panorama_chunk"
@@ -185,7 +186,11 @@ class RunRow(Base):
 
 
 class StepChunkRow(Packed, Base):
-    """The executed rounds of one request, of a recording or of a run. ``accepted_hist[j]`` counts rounds that kept j drafted tokens."""
+    """The executed rounds of one request, of a recording or of a run.
+
+    ``at_risk[j]`` counts rounds that kept j drafted tokens or more and had drafted one more; ``survived[j]`` those of them
+    that kept it too.
+    """
 
     __tablename__ = "step_chunk"
 
@@ -201,8 +206,8 @@ class StepChunkRow(Packed, Base):
     accepted: Mapped[int]
     emitted: Mapped[int]
     seconds: Mapped[float]
-    drafted_hist: Mapped[list[Any]] = mapped_column(JSON)
-    accepted_hist: Mapped[list[Any]] = mapped_column(JSON)
+    at_risk: Mapped[list[Any]] = mapped_column(JSON)
+    survived: Mapped[list[Any]] = mapped_column(JSON)
 
     __table_args__ = (
         ForeignKeyConstraint(

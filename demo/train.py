@@ -345,6 +345,8 @@ class Trainer:
             half.half().save_pretrained(out / name)
             GenerationConfig(bos_token_id=0, eos_token_id=0, pad_token_id=0).save_pretrained(out / name)
             self.tokenizer.save_pretrained(out / name)
+            # Written readable by their owner alone, which an installed package must not be.
+            (out / name / "model.safetensors").chmod(0o644)
         pair = {"name": "demo", "target": "target", "drafts": {name: name for name in DRAFTS}}
         (out / "pair.json").write_text(json.dumps(pair, indent=2) + "\n")
         skipped = {"gsm8k", "out", "work", "device", "threads"}
@@ -354,6 +356,7 @@ class Trainer:
             "settings": {key: value for key, value in vars(self.args).items() if key not in skipped},
             "epoch_tokens": len(self.windows.stream),
             "parameters": {name: sum(p.numel() for p in model.parameters()) for name, model in self.models.items()},
+            "history": self.history[4::5],
             "held_out_loss": {name: round(loss, 4) for name, loss in self.held_out_loss().items()},
         }
         (out / "training.json").write_text(json.dumps(record, indent=2) + "\n")

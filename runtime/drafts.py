@@ -87,11 +87,6 @@ class LanguageModelDraft:
             self.model.read(torch.tensor(prompt[:-1], device=self.model.device), 0)
             self._read = len(prompt) - 1
 
-    def sleep(self, capacity: int) -> None:
-        """A new request in which this draft has no part yet: forget the last one."""
-        self.model.reserve(capacity)
-        self._read = 0
-
     def rewind(self, length: int) -> None:
         """Forgets what was read beyond the first ``length`` tokens of the text."""
         self._read = min(self._read, length)
@@ -195,19 +190,17 @@ class NgramDraft:
 
     def __init__(self) -> None:
         self._index = NgramIndex()
+        self._read = 0
 
     def begin(self, prompt: list[int], capacity: int) -> None:
         self._index = NgramIndex()
         self._index.extend(prompt)
-
-    def sleep(self, capacity: int) -> None:
-        """A new request in which this draft has no part yet."""
-        self._index = NgramIndex()
+        self._read = len(prompt) - 1
 
     def propose(self, text: list[int], gamma: int, stop: CompiledStop, context: ChainContext) -> Chain:
         index = self._index
         index.extend(text[len(index.tokens) :])
-        chain = Chain()
+        chain = Chain(lag=len(text) - self._read)
         for _ in range(gamma):
             chain.steps += 1
             token = index.propose()
@@ -219,4 +212,5 @@ class NgramDraft:
         return chain
 
     def commit(self, length_before: int, accepted: int, steps: int, emitted: list[int]) -> None:
-        self._index.extend(emitted)
+        # Reading costs nothing here; the lag is counted as for a model so that every draft's rounds look alike.
+        self._read = length_before + min(accepted, steps - 1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from traces.schema import AGREE_YES, PROB_SCALE, ChainPanorama, Step, Verifier
 
 @dataclass(frozen=True)
 class Survival:
-    """Sums over ``starts``: ``at_risk[j]`` had kept proposals 0..j-1 and had a proposal to judge at j; ``survived[j]`` kept that too."""
+    """Sums over ``starts``: ``at_risk[j]`` kept proposals 0..j-1 and had a j-th to judge; ``survived[j]`` kept that too."""
 
     starts: int = 0
     at_risk: tuple[float, ...] = ()
@@ -53,7 +53,7 @@ class Survival:
     def histogram(self) -> tuple[float, ...]:
         """(Expected) number of starts whose accepted run is exactly 0, 1, ... proposals long; sums to ``starts``."""
         runs = (float(self.starts), *self.survived, 0.0)
-        return tuple(a - b for a, b in zip(runs, runs[1:], strict=False))
+        return tuple(a - b for a, b in pairwise(runs))
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -67,10 +67,12 @@ class Survival:
 
 def keep_probability(panorama: ChainPanorama, verifier: Verifier) -> npt.NDArray[np.float64]:
     """float64 [L] in [0, 1]: the chance that the proposal at each position of the text is kept; 0 where there is none."""
-    agree = panorama.agree == AGREE_YES
+    keep: npt.NDArray[np.float64]
     if verifier == "coupled":
-        return agree.astype(np.float64)
-    return panorama.accept.astype(np.float64) / PROB_SCALE
+        keep = (panorama.agree == AGREE_YES).astype(np.float64)
+    else:
+        keep = panorama.accept.astype(np.float64) / PROB_SCALE
+    return keep
 
 
 def survival(panorama: ChainPanorama, verifier: Verifier) -> Survival:
@@ -88,25 +90,14 @@ def survival(panorama: ChainPanorama, verifier: Verifier) -> Survival:
 
 
 def step_survival(steps: Sequence[Step]) -> Survival:
-    """The same from executed rounds: position j is at risk in rounds that drafted more than j and kept at least j."""
-    return from_histograms(*step_histograms(steps))
+    """The same from executed rounds: position j is at risk in rounds that drafted more than j tokens and kept at least j."""
+    drafted = np.array([s.drafted for s in steps], dtype=np.int64)
+    accepted = np.array([s.accepted for s in steps], dtype=np.int64)
+    depth = range(int(drafted.max(initial=0)))
+    at_risk = tuple(float(((drafted > j) & (accepted >= j)).sum()) for j in depth)
+    return Survival(len(steps), at_risk, tuple(float((accepted > j).sum()) for j in depth))
 
 
-def step_histograms(steps: Sequence[Step]) -> tuple[list[int], list[int]]:
-    """(rounds by number drafted, rounds by number accepted), each as long as its largest value needs."""
-    drafted = np.bincount([s.drafted for s in steps]) if steps else np.zeros(0, dtype=np.int64)
-    accepted = np.bincount([s.accepted for s in steps]) if steps else np.zeros(0, dtype=np.int64)
-    return drafted.tolist(), accepted.tolist()
-
-
-def from_histograms(drafted: Sequence[int], accepted: Sequence[int]) -> Survival:
-    """Survival of executed rounds from their histograms.
-
-    A round that kept all it drafted leaves nobody at risk at the next position, so ``at_risk`` needs the joint counts: rounds that
-    kept at least j and drafted more than j. They are those that kept at least j, less those that drafted exactly j and kept all;
-    the histograms alone bound it from above by rounds that drafted more than j, which is what is used when both allow it.
-    """
-    rounds, depth = sum(drafted), max(len(drafted) - 1, 0)
-    kept = [float(sum(accepted[j + 1 :])) for j in range(depth)]
-    reached = [float(min(sum(accepted[j:]), sum(drafted[j + 1 :]))) for j in range(depth)]
-    return Survival(rounds, tuple(reached), tuple(kept))
+def compact(sums: Sequence[float]) -> list[int | float]:
+    """Sums as stored in JSON: whole numbers without a point, others to six digits after it."""
+    return [int(v) if v == int(v) else round(v, 6) for v in sums]

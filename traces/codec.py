@@ -22,6 +22,18 @@ import zstandard
 SCHEMA_VERSION = 1
 CODEC = "zstd-planes"
 LEVEL = 9
+_HEADERS = zstandard.ZstdCompressionDict(
+    b'"planes":[{"kind":"document","document":[]},[]]'
+    b'[{"kind":"steps","drafts":["ngram"],"policies":[""]},[["start","<i4",[32]],["drafted","<i4",[32]],["verified","<i4",[32]],'
+    b'["accepted","<i4",[32]],["emitted","<i4",[32]],["draft_steps","<i4",[32]],["lag","<i4",[32]],["draft_s","<i8",[32]],'
+    b'["verify_s","<i8",[32]],["round_s","<i8",[32]],["draft","<u2",[32]],["policy","<u2",[32]]]]'
+    b'[{"kind":"tokens"},[["prompt","<i4",[128]],["output","<i4",[128]]]]'
+    b'[{"kind":"chain","draft":"small","gamma_max":16},[["agree","|u1",[128]],["logp","<u2",[128]],["entropy","<u2",[128]],'
+    b'["accept","<u2",[128]],["branch_logp","<u2",[45,16]],["branch_entropy","<u2",[45,16]],["branch_len","|u1",[45]]]]',
+    dict_type=zstandard.DICT_TYPE_RAWCONTENT,
+)
+"""What headers look like, known to both sides beforehand, so that a header costs a few bytes. Part of the format: never edited,
+a better one is a new schema version."""
 
 Column = npt.NDArray[Any]
 
@@ -45,18 +57,20 @@ def pack(columns: Mapping[str, Column], meta: Mapping[str, Any]) -> Chunk:
     table = [[name, c.dtype.newbyteorder("<").str, list(c.shape)] for name, c in columns.items()]
     header = json.dumps([meta, table], separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
     parts = [len(header).to_bytes(4, "little"), header, *(_planes(c) for c in columns.values())]
-    data = zstandard.ZstdCompressor(level=LEVEL, write_checksum=False).compress(b"".join(parts))
+    data = zstandard.ZstdCompressor(level=LEVEL, dict_data=_HEADERS, write_checksum=False).compress(b"".join(parts))
     return Chunk(SCHEMA_VERSION, CODEC, hashlib.sha256(data).digest(), data)
 
 
 def unpack(chunk: Chunk) -> tuple[dict[str, Column], dict[str, Any]]:
-    """The columns and meta that :func:`pack` was given. Raises :class:`CodecError` when the checksum differs or nothing can be read."""
+    """The columns and meta that :func:`pack` was given. Raises :class:`CodecError` when they are not whole."""
     if hashlib.sha256(chunk.data).digest() != chunk.sha256:
         raise CodecError("checksum differs")
     if chunk.schema_version > SCHEMA_VERSION or chunk.codec != CODEC:
-        raise CodecError(f"packed as {chunk.codec} version {chunk.schema_version}, this program reads {CODEC} up to {SCHEMA_VERSION}")
+        raise CodecError(
+            f"packed as {chunk.codec} version {chunk.schema_version}, this program reads {CODEC} up to {SCHEMA_VERSION}"
+        )
     try:
-        raw = zstandard.ZstdDecompressor().decompress(chunk.data)
+        raw = zstandard.ZstdDecompressor(dict_data=_HEADERS).decompress(chunk.data)
         start = 4 + int.from_bytes(raw[:4], "little")
         meta, table = json.loads(raw[4:start])
         columns: dict[str, Column] = {}

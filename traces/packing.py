@@ -10,7 +10,7 @@ import numpy as np
 from traces.codec import Chunk, CodecError, Column, pack, unpack
 from traces.schema import ChainPanorama, Int32Array, Step
 
-NANOSECOND = 1e-9
+NANOSECONDS = 1e9
 _STEP_COUNTS = ("start", "drafted", "verified", "accepted", "emitted", "draft_steps", "lag")
 _STEP_TIMES = ("draft_s", "verify_s", "round_s")
 
@@ -47,7 +47,7 @@ def pack_steps(steps: Sequence[Step]) -> Chunk:
     policies = sorted({s.policy for s in steps})
     columns: dict[str, Column] = {name: np.array([getattr(s, name) for s in steps], dtype=np.int32) for name in _STEP_COUNTS}
     for name in _STEP_TIMES:
-        columns[name] = np.rint(np.array([getattr(s, name) for s in steps], dtype=np.float64) / NANOSECOND).astype(np.int64)
+        columns[name] = np.rint(np.array([getattr(s, name) for s in steps], dtype=np.float64) * NANOSECONDS).astype(np.int64)
     columns["draft"] = np.array([drafts.index(s.draft) for s in steps], dtype=np.uint16)
     columns["policy"] = np.array([policies.index(s.policy) for s in steps], dtype=np.uint16)
     return pack(columns, {"kind": "steps", "drafts": drafts, "policies": policies})
@@ -57,13 +57,10 @@ def unpack_steps(chunk: Chunk) -> tuple[Step, ...]:
     """The rounds in order. Raises :class:`CodecError`."""
     columns, meta = _of_kind(chunk, "steps")
     counts = [columns[name].tolist() for name in _STEP_COUNTS]
-    times = [(columns[name] * NANOSECOND).tolist() for name in _STEP_TIMES]
+    times = [(columns[name] / NANOSECONDS).tolist() for name in _STEP_TIMES]
     drafts = [meta["drafts"][i] for i in columns["draft"]]
     policies = [meta["policies"][i] for i in columns["policy"]]
-    return tuple(
-        Step(*count, draft=draft, policy=policy, draft_s=draft_s, verify_s=verify_s, round_s=round_s)
-        for *count, draft, policy, draft_s, verify_s, round_s in zip(*counts, drafts, policies, *times, strict=True)
-    )
+    return tuple(Step(*row) for row in zip(*counts, drafts, policies, *times, strict=True))
 
 
 def pack_document(document: Any, arrays: Mapping[str, Column] | None = None) -> Chunk:

@@ -20,7 +20,7 @@ def parse_request(data: Any, where: str, *, all_turns: bool = False) -> list[Req
         raise WorkloadError(f'{where}: expected an object {{"id", "category", "turns"}}, not {type(data).__name__}')
     missing = [key for key in ("id", "turns") if key not in data]
     if missing:
-        raise WorkloadError(f"{where}: key {missing[0]!r} is missing (a line is {{\"id\", \"category\", \"turns\"}})")
+        raise WorkloadError(f'{where}: key {missing[0]!r} is missing (a line is {{"id", "category", "turns"}})')
     turns = data["turns"]
     if not isinstance(turns, list) or not turns or not all(isinstance(t, str) for t in turns):
         raise WorkloadError(f"{where}: 'turns' must be a list of at least one string")

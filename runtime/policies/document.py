@@ -247,6 +247,21 @@ def policy_schema() -> dict[str, Any]:
     return Policy.model_json_schema()
 
 
+def differences(left: Policy, right: Policy) -> list[dict[str, Any]]:
+    """Where two policies differ, defaults spelled out: rows of ``key``, ``left``, ``right``; absent keys are None."""
+
+    def flat(value: Any, path: str = "") -> dict[str, Any]:
+        if not isinstance(value, Mapping):
+            return {path: value}
+        found: dict[str, Any] = {}
+        for key, inner in value.items():
+            found |= flat(inner, f"{path}.{key}" if path else key)
+        return found
+
+    a, b = flat(left.spelled_out()), flat(right.spelled_out())
+    return [{"key": k, "left": a.get(k), "right": b.get(k)} for k in {**a, **b} if a.get(k) != b.get(k)]
+
+
 def _explain(error: ValidationError) -> str:
     first = error.errors()[0]
     path = [str(p) for p in first["loc"]]

@@ -63,7 +63,7 @@ KEY: Final = 6
 Q_START: Final = 4
 
 
-@compiled()
+@compiled(inline=True)
 def mix64(x: np.uint64) -> np.uint64:
     """splitmix64's finaliser: a bijection of 64-bit words whose every output bit depends on every input bit."""
     z = np.uint64(x)
@@ -72,14 +72,14 @@ def mix64(x: np.uint64) -> np.uint64:
     return z ^ (z >> np.uint64(31))
 
 
-@compiled()
+@compiled(inline=True)
 def hash_uniform(key: int, counter: int) -> float:
     """A number in [0, 1) that is a pure function of both arguments: splitmix64's ``counter``-th output from ``key``."""
     z = np.uint64(key) + np.uint64(counter + 1) * np.uint64(0x9E3779B97F4A7C15)
     return np.float64(mix64(z) >> np.uint64(11)) * 1.1102230246251565e-16
 
 
-@compiled()
+@compiled(inline=True)
 def reset(kind: int, ints: IntArray, state: FloatArray) -> None:
     """Starts a request: resets, in place, what does not carry over."""
     if kind == ANALYTIC:
@@ -95,7 +95,7 @@ def reset(kind: int, ints: IntArray, state: FloatArray) -> None:
     state[0] = ints[FIRST]
 
 
-@compiled(estimators)
+@compiled(estimators, inline=True)
 def advance(
     kind: int,
     ints: IntArray,
@@ -125,7 +125,7 @@ def advance(
         _advance_q_learning(ints, floats, table, state, drafted, accepted)
 
 
-@compiled(estimators)
+@compiled(estimators, inline=True)
 def _advance_analytic(
     ints: IntArray,
     floats: FloatArray,
@@ -168,7 +168,7 @@ def _advance_analytic(
     state[0] = ints[FIRST] if evidence == 0.0 else ints[GAMMA_MIN] + above
 
 
-@compiled()
+@compiled(inline=True)
 def _advance_clock(
     history: int,
     floats: FloatArray,
@@ -212,7 +212,7 @@ def _recent_window(ints: IntArray, floats: FloatArray, table: FloatArray, state:
     return best_window_scalar(beta, state[5] / state[6], floats, state[7] / state[8], ints[GAMMA_MIN], gamma_max)
 
 
-@compiled()
+@compiled(inline=True)
 def _advance_q_learning(
     ints: IntArray, floats: FloatArray, table: FloatArray, state: FloatArray, drafted: int, accepted: int
 ) -> None:
@@ -243,7 +243,7 @@ def _advance_q_learning(
     state[3] = now
 
 
-@compiled()
+@compiled(inline=True)
 def _best_action(state: FloatArray, row: int, actions: int) -> int:
     best, value = 0, state[row]
     for a in range(1, actions):

@@ -1,0 +1,1058 @@
+"""The door: each command opens, calls one function, and prints a table, or with --json one object on stdout.
+
+Importing this module imports no torch, so that --help answers at once; commands import what they need.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from runtime.loading import LoadedPair
+    from runtime.loop import PolicySource
+    from runtime.policies.document import Policy
+    from runtime.policies.prepared import PreparedPolicy
+    from traces.schema import LatencyProfile, Outcome
+    from traces.store import TraceStore
+
+F = TypeVar("F", bound=Callable[..., Any])
+DEFAULT_DB = "spectune.db"
+
+
+class Door(click.Group):
+    """Turns the project's errors into one line on stderr and exit code 2, and Ctrl-C into 130."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        from db.errors import DatabaseError
+        from traces.errors import SpectuneError
+
+        try:
+            return super().invoke(ctx)
+        except (SpectuneError, DatabaseError) as error:
+            click.echo(f"error: {error}", err=True)
+            ctx.exit(2)
+        except KeyboardInterrupt:
+            click.echo("interrupted; what was committed is kept, the same command goes on from there", err=True)
+            ctx.exit(130)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            ctx.exit(1)
+
+
+@click.group(cls=Door, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.option(
+    "--db", "db_url", envvar="SPECTUNE_DB", default=DEFAULT_DB, show_default=True, help="Database: a file, or postgresql://..."
+)
+@click.version_option(package_name="spectune", prog_name="spectune")
+@click.pass_context
+def main(ctx: click.Context, db_url: str) -> None:
+    """Finds, proves and keeps the best speculative-decoding policy for your models, device and traffic.
+
+    \b
+    Start here:  cli.py tune              record, search, execute, publish for the demo pair
+                 cli.py generate "def "   decode with the policy in force
+    """
+    ctx.obj = db_url
+
+
+# ---------------------------------------------------------------------------------------------------- shared options
+
+
+def _options(*decorators: Callable[[F], F]) -> Callable[[F], F]:
+    def apply(command: F) -> F:
+        for decorator in reversed(decorators):
+            command = decorator(command)
+        return command
+
+    return apply
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout; all else goes to stderr.")
+pair_options = _options(
+    click.option("--pair", help="'demo' (default), or a pair file."),
+    click.option("--target", help="Target checkpoint, instead of --pair."),
+    click.option("--draft", "drafts", multiple=True, metavar="NAME=PATH", help="Draft checkpoint, with --target; repeatable."),
+)
+device_options = _options(
+    click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True),
+    click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", show_default=True),
+)
+workload_options = _options(
+    click.option("--workload", "workloads", multiple=True, help="'demo' (default), or JSONL files; repeatable."),
+    click.option("--category", "categories", multiple=True, help="Only requests of this category; repeatable."),
+    click.option("--all-turns", is_flag=True, help="Every turn as a prompt of its own, not the first alone."),
+    click.option("--limit", type=click.IntRange(1), help="Only the first N requests."),
+)
+sampling_options = _options(
+    click.option("--max-new-tokens", type=click.IntRange(1), default=128, show_default=True),
+    click.option("--temperature", type=click.FloatRange(0.0, 10.0), default=0.0, show_default=True),
+    click.option("--top-k", type=click.IntRange(0), default=0, help="0: off."),
+    click.option("--top-p", type=click.FloatRange(0.0, 1.0, min_open=True), default=1.0, help="1: off."),
+    click.option("--seed", type=click.IntRange(0), default=0, show_default=True),
+    click.option("--verifier", type=click.Choice(["coupled", "rejection"]), default="coupled", show_default=True),
+    click.option("--stop", "stop_strings", multiple=True, help="End a text at this string; repeatable."),
+    click.option("--no-chat", is_flag=True, help="Do not apply the tokenizer's chat template."),
+)
+
+
+def _decode_options(kw: dict[str, Any]) -> Any:
+    from optimizer.execute import DecodeOptions
+    from traces.schema import Sampling
+
+    sampling = Sampling(kw.pop("temperature"), kw.pop("top_k"), kw.pop("top_p"), kw.pop("seed"))
+    return DecodeOptions(
+        sampling, kw.pop("max_new_tokens"), kw.pop("verifier"), tuple(kw.pop("stop_strings")), not kw.pop("no_chat")
+    )
+
+
+def _load(kw: dict[str, Any]) -> LoadedPair:
+    from runtime.pair import read_pair
+
+    spec = read_pair(kw.pop("pair"), kw.pop("target"), kw.pop("drafts"))
+    spec.id  # noqa: B018  # reads the checkpoints' headers: a missing folder is told before torch is imported
+    from runtime.loading import load_pair
+
+    return load_pair(spec, device=kw.pop("device"), dtype=kw.pop("dtype"))
+
+
+def _workload(kw: dict[str, Any]) -> Any:
+    from optimizer.inputs import load_workload
+
+    return load_workload(
+        kw.pop("workloads"), all_turns=kw.pop("all_turns"), limit=kw.pop("limit"), categories=kw.pop("categories")
+    )
+
+
+@contextmanager
+def _store(ctx: click.Context, *, create: bool = True) -> Iterator[TraceStore]:
+    from db.database import open_database
+    from traces.store import TraceStore
+
+    with open_database(ctx.find_root().obj, create=create) as database:
+        yield TraceStore(database)
+
+
+def _console(stderr: bool = False) -> Console:
+    from rich.console import Console
+
+    width = None if (sys.stderr if stderr else sys.stdout).isatty() else 160
+    return Console(stderr=stderr, width=width, soft_wrap=False, highlight=False)
+
+
+def _emit(as_json: bool, data: Any, view: Any) -> None:
+    """Prints ``data`` as JSON, or what ``view()`` builds as a table."""
+    if as_json:
+        click.echo(json.dumps(data, ensure_ascii=False))
+    else:
+        _console().print(view() if callable(view) else view)
+
+
+class Meter:
+    """Progress on stderr: a bar on a terminal, a line per phase otherwise."""
+
+    def __init__(self) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self._console = _console(stderr=True)
+        self._live = self._console.is_terminal
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=self._console,
+            disable=not self._live,
+        )
+        self._tasks: dict[str, Any] = {}
+
+    def __enter__(self) -> Meter:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._progress.stop()
+
+    def __call__(self, phase: str, done: int, total: int) -> None:
+        key = phase.split(",")[0]
+        if key not in self._tasks:
+            self._tasks[key] = self._progress.add_task(phase, total=total)
+            if not self._live:
+                click.echo(f"{key}: {total}", err=True)
+        self._progress.update(self._tasks[key], completed=done, total=total, description=phase)
+
+
+def _policy(store: TraceStore, name: str, pair_id: str, device: str) -> Policy:
+    """A policy by built-in name, file, inline JSON, id, or ``active``."""
+    from optimizer.inputs import named_policy
+    from runtime.policies.document import AUTOREGRESSIVE, parse_policy
+
+    found = named_policy(name)
+    if found is not None:
+        return found
+    if name == "active":
+        active = store.active_publication(pair_id, device)
+        if active is None:
+            click.echo(f"no policy is published for pair {pair_id} on {device}; decoding autoregressively", err=True)
+            return AUTOREGRESSIVE
+        return parse_policy(dict(active.document), where=f"publication {active.version}")
+    return parse_policy(dict(store.get_policy(name).document), where=f"policy {name}")
+
+
+def _profile(store: TraceStore, wanted: str | None, pair_id: str, device: str, dtype: str | None = None) -> tuple[str, Any]:
+    """(id, profile): the one named, else the latest of this pair and device; ("", None) when there is none."""
+    found = store.get_profile(wanted) if wanted else store.latest_profile(pair_id, device, dtype)
+    return ("", None) if found is None else (found.id, found.profile)
+
+
+def _dtype(pair: LoadedPair) -> str:
+    return str(pair.target.dtype).removeprefix("torch.")
+
+
+def _write_rounds(path: str, rows: Iterator[dict[str, Any]]) -> None:
+    """Writes JSON lines beside the target and puts them in place at the end, so that a failure leaves nothing half-written."""
+    from traces.errors import SpectuneError
+
+    target = Path(path)
+    draft = target.with_name(f".{target.name}.part")
+    try:
+        with draft.open("w", encoding="utf-8") as file:
+            for row in rows:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        draft.replace(target)
+    except OSError as error:
+        raise SpectuneError(f"{path}: cannot be written ({error.strerror})") from None
+
+
+def _rounds(request: str, steps: Any) -> Iterator[dict[str, Any]]:
+    for s in steps:
+        yield {"request": request, "start": s.start, "drafted": s.drafted, "verified": s.verified, "accepted": s.accepted}
+
+
+# ---------------------------------------------------------------------------------------------------------- commands
+
+
+@main.command()
+@pair_options
+@workload_options
+@sampling_options
+@device_options
+@click.option("--gamma-max", type=click.IntRange(2, 64), default=16, show_default=True, help="Longest window the panorama holds.")
+@click.option("--policy", "policy_name", default="active", show_default=True, help="Decodes the texts (never changes them).")
+@click.option("--fresh", is_flag=True, help="Begin anew instead of resuming an unfinished recording.")
+@click.option("--resume", "retrace_id", metavar="ID", help="Make the panoramas a recording lacks, for every draft of the pair.")
+@json_option
+@click.pass_context
+def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
+    """Decode a workload, store the texts, and look around from every start of them.
+
+    An unfinished recording of the same arguments is resumed.
+
+    \b
+    Example:  cli.py record --limit 64 --max-new-tokens 96
+              cli.py record --pair pair.json --workload chats.jsonl --temperature 0.7
+    """
+    options = _decode_options(kw)
+    workload = None if kw["retrace_id"] else _workload(kw)
+    for key in ("workloads", "all_turns", "limit", "categories"):
+        kw.pop(key, None)
+    with _store(ctx) as store:
+        pair = _load(kw)
+        from optimizer.record import RecordRequest, retrace
+        from optimizer.record import record as do_record
+        from runtime.loop import StaticSource
+        from runtime.policies.prepared import prepare
+
+        with Meter() as meter:
+            if workload is None:
+                recording = store.resolve_recording(kw["retrace_id"])
+                _same_pair(store.get_recording(recording).pair_id, pair, recording)
+                retrace(store, pair, recording, pair.draft_names, kw["gamma_max"], progress=meter)
+                info = store.get_recording(recording)
+            else:
+                device = pair.device.type
+                policy = _quietly(lambda: _policy(store, kw["policy_name"], pair.id, device), kw["policy_name"])
+                _, profile = _profile(store, None, pair.id, device)
+                source = StaticSource(prepare(policy, pair.draft_names, profile=profile))
+                wanted = RecordRequest(workload, options, pair.draft_names, kw["gamma_max"])
+                info = do_record(store, pair, wanted, source, fresh=kw["fresh"], progress=meter)
+    data = {"recording": info.id, "pair": info.pair_id, **info.to_json()}
+    _emit(
+        as_json,
+        data,
+        f"recording {info.id}: {info.n_requests} requests, {info.n_output_tokens} tokens, panoramas of {', '.join(info.drafts)}",
+    )
+
+
+def _quietly(find: Callable[[], Policy], name: str) -> Policy:
+    """The active policy if there is one; recording needs none, so its absence is not worth a line."""
+    from runtime.policies.document import AUTOREGRESSIVE
+
+    if name != "active":
+        return find()
+    stderr, sys.stderr = sys.stderr, open(os.devnull, "w")  # noqa: SIM115
+    try:
+        return find()
+    except Exception:
+        return AUTOREGRESSIVE
+    finally:
+        sys.stderr.close()
+        sys.stderr = stderr
+
+
+def _same_pair(pair_id: str, pair: LoadedPair, recording: str) -> None:
+    from traces.errors import TraceError
+
+    if pair_id != pair.id:
+        raise TraceError(f"recording {recording} was made with pair {pair_id}, not with {pair.id} ({pair.spec.name}); give that pair")
+
+
+@main.command()
+@pair_options
+@device_options
+@click.option("--gamma-max", type=click.IntRange(1, 64), default=16, show_default=True)
+@click.option("--contexts", default="32,160,384", show_default=True, help="Context lengths to measure at, comma-separated.")
+@click.option("--repeats", type=click.IntRange(3), default=9, show_default=True)
+@json_option
+@click.pass_context
+def profile(ctx: click.Context, as_json: bool, gamma_max: int, contexts: str, repeats: int, **kw: Any) -> None:
+    """Measure what every part of a round costs on this device.
+
+    \b
+    Example:  cli.py profile --device cpu
+    """
+    try:
+        lengths = tuple(sorted({int(c) for c in contexts.split(",")}))
+    except ValueError:
+        raise click.BadParameter("whole numbers separated by commas are expected", param_hint="--contexts") from None
+    with _store(ctx) as store:
+        pair = _load(kw)
+        from optimizer.report import profile_table
+        from runtime.profiler import measure_profile
+
+        with Meter() as meter:
+            measured = measure_profile(
+                pair,
+                gamma_max=gamma_max,
+                contexts=lengths,
+                repeats=repeats,
+                progress=lambda what, done, total: meter("profile", done, total),
+            )
+        store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
+        name = store.put_profile(measured)
+    if not measured.check["accepted"]:
+        click.echo(
+            f"warning: composed rounds are off by {100 * measured.check['median_error']:.0f}% (median); the machine is busy, or changed "
+            "its speed while measuring: run `profile` again",
+            err=True,
+        )
+    _emit(as_json, {"profile": name, **measured.to_json()}, lambda: profile_table(measured, name))
+
+
+@main.command()
+@click.option("--policy", "policy_name", required=True, help="FILE, inline JSON, ID, active, or autoregressive.")
+@click.option("--recording", default="latest", show_default=True)
+@click.option("--profile", "profile_id", help="Profile id; default: the latest of the recording's pair and device.")
+@click.option("--device", "on", help="Device whose profile is taken; default: the recording's.")
+@click.option("--limit", type=click.IntRange(1), help="Only the first N requests.")
+@click.option("--per-round", type=click.Path(dir_okay=False), help="Write one JSON line per round.")
+@click.option("--skip-corrupted", is_flag=True, help="Leave damaged chunks out instead of stopping at the first.")
+@json_option
+@click.pass_context
+def simulate(ctx: click.Context, as_json: bool, **kw: Any) -> None:
+    """Replay a recording under any policy: rounds and tokens exactly, seconds by a latency profile.
+
+    \b
+    Example:  cli.py simulate --policy '{"draft": "small", "window": {"kind": "fixed", "gamma": 4}}'
+    """
+    from traces.errors import TraceError
+
+    with _store(ctx, create=False) as store:
+        recording = store.resolve_recording(kw["recording"])
+        info = store.get_recording(recording)
+        device = kw["on"] or str(info.options.get("device", "cpu"))
+        policy = _policy(store, kw["policy_name"], info.pair_id, device)
+        _, found = _profile(store, kw["profile_id"], info.pair_id, device)
+        drafts = [policy.draft] if policy.speculates else []
+        loaded = store.load(recording, drafts, skip_corrupted=kw["skip_corrupted"])
+    for skipped in loaded.skipped:
+        click.echo(f"left out: request {skipped.ordinal} of {skipped.recording}: {skipped.problem}", err=True)
+    if found is None:
+        click.echo("no latency profile of this pair and device: seconds are left at 0 (run `profile`)", err=True)
+    from optimizer.replay import ReplayTrace, run_replay
+    from optimizer.report import outcome_table
+
+    loaded = loaded.having(drafts) if kw["skip_corrupted"] else loaded
+    if not loaded.requests:
+        raise TraceError(f"recording {recording} has no usable request")
+    trace = ReplayTrace(loaded.trajectories, {d: loaded.panoramas(d) for d in drafts})
+    if kw["limit"]:
+        trace = trace.select(range(min(kw["limit"], len(loaded.requests))))
+    replayed = run_replay(trace, policy, found, per_round=kw["per_round"] is not None)
+    if kw["per_round"]:
+        pairs = zip(trace.request_ids, replayed.steps(), strict=True)
+        _write_rounds(kw["per_round"], (row for request, steps in pairs for row in _rounds(request, steps)))
+    outcome = replayed.outcome()
+    _emit(as_json, _outcome_json(outcome, policy), lambda: outcome_table(outcome))
+
+
+def _outcome_json(outcome: Outcome, policy: Policy) -> dict[str, Any]:
+    return {**outcome.to_json(), "policy": policy.spelled_out(), "policy_id": policy.id, "label": policy.label()}
+
+
+@main.command()
+@click.option("--policy", "policy_name", default="active", show_default=True, help="FILE, inline JSON, ID, active, or autoregressive.")
+@pair_options
+@workload_options
+@sampling_options
+@device_options
+@click.option("--profile", "profile_id", help="Profile for windows that need costs; default: the latest.")
+@click.option("--outputs", type=click.Path(dir_okay=False), help="Write the texts, one JSON line per request.")
+@click.option("--per-round", type=click.Path(dir_okay=False), help="Write one JSON line per round.")
+@click.option("--no-store", is_flag=True, help="Do not keep the run in the database.")
+@json_option
+@click.pass_context
+def run(ctx: click.Context, as_json: bool, **kw: Any) -> None:
+    """Execute a policy on a workload and measure it.
+
+    With --policy active, publications made meanwhile are picked up between two rounds.
+
+    \b
+    Example:  cli.py run --policy policy.json --workload demo --limit 32 --outputs texts.jsonl
+    """
+    options = _decode_options(kw)
+    workload = _workload(kw)
+    with _store(ctx) as store:
+        pair = _load(kw)
+        from optimizer.execute import encode, outcome
+        from optimizer.execute import run as execute
+        from optimizer.report import outcome_table
+
+        encoded = encode(pair, workload, options)
+        _, found = _profile(store, kw["profile_id"], pair.id, pair.device.type)
+        policy = _policy(store, kw["policy_name"], pair.id, pair.device.type)
+        with _source(store, pair, policy, found, follow=kw["policy_name"] == "active") as source, Meter() as meter:
+            decoded = []
+            for done in execute(pair, source, encoded):
+                decoded.append(done)
+                meter("run", len(decoded), len(encoded.items))
+            last = source.current().policy
+        result = outcome(last.label(), decoded)
+        if not kw["no_store"]:
+            _keep_run(store, pair, last, result, workload, decoded)
+    if kw["outputs"]:
+        _write_rounds(
+            kw["outputs"],
+            (
+                {
+                    "id": d.trajectory.request_id,
+                    "token_ids": d.trajectory.output_ids.tolist(),
+                    "text": pair.text(d.trajectory.output_ids.tolist()),
+                }
+                for d in decoded
+            ),
+        )
+    if kw["per_round"]:
+        _write_rounds(kw["per_round"], (row for d in decoded for row in _rounds(d.trajectory.request_id, d.steps)))
+    _emit(as_json, _outcome_json(result, last), lambda: outcome_table(result))
+
+
+def _keep_run(store: TraceStore, pair: LoadedPair, policy: Policy, result: Outcome, workload: Any, decoded: Any) -> None:
+    store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
+    store.put_policy(policy.id, policy.spelled_out(), policy.label())
+    store.put_run(
+        pair.id,
+        policy.id,
+        result,
+        device=pair.device.type,
+        dtype=_dtype(pair),
+        workload_id=store.put_workload(workload),
+        purpose="run",
+        steps={d.trajectory.request_id: d.steps for d in decoded},
+    )
+
+
+@contextmanager
+def _source(
+    store: TraceStore, pair: LoadedPair, policy: Policy, profile: LatencyProfile | None, *, follow: bool
+) -> Iterator[PolicySource]:
+    """A policy source: the policy for ever, or with ``follow`` whatever is published."""
+    from runtime.loop import StaticSource
+    from runtime.policies.prepared import prepare
+
+    if not follow:
+        yield StaticSource(prepare(policy, pair.draft_names, profile=profile))
+        return
+    from optimizer.serving import watch
+
+    with watch(store, pair, policy, profile) as source:
+        yield source
+
+
+@main.command()
+@pair_options
+@workload_options
+@sampling_options
+@device_options
+@click.option("--trials", type=click.IntRange(0), default=400, show_default=True, help="Optuna trials beside the enumeration.")
+@click.option("--gamma-max", type=click.IntRange(2, 64), default=16, show_default=True)
+@click.option("--finalists", type=click.IntRange(1, 16), default=4, show_default=True, help="Policies executed beside the baselines.")
+@click.option("--budget", default="2m", show_default=True, help="Time for the executed comparison, e.g. 90s, 10m.")
+@click.option("--search-seed", type=int, default=0, show_default=True)
+@click.option("--recording", "recording_id", help="Tune on this recording instead of decoding a workload.")
+@click.option("--fresh", is_flag=True, help="Record and profile anew, whatever is stored.")
+@click.option("--no-publish", is_flag=True, help="Show the evidence, publish nothing.")
+@json_option
+@click.pass_context
+def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
+    """Find the fastest policy, prove it by execution, and publish it.
+
+    Records the workload (or resumes, or finds it recorded), profiles the device, searches in simulation, executes the best beside
+    plain baselines on requests the search has not seen, and publishes the winner if it beats the incumbent beyond noise.
+
+    \b
+    Example:  cli.py tune --limit 60 --max-new-tokens 96
+              cli.py tune --pair pair.json --workload chats.jsonl --budget 10m
+    """
+    from optimizer.schedule import parse_duration
+
+    options = _decode_options(kw)
+    budget_s = float(parse_duration(kw.pop("budget")))
+    workload = None if kw["recording_id"] else _workload(kw)
+    with _store(ctx) as store:
+        pair = _load(kw)
+        from optimizer.report import evidence_table
+        from optimizer.tune import TuneOptions, tune_recording
+        from optimizer.tune import tune as do_tune
+
+        wanted = TuneOptions(
+            options=options,
+            gamma_max=kw["gamma_max"],
+            trials=kw["trials"],
+            seed=kw["search_seed"],
+            finalists=kw["finalists"],
+            budget_s=budget_s,
+            fresh=kw["fresh"],
+            publish=not kw["no_publish"],
+        )
+        with Meter() as meter:
+            if workload is None:
+                recording = store.resolve_recording(kw["recording_id"])
+                _same_pair(store.get_recording(recording).pair_id, pair, recording)
+                active = store.active_publication(pair.id, pair.device.type)
+                tuned = tune_recording(store, pair, recording, wanted, active=active, progress=meter)
+            else:
+                tuned = do_tune(store, pair, workload, wanted, progress=meter)
+    _emit(as_json, tuned.to_json(), lambda: evidence_table(tuned))
+
+
+@main.command()
+@click.argument("prompt")
+@pair_options
+@sampling_options
+@device_options
+@click.option("--policy", "policy_name", default="active", show_default=True)
+@click.option("--no-compare", is_flag=True, help="Do not decode again autoregressively for comparison.")
+@json_option
+@click.pass_context
+def generate(ctx: click.Context, as_json: bool, prompt: str, **kw: Any) -> None:
+    """Stream a text, showing which tokens were drafted and accepted and which the target supplied.
+
+    \b
+    Example:  cli.py generate "def fibonacci(n):" --max-new-tokens 64
+    """
+    from traces.errors import WorkloadError
+
+    options = _decode_options(kw)
+    if not prompt.strip():
+        raise WorkloadError("the prompt is empty")
+    with _store(ctx) as store:
+        pair = _load(kw)
+        from optimizer.generate import generate as do_generate
+        from runtime.policies.prepared import prepare
+
+        _, found = _profile(store, None, pair.id, pair.device.type)
+        policy = _policy(store, kw["policy_name"], pair.id, pair.device.type)
+        prepared: PreparedPolicy = prepare(policy, pair.draft_names, profile=found)
+    console = _console(stderr=as_json)
+    console.width = 10_000 if not console.is_terminal else console.width
+    result = do_generate(pair, prepared, prompt, options, console, compare=not kw["no_compare"])
+    if as_json:
+        click.echo(json.dumps(result, ensure_ascii=False))
+
+
+# ----------------------------------------------------------------------------------------------------- command groups
+
+
+@main.group()
+def policies() -> None:
+    """Policies: list, show, diff, activate, rollback, export."""
+
+
+def _pair_id(kw: dict[str, Any]) -> str:
+    from runtime.pair import read_pair
+
+    return read_pair(kw.pop("pair"), kw.pop("target"), kw.pop("drafts")).id
+
+
+def _device(kw: dict[str, Any]) -> str:
+    wanted = str(kw.pop("device"))
+    if wanted != "auto":
+        return wanted
+    from runtime.models import pick_device
+
+    return pick_device("auto").type
+
+
+on_device = click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+
+
+@policies.command("list")
+@pair_options
+@on_device
+@json_option
+@click.pass_context
+def policies_list(ctx: click.Context, as_json: bool, **kw: Any) -> None:
+    """Publications for a pair and device, newest first, and what runtimes acknowledged.
+
+    \b
+    Example:  cli.py policies list
+    """
+    pair_id, device = _pair_id(kw), _device(kw)
+    with _store(ctx) as store:
+        found = store.list_publications(pair_id, device)
+        rows = []
+        for i, p in enumerate(found):
+            acks = store.acknowledgements(p.version)
+            rows.append(
+                {
+                    "version": p.version,
+                    "active": i == 0,
+                    "policy": p.policy_id,
+                    "label": p.label,
+                    "created_at": p.created_at.isoformat(),
+                    "actor": p.actor,
+                    "reason": p.reason,
+                    "applied": sum(a.status == "applied" for a in acks),
+                    "refused": [f"{a.node}: {a.reason}" for a in acks if a.status == "refused"],
+                }
+            )
+        known = [{"policy": p.id, "label": p.label, "created_at": p.created_at.isoformat()} for p in store.list_policies()]
+    from optimizer.report import rows_table
+
+    columns = ("version", "active", "policy", "label", "created_at", "actor", "applied", "refused", "reason")
+    data = {"pair": pair_id, "device": device, "publications": rows, "policies": known}
+    _emit(as_json, data, lambda: rows_table(rows, columns, f"publications for pair {pair_id} on {device}"))
+
+
+@policies.command("show")
+@click.argument("policy_name", metavar="POLICY", default="active")
+@pair_options
+@on_device
+@json_option
+@click.pass_context
+def policies_show(ctx: click.Context, as_json: bool, policy_name: str, **kw: Any) -> None:
+    """A policy document with every default spelled out, and the evidence it was published with.
+
+    \b
+    Example:  cli.py policies show active
+              cli.py policies show '{"draft": "small"}'
+    """
+    pair_id, device = _pair_id(kw), _device(kw)
+    with _store(ctx) as store:
+        policy = _policy(store, policy_name, pair_id, device)
+        published = [p for p in store.list_publications(pair_id, device) if p.policy_id == policy.id]
+    data: dict[str, Any] = {"id": policy.id, "label": policy.label(), "policy": policy.spelled_out()}
+    if published:
+        data["publication"] = {
+            "version": published[0].version,
+            "reason": published[0].reason,
+            "created_at": published[0].created_at.isoformat(),
+            "evidence": dict(published[0].evidence),
+        }
+    if as_json:
+        click.echo(json.dumps(data, ensure_ascii=False))
+    else:
+        click.echo(f"{policy.id}  {policy.label()}")
+        click.echo(json.dumps(policy.spelled_out(), indent=2))
+        if published:
+            click.echo(f"published as version {published[0].version} ({published[0].created_at:%Y-%m-%d %H:%M} UTC): {published[0].reason}")
+
+
+@policies.command("diff")
+@click.argument("left")
+@click.argument("right", default="active")
+@pair_options
+@on_device
+@json_option
+@click.pass_context
+def policies_diff(ctx: click.Context, as_json: bool, left: str, right: str, **kw: Any) -> None:
+    """What differs between two policies, key by key, defaults spelled out.
+
+    \b
+    Example:  cli.py policies diff candidate.json active
+    """
+    pair_id, device = _pair_id(kw), _device(kw)
+    with _store(ctx) as store:
+        one, other = (_policy(store, name, pair_id, device) for name in (left, right))
+    from optimizer.report import rows_table
+    from runtime.policies.document import differences
+
+    rows = differences(one, other)
+    _emit(
+        as_json,
+        {"left": one.id, "right": other.id, "differences": rows},
+        lambda: rows_table(rows, ("key", "left", "right"), f"{one.id} and {other.id}") if rows else "no difference",
+    )
+
+
+@policies.command("activate")
+@click.argument("policy_name", metavar="POLICY")
+@click.option("--reason", default="activated by hand", show_default=True)
+@pair_options
+@on_device
+@json_option
+@click.pass_context
+def policies_activate(ctx: click.Context, as_json: bool, policy_name: str, reason: str, **kw: Any) -> None:
+    """Publish a policy: running decoders take it up between two rounds.
+
+    \b
+    Example:  cli.py policies activate policy.json --reason "trying a longer window"
+    """
+    from runtime.pair import read_pair
+
+    spec = read_pair(kw.pop("pair"), kw.pop("target"), kw.pop("drafts"))
+    device = _device(kw)
+    with _store(ctx) as store:
+        policy = _policy(store, policy_name, spec.id, device)
+        _check_runs(store, policy, spec.id, spec.draft_names, device)
+        store.put_pair(spec.id, spec.name, spec.to_json())
+        store.put_policy(policy.id, policy.spelled_out(), policy.label())
+        published = store.publish(spec.id, device, policy.id, actor="cli", reason=reason)
+    _emit(as_json, {"version": published.version, "policy": policy.id}, f"version {published.version}: {policy.label()} is in force")
+
+
+def _check_runs(store: TraceStore, policy: Policy, pair_id: str, drafts: tuple[str, ...], device: str) -> None:
+    """Raises PolicyError now for what every runtime would refuse later."""
+    from runtime.policies.prepared import prepare
+
+    _, found = _profile(store, None, pair_id, device)
+    prepare(policy, drafts, profile=found)
+
+
+@policies.command("rollback")
+@click.option("--to", type=int, help="Version to go back to; default: the one before the active.")
+@pair_options
+@on_device
+@json_option
+@click.pass_context
+def policies_rollback(ctx: click.Context, as_json: bool, to: int | None, **kw: Any) -> None:
+    """Publish an earlier policy again. Nothing is erased: the rollback is a new version.
+
+    \b
+    Example:  cli.py policies rollback
+    """
+    from traces.errors import PolicyError
+
+    pair_id, device = _pair_id(kw), _device(kw)
+    with _store(ctx) as store:
+        found = store.list_publications(pair_id, device)
+        active = found[0] if found else None
+        if to is None:
+            earlier = next((p for p in found[1:] if active and p.policy_id != active.policy_id), None)
+        else:
+            earlier = next((p for p in found if p.version == to), None)
+        if active is None or earlier is None:
+            raise PolicyError(
+                f"no earlier policy to go back to for pair {pair_id} on {device}"
+                if to is None
+                else f"--to {to}: pair {pair_id} has no such version on {device} (see `policies list`)"
+            )
+        published = store.publish(
+            pair_id,
+            device,
+            earlier.policy_id,
+            actor="cli",
+            reason=f"rollback of version {active.version} to {earlier.version}",
+            expected=active.version,
+        )
+    _emit(as_json, {"version": published.version, "policy": published.policy_id}, f"version {published.version}: {published.label} is in force again")
+
+
+@policies.command("export")
+@click.argument("policy_name", metavar="POLICY", default="active")
+@click.option("--for", "engine", type=click.Choice(["spectune", "vllm", "sglang", "tensorrt-llm"]), default="spectune", show_default=True)
+@pair_options
+@on_device
+@click.pass_context
+def policies_export(ctx: click.Context, policy_name: str, engine: str, **kw: Any) -> None:
+    """Print a policy as a document, or as another engine's settings where they can say the same.
+
+    \b
+    Example:  cli.py policies export active > policy.json
+              cli.py policies export active --for vllm
+    """
+    from runtime.pair import read_pair
+
+    spec = read_pair(kw.pop("pair"), kw.pop("target"), kw.pop("drafts"))
+    device = _device(kw)
+    with _store(ctx) as store:
+        policy = _policy(store, policy_name, spec.id, device)
+    from optimizer.export import engine_settings
+
+    click.echo(json.dumps(policy.spelled_out() if engine == "spectune" else engine_settings(policy, spec, engine), indent=2))
+
+
+@main.group()
+def db() -> None:
+    """The database: upgrade, check."""
+
+
+@db.command("upgrade")
+@json_option
+@click.pass_context
+def db_upgrade(ctx: click.Context, as_json: bool) -> None:
+    """Bring the database to this program's schema (a new one is created).
+
+    \b
+    Example:  cli.py --db postgresql://user@host/spectune db upgrade
+    """
+    from db.database import upgrade
+
+    before, after = upgrade(ctx.find_root().obj)
+    note = f"already at {after}" if before == after else f"{before or 'new'} -> {after}"
+    _emit(as_json, {"before": before, "after": after}, f"schema {note}")
+
+
+@db.command("check")
+@json_option
+@click.pass_context
+def db_check(ctx: click.Context, as_json: bool) -> None:
+    """Check integrity, foreign keys, schema and the checksum of every chunk; exit code 1 if anything is wrong.
+
+    \b
+    Example:  cli.py db check
+    """
+    from db.check import check
+
+    report = check(ctx.find_root().obj)
+    _emit(as_json, report.to_json(), "\n".join(report.problems) if not report.ok else "the database is sound")
+    if not report.ok:
+        ctx.exit(1)
+
+
+@main.group()
+def schedule() -> None:
+    """Scheduled re-optimization: add, list, show, pause, resume, remove, run, run-once, history."""
+
+
+@schedule.command("add")
+@click.argument("name")
+@click.option("--cron", help='Five fields, e.g. "0 3 * * *".')
+@click.option("--every", help="Interval, e.g. 6h, 30m, 1d.")
+@click.option("--tz", default="UTC", show_default=True, help="Time zone of the cron fields.")
+@click.option("--budget", default="10m", show_default=True, help="What one job may take.")
+@click.option("--misfire-grace", default="1h", show_default=True, help="A slot later than this is not run any more.")
+@click.option("--no-coalesce", is_flag=True, help="Run every missed slot instead of the latest alone.")
+@click.option("--recorded", help='Tune on what was recorded in the last, e.g., "24h" instead of decoding a workload.')
+@click.option("--max-new-tokens", type=click.IntRange(1), default=128, show_default=True)
+@click.option("--temperature", type=click.FloatRange(0.0, 10.0), default=0.0, show_default=True)
+@click.option("--trials", type=click.IntRange(0), default=400, show_default=True)
+@pair_options
+@workload_options
+@device_options
+@json_option
+@click.pass_context
+def schedule_add(ctx: click.Context, as_json: bool, name: str, **kw: Any) -> None:
+    """Add a schedule; workers (`schedule run`, `schedule run-once`) do its jobs.
+
+    \b
+    Example:  cli.py schedule add nightly --cron "0 3 * * *" --tz Europe/Berlin
+              cli.py schedule add drift --every 6h --recorded 24h --budget 20m
+    """
+    from optimizer.jobs import check_payload
+    from optimizer.schedule import add_schedule
+    from runtime.pair import read_pair
+
+    spec = read_pair(kw["pair"], kw["target"], kw["drafts"])
+    spec.id  # noqa: B018  # a missing checkpoint is told now, not at three in the morning
+    payload: dict[str, Any] = {
+        "pair": spec.to_json(),
+        "device": kw["device"],
+        "dtype": kw["dtype"],
+        "max_new_tokens": kw["max_new_tokens"],
+        "temperature": kw["temperature"],
+        "trials": kw["trials"],
+    }
+    if kw["recorded"]:
+        payload["recorded"] = kw["recorded"]
+    else:
+        from optimizer.inputs import load_workload
+
+        load_workload(kw["workloads"], all_turns=kw["all_turns"], limit=kw["limit"], categories=kw["categories"])
+        payload |= {
+            "workload": [w if w == "demo" else str(Path(w).resolve()) for w in kw["workloads"]] or ["demo"],
+            "categories": list(kw["categories"]),
+            "limit": kw["limit"],
+            "all_turns": kw["all_turns"],
+            "fresh": True,
+        }
+    check_payload(payload)
+    with _store(ctx) as store:
+        added = add_schedule(
+            store.database,
+            name,
+            cron=kw["cron"],
+            every=kw["every"],
+            tz=kw["tz"],
+            payload=payload,
+            budget=kw["budget"],
+            misfire_grace=kw["misfire_grace"],
+            coalesce=not kw["no_coalesce"],
+        )
+    _emit(as_json, added.to_json(), f"schedule {name}: {added.when}, first at {added.next_fire_at:%Y-%m-%d %H:%M:%S} UTC")
+
+
+@schedule.command("list")
+@json_option
+@click.pass_context
+def schedule_list(ctx: click.Context, as_json: bool) -> None:
+    """All schedules.
+
+    \b
+    Example:  cli.py schedule list
+    """
+    from optimizer.report import rows_table
+    from optimizer.schedule import list_schedules
+
+    with _store(ctx) as store:
+        found = list_schedules(store.database)
+    rows = [{**s.to_json(), "when": s.when} for s in found]
+    _emit(as_json, {"schedules": rows}, lambda: rows_table(rows, ("name", "when", "next_fire_at", "enabled", "budget_s"), "schedules"))
+
+
+@schedule.command("show")
+@click.argument("name")
+@json_option
+@click.pass_context
+def schedule_show(ctx: click.Context, as_json: bool, name: str) -> None:
+    """One schedule, whole.
+
+    \b
+    Example:  cli.py schedule show nightly
+    """
+    from optimizer.schedule import get_schedule
+
+    with _store(ctx) as store:
+        found = get_schedule(store.database, name).to_json()
+    _emit(as_json, found, json.dumps(found, indent=2))
+
+
+def _schedule_verb(verb: str, what: str, say: str) -> None:
+    @schedule.command(verb, help=f"{what}\n\n\b\nExample:  cli.py schedule {verb} nightly")
+    @click.argument("name")
+    @json_option
+    @click.pass_context
+    def command(ctx: click.Context, as_json: bool, name: str) -> None:
+        import optimizer.schedule as schedules
+
+        with _store(ctx) as store:
+            found = getattr(schedules, f"{verb}_schedule")(store.database, name)
+        _emit(as_json, found.to_json(), f"schedule {name} {say}")
+
+
+_schedule_verb("pause", "Let a schedule rest: none of its slots fires until it is resumed.", "is paused")
+_schedule_verb("resume", "Wake a paused schedule; slots missed meanwhile are not made up for.", "is resumed")
+_schedule_verb("remove", "Remove a schedule and its history.", "is removed")
+
+
+@schedule.command("history")
+@click.argument("name", required=False)
+@click.option("--limit", type=click.IntRange(1), default=50, show_default=True)
+@json_option
+@click.pass_context
+def schedule_history(ctx: click.Context, as_json: bool, name: str | None, limit: int) -> None:
+    """Slots that fired, and what became of their jobs.
+
+    \b
+    Example:  cli.py schedule history nightly
+    """
+    from optimizer.report import rows_table
+    from optimizer.schedule import history
+
+    with _store(ctx) as store:
+        fires = history(store.database, name, limit=limit)
+    rows = [
+        {
+            "schedule": f.schedule,
+            "fire_at": f.fire_at.isoformat(),
+            "outcome": f.outcome,
+            "state": f.job.state if f.job else None,
+            "attempt": f.job.attempt if f.job else None,
+            "result": (f.job.result or {}).get("label") if f.job else None,
+            "published": (f.job.result or {}).get("published") if f.job else None,
+            "error": f.job.error.splitlines()[0] if f.job and f.job.error else None,
+        }
+        for f in fires
+    ]
+    _emit(
+        as_json,
+        {"history": [f.to_json() for f in fires]},
+        lambda: rows_table(rows, ("schedule", "fire_at", "outcome", "state", "attempt", "result", "published", "error"), "history"),
+    )
+
+
+@schedule.command("run")
+@click.option("--poll", default="30s", show_default=True, help="How often to look for due slots.")
+@json_option
+@click.pass_context
+def schedule_run(ctx: click.Context, as_json: bool, poll: str) -> None:
+    """Work: fire what is due and run its jobs, until SIGINT or SIGTERM. Any number of workers may share a database.
+
+    \b
+    Example:  cli.py schedule run --poll 10s
+    """
+    from optimizer.schedule import parse_duration, run_worker
+
+    _work(ctx, as_json, lambda database, execute, **kw: run_worker(database, execute, poll_s=float(parse_duration(poll)), **kw))
+
+
+@schedule.command("run-once")
+@json_option
+@click.pass_context
+def schedule_run_once(ctx: click.Context, as_json: bool) -> None:
+    """Fire what is due, run every waiting job, and end: for cron and systemd timers.
+
+    \b
+    Example:  cli.py schedule run-once
+    """
+    from optimizer.schedule import run_once
+
+    _work(ctx, as_json, run_once)
+
+
+def _work(ctx: click.Context, as_json: bool, work: Callable[..., Any]) -> None:
+    with _store(ctx) as store:
+        from optimizer.jobs import tuning_job
+
+        with Meter() as meter:
+            report = work(
+                store.database,
+                tuning_job(store, progress=meter),
+                watch=lambda ended: click.echo(f"job {ended.job.id} of {ended.job.schedule}: {ended.ending}", err=True),
+            )
+    data = report.to_json()
+    _emit(as_json, data, ", ".join(f"{v} {k}" for k, v in data.items()))
+
+
+if __name__ == "__main__":
+    main()

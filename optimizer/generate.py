@@ -1,0 +1,90 @@
+"""Streaming one text to a terminal, token by token in the colour of where it came from."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from optimizer.execute import DecodeOptions, counts_of
+from runtime.decoder import Decoder
+from runtime.loading import LoadedPair
+from runtime.loop import StaticSource
+from runtime.policies.document import AUTOREGRESSIVE
+from runtime.policies.prepared import PreparedPolicy, prepare
+from traces.schema import Request, Step
+
+ACCEPTED, OWN = "green", "bold yellow"
+
+
+def generate(
+    pair: LoadedPair, prepared: PreparedPolicy, prompt: str, options: DecodeOptions, console: Console, *, compare: bool = True
+) -> dict[str, Any]:
+    """Streams the continuation of ``prompt``: drafted and accepted tokens in green, the target's own in yellow.
+
+    Returns ``text``, ``token_ids``, ``rounds``, ``tau``, ``tokens_per_s`` and, with ``compare``, ``autoregressive_tokens_per_s`` and
+    whether the texts are equal. Raises WorkloadError when the prompt does not fit.
+    """
+    item = Request("prompt", "prompt", (prompt,))
+    ids = pair.encode_request(item, chat=options.chat)
+    decoder = Decoder(pair, StaticSource(prepared), options.verifier)
+    request = decoder.request(item, ids, options.sampling, options.max_new_tokens, options.stop_strings)
+    _touch(pair, prepared, item, ids, options)
+    output: list[int] = []
+    steps: list[Step] = []
+    shown = ""
+    began = time.perf_counter()
+    drawing = 0.0
+    for round_ in decoder.rounds(request):
+        steps.append(round_.step)
+        drew = time.perf_counter()
+        for i, token in enumerate(round_.tokens):
+            output.append(token)
+            text = pair.text(output)
+            # A token may end inside a character; its bytes are shown with the token that completes it.
+            if not text.endswith("\ufffd"):
+                console.print(Text(text[len(shown) :], style=ACCEPTED if i < round_.step.accepted else OWN), end="")
+                shown = text
+        drawing += time.perf_counter() - drew
+    seconds = time.perf_counter() - began - drawing
+    counts = counts_of(steps, seconds)
+    result: dict[str, Any] = {
+        "text": pair.text(output),
+        "token_ids": output,
+        "policy": prepared.policy.spelled_out(),
+        "rounds": counts.rounds,
+        "tau": counts.mean_accepted_length,
+        "drafted_tokens": counts.drafted_tokens,
+        "accepted_tokens": counts.accepted_tokens,
+        "tokens_per_s": counts.tokens_per_s,
+    }
+    console.print()
+    console.print(
+        Text.assemble(
+            ("accepted draft tokens", ACCEPTED), "  ", ("the target's own", OWN), f"   policy: {prepared.label}"
+        )
+    )
+    line = f"{counts.emitted_tokens} tokens in {counts.rounds} rounds, tau {counts.mean_accepted_length:.2f}, {counts.tokens_per_s:.1f} tokens/s"
+    if compare and prepared.policy.speculates:
+        plain = Decoder(pair, StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names)), options.verifier)
+        again = plain.decode(request)
+        speed = len(output) / again.seconds
+        result["autoregressive_tokens_per_s"] = speed
+        result["same_text"] = again.trajectory.output_ids.tolist() == output
+        line += f" against {speed:.1f} autoregressively ({counts.tokens_per_s / speed:.2f} times)"
+        if options.verifier == "coupled":
+            line += ", same text" if result["same_text"] else ", ANOTHER TEXT"
+    console.print(line)
+    return result
+
+
+def _touch(pair: LoadedPair, prepared: PreparedPolicy, item: Request, ids: list[int], options: DecodeOptions) -> None:
+    """A few rounds under both policies, so that first touches of the weights are not timed."""
+    for policy in (AUTOREGRESSIVE, prepared.policy):
+        ready = prepare(policy, pair.draft_names) if not policy.needs_profile else prepared
+        decoder = Decoder(pair, StaticSource(ready), options.verifier)
+        short = decoder.request(item, ids, options.sampling, min(8, options.max_new_tokens))
+        for _ in decoder.rounds(short):
+            pass

@@ -1,0 +1,147 @@
+"""The job of a schedule: sample or record, retrace, refit, tune, validate within the budget, publish."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+
+from optimizer.execute import DecodeOptions
+from optimizer.inputs import load_workload
+from optimizer.record import recording_options
+from optimizer.schedule import Execute, Job, JobContext, ScheduleError, parse_duration
+from optimizer.tune import Progress, Tuned, TuneOptions, tune, tune_recording
+from runtime.loading import LoadedPair, load_pair
+from runtime.pair import PairSpec
+from traces.errors import TraceError
+from traces.schema import Sampling
+from traces.store import TraceStore
+
+KEYS = {
+    "pair", "workload", "categories", "limit", "all_turns", "recorded", "device", "dtype", "temperature", "top_k", "top_p", "seed",
+    "max_new_tokens", "verifier", "trials", "gamma_max", "fresh", "sample",
+}  # fmt: skip
+SAMPLE = 200
+"""Requests taken of recorded traffic unless the payload says otherwise."""
+
+
+def check_payload(payload: Mapping[str, Any]) -> None:
+    """Raises ScheduleError for a payload that no job could run."""
+    unknown = sorted(set(payload) - KEYS)
+    if unknown:
+        raise ScheduleError(f"unknown key {unknown[0]!r} in the schedule's payload; known keys: {', '.join(sorted(KEYS))}")
+    if not isinstance(payload.get("pair"), Mapping):
+        raise ScheduleError('the schedule\'s payload needs "pair"')
+    if payload.get("recorded"):
+        parse_duration(str(payload["recorded"]))
+
+
+def tuning_job(
+    store: TraceStore,
+    *,
+    load: Callable[..., LoadedPair] = load_pair,
+    progress: Progress = lambda phase, done, total: None,
+) -> Execute:
+    """A job function for the scheduler's workers: tunes what the payload names and publishes under the slot's idempotency key.
+
+    Loaded pairs are kept from job to job. The result holds the winner, the version published (None if the incumbent stays), and why.
+    """
+    loaded: dict[tuple[str, str, str], LoadedPair] = {}
+
+    def execute(job: Job, context: JobContext) -> Mapping[str, Any]:
+        payload = dict(job.payload)
+        check_payload(payload)
+        spec = PairSpec.from_json(payload["pair"], where=f"schedule {job.schedule}")
+        device, dtype = str(payload.get("device", "auto")), str(payload.get("dtype", "auto"))
+        key = (spec.id, device, dtype)
+        if key not in loaded:
+            loaded[key] = load(spec, device=device, dtype=dtype)
+
+        def step(phase: str, done: int, total: int) -> None:
+            context.check()
+            progress(f"{job.schedule}: {phase}", done, total)
+
+        tuned = _tune(store, loaded[key], payload, context, step)
+        return {
+            "winner": tuned.winner.policy.spelled_out(),
+            "label": tuned.winner.policy.label(),
+            "published": tuned.published.version if tuned.published else None,
+            "reason": tuned.reason,
+            "recording": tuned.recording,
+            "study": tuned.study,
+        }
+
+    return execute
+
+
+def _tune(store: TraceStore, pair: LoadedPair, payload: Mapping[str, Any], context: JobContext, progress: Progress) -> Tuned:
+    options = DecodeOptions(
+        Sampling(
+            float(payload.get("temperature", 0.0)),
+            int(payload.get("top_k", 0)),
+            float(payload.get("top_p", 1.0)),
+            int(payload.get("seed", 0)),
+        ),
+        int(payload.get("max_new_tokens", 128)),
+        payload.get("verifier", "coupled"),
+    )
+    wanted = TuneOptions(
+        options=options,
+        trials=int(payload.get("trials", 400)),
+        gamma_max=int(payload.get("gamma_max", 16)),
+        fresh=bool(payload.get("fresh", False)),
+        actor="schedule",
+        idempotency_key=context.idempotency_key,
+        still_owner=context.still_owner,
+    )
+    if payload.get("recorded"):
+        window = timedelta(seconds=parse_duration(str(payload["recorded"])))
+        recording = gather(store, pair, window, int(payload.get("sample", SAMPLE)), key=context.idempotency_key)
+        active = store.active_publication(pair.id, pair.device.type)
+        return tune_recording(store, pair, recording, _within(wanted, context), active=active, progress=progress)
+    workload = load_workload(
+        list(payload.get("workload", ["demo"])),
+        all_turns=bool(payload.get("all_turns", False)),
+        limit=payload.get("limit"),
+        categories=tuple(payload.get("categories", ())),
+    )
+    return tune(store, pair, workload, _within(wanted, context), progress=progress)
+
+
+def _within(wanted: TuneOptions, context: JobContext) -> TuneOptions:
+    """The comparison gets what is sensible of the time that is left: at most a third of it."""
+    return replace(wanted, budget_s=min(wanted.budget_s, max(1.0, context.remaining_s() / 3)))
+
+
+def gather(store: TraceStore, pair: LoadedPair, window: timedelta, sample: int, *, key: str = "") -> str:
+    """A recording of what this pair decoded within ``window``: a random sample of the requests stored by any recording of it.
+
+    Doing it again with the same ``key`` finds the recording made before. Raises TraceError when nothing was recorded.
+    """
+    options = {**recording_options(pair, DecodeOptions()), "gathered": key}
+    since = store.clock() - window
+    found: list[tuple[str, int]] = []
+    for info in store.list_recordings(pair.id):
+        if info.created_at >= since and info.source != "gathered":
+            found += [(info.id, ordinal) for ordinal in sorted(store.recorded_ordinals(info.id))]
+    if not found:
+        raise TraceError(f"nothing was recorded with pair {pair.id} in the last {window}; run `record`, or `run --record`")
+    rng = np.random.default_rng(0)
+    picked = sorted(rng.permutation(len(found))[:sample].tolist())
+    spec: dict[str, Any] = {"max_new_tokens": 0, "options": options, "source": "gathered"}
+    info = store.unfinished_recording(pair.id, None, Sampling(), **spec) if key else None
+    if info is None:
+        info = store.create_recording(pair.id, None, Sampling(), **spec)
+    have = store.recorded_ordinals(info.id)
+    seen: set[tuple[str, bytes]] = set()
+    for ordinal, index in enumerate(picked):
+        source, at = found[index]
+        for request in store.iterate(source, drafts=(), ordinals=[at], steps=True):
+            content = (request.trajectory.request_id, request.trajectory.output_ids.tobytes())
+            if content not in seen and ordinal not in have:
+                store.append_trajectory(info.id, ordinal, request.trajectory, request.steps)
+            seen.add(content)
+    return info.id

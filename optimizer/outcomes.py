@@ -1,0 +1,228 @@
+"""What a chain drafted from every position of a trace would do, tabulated once per draft and stop.
+
+A draft and a stop decide, for each start s, how long the chain can grow and how much of it agrees with the text; the window
+only says how much of that is used. So one word per position answers every round of every window:
+
+- ``run``: accepted tokens of an endless chain; accepted = min(run, drafted).
+- ``cap``: tokens at which the stop, or a draft without a proposal, ends the chain; drafted = min(gamma, cap).
+- ``step cap``: passes made by then (one more than ``cap`` if the last pass kept no token); draft_steps = min(gamma, step cap).
+- ``cached from``: offset of the first position whose token occurs in the prompt or the output before s; accepted tokens are
+  in the cache iff cached from < accepted.
+
+They are packed into a uint32, one byte each, lowest first; :data:`ENDLESS` stands for "not within reach" in all of them.
+That is enough because no window exceeds :data:`runtime.policies.document.GAMMA_LIMIT` (64).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+import runtime.policies.machines as machines
+import runtime.policies.stops as stops
+import traces.schema as schema
+from runtime.policies.document import Policy
+from runtime.policies.jit import compiled
+from runtime.policies.machines import hash_uniform
+from runtime.policies.stops import STOP_NONE, CompiledStop, compile_stop, should_stop
+from traces.errors import TraceError
+from traces.schema import AGREE_NO, AGREE_NONE, AGREE_YES, PROB_SCALE, ChainPanorama, Trajectory, request_seed
+
+ENDLESS: Final = 255
+
+Bytes = npt.NDArray[np.uint8]
+Codes = npt.NDArray[np.uint16]
+Words = npt.NDArray[np.uint32]
+Index = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Chains:
+    """One draft's panoramas over a trace, joined. Positions of all trajectories follow one another; so do branch rows.
+
+    ``agree`` uint8, ``logp`` and ``entropy`` uint16 [positions]. ``row`` int64 [positions + 1]: the branch row after leaving
+    the text at a position (for one that agrees, the next row: see :func:`draw_agreement`); ``end_row`` int64 [trajectories]:
+    the row past the end. ``accept`` uint16 [positions] and ``key`` int64 [trajectories] serve the rejection verifier;
+    ``drawn`` marks the trajectories that need it. ``runs_out``: the draft may have no proposal somewhere.
+    """
+
+    draft: str
+    gamma_max: int
+    agree: Bytes
+    logp: Codes
+    entropy: Codes
+    accept: Codes
+    row: Index
+    end_row: Index
+    branch_logp: Codes
+    branch_entropy: Codes
+    branch_len: Bytes
+    drawn: npt.NDArray[np.bool_]
+    key: Index
+    runs_out: bool
+
+
+def join_chains(trajectories: Sequence[Trajectory], panoramas: Sequence[ChainPanorama]) -> Chains:
+    """Joins one draft's panoramas, one per trajectory in the same order. Raises TraceError where they do not match.
+
+    Where they were recorded to different gamma_max the shortest counts.
+    """
+    draft = panoramas[0].draft if panoramas else ""
+    if len(panoramas) != len(trajectories):
+        raise TraceError(
+            f"draft {draft!r} has panoramas for {len(panoramas)} of {len(trajectories)} requests; retrace the recording"
+        )
+    reach = min((p.gamma_max for p in panoramas), default=0)
+    rows, ends, offset = [], [], 0
+    for t, p in zip(trajectories, panoramas, strict=True):
+        if p.draft != draft:
+            raise TraceError(f"request {t.request_id!r}: a panorama of draft {p.draft!r} among those of {draft!r}")
+        if len(p.agree) != len(t.output_ids):
+            got, wanted = len(p.agree), len(t.output_ids)
+            raise TraceError(f"request {t.request_id!r}: the panorama of {draft!r} covers {got} positions, the text has {wanted}")
+        left = p.agree == AGREE_NO
+        rows.append(offset + np.cumsum(left) - left)
+        offset += len(p.branch_len)
+        ends.append(offset - 1)
+    length = _joined([np.minimum(p.branch_len, reach) for p in panoramas], np.uint8)
+    agree = _joined([p.agree for p in panoramas], np.uint8)
+    keys = [request_seed(t.sampling.seed, t.request_id) for t in trajectories]
+    return Chains(
+        draft=draft,
+        gamma_max=reach,
+        agree=agree,
+        logp=_joined([p.logp for p in panoramas], np.uint16),
+        entropy=_joined([p.entropy for p in panoramas], np.uint16),
+        accept=_joined([p.accept for p in panoramas], np.uint16),
+        row=_joined(rows, np.int64),
+        end_row=np.array(ends, dtype=np.int64),
+        branch_logp=_joined([p.branch_logp[:, :reach] for p in panoramas], np.uint16, reach),
+        branch_entropy=_joined([p.branch_entropy[:, :reach] for p in panoramas], np.uint16, reach),
+        branch_len=length,
+        drawn=np.array([t.verifier == "rejection" and not t.sampling.greedy for t in trajectories], dtype=np.bool_),
+        key=np.array(keys, dtype=np.int64),
+        runs_out=bool((agree == AGREE_NONE).any() or (length < max(0, reach - 1)).any()),
+    )
+
+
+def _joined(parts: Sequence[npt.NDArray[Any]], dtype: type[np.generic], columns: int | None = None) -> npt.NDArray[Any]:
+    if not parts:
+        return np.zeros(0 if columns is None else (0, columns), dtype=dtype)
+    return np.ascontiguousarray(np.concatenate(parts).astype(dtype))
+
+
+def check_reach(policy: Policy, chains: Chains) -> None:
+    """Raises TraceError if the policy could draft further than the panoramas tell.
+
+    Without a stop, a draft that never runs out is known for any window: the text says how much is accepted, the window the rest.
+    """
+    if policy.gamma_max > chains.gamma_max and (compile_stop(policy.stop).kind != STOP_NONE or chains.runs_out):
+        raise TraceError(
+            f"policy drafts up to {policy.gamma_max} tokens with {chains.draft!r}, but the recording holds chains of "
+            f"{chains.gamma_max}: retrace it with gamma_max {policy.gamma_max}, or lower the policy's window"
+        )
+
+
+def tabulate(chains: Chains, offsets: Index, first_seen: npt.NDArray[np.int32], stop: CompiledStop, seed: int = 0) -> Words:
+    """The packed outcomes of every start, uint32 [positions].
+
+    ``offsets`` [trajectories + 1] delimits trajectories; ``first_seen`` is :func:`first_occurrences`, joined. ``seed``
+    chooses the draws of the rejection verifier and matters for nothing else.
+    """
+    agree = chains.agree
+    if chains.drawn.any():
+        agree = agree.copy()
+        draw_agreement(offsets, chains.drawn, chains.key, chains.accept, seed, agree)
+    out = np.empty(len(agree), dtype=np.uint32)
+    _tabulate(
+        offsets, agree, chains.logp, chains.entropy, chains.row, chains.end_row,
+        chains.branch_logp, chains.branch_entropy, chains.branch_len, first_seen, chains.gamma_max,
+        stop.kind, stop.max_logp_code, stop.max_joint_code, stop.max_entropy_code, stop.keep_last,
+        stop.kind != STOP_NONE or chains.runs_out, out,
+    )  # fmt: skip
+    return out
+
+
+def first_occurrences(trajectory: Trajectory) -> npt.NDArray[np.int32]:
+    """For each output position the first output position of its token, -1 if the prompt holds it; int32 [L]."""
+    tokens = np.concatenate([trajectory.prompt_ids, trajectory.output_ids])
+    _, first, inverse = np.unique(tokens, return_index=True, return_inverse=True)
+    prompt = len(trajectory.prompt_ids)
+    return np.maximum(first[inverse][prompt:] - prompt, -1).astype(np.int32)
+
+
+@compiled(machines, schema)
+def draw_agreement(offsets: Index, drawn: npt.NDArray[np.bool_], key: Index, accept: Codes, seed: int, agree: Bytes) -> None:
+    """Draws, in place, which proposals the rejection verifier kept: position i of a request agrees iff u(seed, request, i) <
+    accept[i].
+
+    A position drawn to disagree where the recorded proposal agreed has no branch of its own; what a stop reads behind it is
+    taken from the next branch on the text, an approximation.
+    """
+    for r in range(len(drawn)):
+        if not drawn[r]:
+            continue
+        stream = int(np.int64(machines.mix64(np.uint64(key[r]) + machines.mix64(np.uint64(seed)))))
+        for p in range(offsets[r], offsets[r + 1]):
+            if agree[p] != AGREE_NONE:
+                u = hash_uniform(stream, p - offsets[r])
+                agree[p] = AGREE_YES if u * PROB_SCALE < accept[p] else AGREE_NO
+
+
+@compiled(stops, schema)
+def _tabulate(
+    offsets: Index,
+    agree: Bytes,
+    logp: Codes,
+    entropy: Codes,
+    row: Index,
+    end_row: Index,
+    branch_logp: Codes,
+    branch_entropy: Codes,
+    branch_len: Bytes,
+    first_seen: npt.NDArray[np.int32],
+    gamma_max: int,
+    kind: int,
+    max_logp: int,
+    max_joint: int,
+    max_entropy: int,
+    keep_last: bool,
+    can_end: bool,
+    out: Words,
+) -> None:
+    for r in range(len(end_row)):
+        begin, end = offsets[r], offsets[r + 1]
+        run = 0
+        for s in range(end - 1, begin - 1, -1):
+            run = min(run + 1, ENDLESS) if agree[s] == AGREE_YES else 0
+            cap, step_cap = int(ENDLESS), int(ENDLESS)
+            if can_end:
+                joint, branch, entry = 0, -1, 0
+                for j in range(gamma_max):
+                    # The position after s + j tokens on the text, or the entry of the branch that the chain is on.
+                    p = s + j
+                    if branch < 0 and p == end:
+                        branch, entry = end_row[r], 0
+                    if branch < 0:
+                        missing = agree[p] == AGREE_NONE
+                        logp_code, entropy_code = int(logp[p]), int(entropy[p])
+                        if agree[p] == AGREE_NO:
+                            branch, entry = row[p], 0
+                    else:
+                        missing = entry >= branch_len[branch]
+                        logp_code, entropy_code = int(branch_logp[branch, entry]), int(branch_entropy[branch, entry])
+                        entry += 1
+                    joint += logp_code
+                    if missing or should_stop(kind, max_logp, max_joint, max_entropy, logp_code, joint, entropy_code):
+                        cap, step_cap = (j + 1 if keep_last and not missing else j), j + 1
+                        break
+            near = ENDLESS
+            for i in range(s, min(end, s + ENDLESS)):
+                if first_seen[i] < s - begin:
+                    near = i - s
+                    break
+            out[s] = run | (cap << 8) | (step_cap << 16) | (near << 24)

@@ -1,0 +1,318 @@
+"""The fast replay: what a policy would have done on recorded texts, exactly, at tens of millions of rounds a second.
+
+The text does not depend on the policy, so a round is a few look-ups: the window says gamma, :mod:`optimizer.outcomes` says
+how many tokens are drafted from here and how many of them the text accepts, :mod:`optimizer.cost` says how long that takes,
+and the window learns of it through the very function that the runtime calls. One compiled loop does this for all requests of
+a trace.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+import optimizer.cost as cost
+import runtime.policies.machines as machines
+from optimizer.cost import BUCKET, LAG_LIMIT, CostModel
+from optimizer.outcomes import Chains, Index, Words, check_reach, first_occurrences, join_chains, tabulate
+from runtime.policies.document import Policy
+from runtime.policies.jit import compiled
+from runtime.policies.machines import advance, reset
+from runtime.policies.prepared import prepare
+from runtime.policies.stops import CompiledStop
+from runtime.policies.windows import WindowController
+from traces.errors import PolicyError, TraceError
+from traces.schema import ChainPanorama, Counts, LatencyProfile, Outcome, RequestOutcome, Step, Trajectory
+
+FloatArray = npt.NDArray[np.float64]
+
+ROUND_COLUMNS: Final = ("request", "start", "drafted", "verified", "accepted", "emitted", "draft_steps", "lag")
+"""Columns of :attr:`Replay.rounds`; ``request`` is the index in :attr:`ReplayTrace.request_ids`."""
+CACHED_TABLES: Final = 64
+"""Tabulations a trace keeps (4 bytes a position each)."""
+
+
+class ReplayTrace:
+    """Trajectories and panoramas as flat arrays, with what has been tabulated from them. Safe to share between threads.
+
+    ``panoramas`` maps each draft to its panoramas, one per trajectory in the same order. Requests are replayed in order,
+    which matters only to windows that carry their state from one to the next. ``seed`` chooses the draws of requests decoded
+    by the rejection verifier. Raises TraceError where panoramas do not match.
+    """
+
+    def __init__(
+        self, trajectories: Sequence[Trajectory], panoramas: Mapping[str, Sequence[ChainPanorama]], *, seed: int = 0
+    ) -> None:
+        self.trajectories = tuple(trajectories)
+        lengths = np.array([len(t.output_ids) for t in trajectories], dtype=np.int64)
+        self.offsets: Index = np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
+        self.prompts = np.array([len(t.prompt_ids) for t in trajectories], dtype=np.int64)
+        self.budgets = np.array([t.max_new_tokens for t in trajectories], dtype=np.int64)
+        self.sampled = np.array([not t.sampling.greedy for t in trajectories], dtype=np.float64)
+        self.order: Index = np.arange(len(self.trajectories))
+        self.seed = seed
+        self.max_context = int((self.prompts + lengths).max(initial=1))
+        self._first_seen = np.concatenate([np.zeros(0, np.int32), *(first_occurrences(t) for t in trajectories)])
+        self.chains: dict[str, Chains] = {d: join_chains(self.trajectories, p) for d, p in panoramas.items()}
+        self._lock = threading.Lock()
+        self._tables: OrderedDict[tuple[str, CompiledStop], Words] = OrderedDict()
+        self._costs: OrderedDict[tuple[int, str | None, str], tuple[LatencyProfile, CostModel, FloatArray]] = OrderedDict()
+
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        """Ids of the requests replayed, in order."""
+        return tuple(self.trajectories[r].request_id for r in self.order)
+
+    @property
+    def tokens(self) -> int:
+        """Output tokens of the requests replayed."""
+        return int((self.offsets[self.order + 1] - self.offsets[self.order]).sum())
+
+    def select(self, requests: Iterable[int]) -> ReplayTrace:
+        """The same trace with only these requests (indices into :attr:`trajectories`), in this order. Arrays and tables are
+        shared."""
+        part = object.__new__(ReplayTrace)
+        part.__dict__.update(self.__dict__)
+        part.order = np.array(list(requests), dtype=np.int64)
+        return part
+
+    def outcomes(self, policy: Policy, stop: CompiledStop) -> Words:
+        """:func:`optimizer.outcomes.tabulate` for a policy's draft and stop, remembered. TraceError if too little was
+        recorded."""
+        if not policy.speculates:
+            return self._remember("", stop, None)
+        chains = self.chains.get(policy.draft)
+        if chains is None:
+            known = ", ".join(sorted(self.chains)) or "none"
+            raise TraceError(f"the recording has no panorama of draft {policy.draft!r} (it has: {known}); retrace it")
+        check_reach(policy, chains)
+        return self._remember(policy.draft, stop, chains)
+
+    def _remember(self, draft: str, stop: CompiledStop, chains: Chains | None) -> Words:
+        with self._lock:
+            found = self._tables.get((draft, stop))
+            if found is not None:
+                self._tables.move_to_end((draft, stop))
+                return found
+        made = np.zeros(int(self.offsets[-1]), dtype=np.uint32)
+        if chains is not None:
+            made = tabulate(chains, self.offsets, self._first_seen, stop, self.seed)
+        with self._lock:
+            self._tables[(draft, stop)] = made
+            while len(self._tables) > CACHED_TABLES:
+                self._tables.popitem(last=False)
+        return made
+
+    def costs(self, policy: Policy, profile: LatencyProfile) -> tuple[CostModel, FloatArray]:
+        """The cost tables for a policy's draft and stop, and each trajectory's seconds before its first round; remembered."""
+        draft = policy.draft if policy.speculates else None
+        key = (id(profile), draft, policy.stop.kind)
+        with self._lock:
+            found = self._costs.get(key)
+        if found is None:
+            model = CostModel.of(profile, draft, self.max_context, stop=policy.stop.kind)
+            found = (profile, model, model.request_seconds(self.prompts))
+            with self._lock:
+                self._costs[key] = found  # holds the profile, so that its id is not given to another
+                while len(self._costs) > CACHED_TABLES:
+                    self._costs.popitem(last=False)
+        return found[1], found[2]
+
+
+@dataclass(frozen=True, eq=False)
+class Replay:
+    """What a policy did on a trace, per request in replayed order.
+
+    ``counts`` int64 [requests, 6] (rounds, emitted, accepted, drafted, draft steps, verified), ``seconds`` float64
+    [requests] (0 without a profile). ``rounds`` int32 [rounds, 8] (:data:`ROUND_COLUMNS`) and ``round_s`` float64 [rounds,
+    3] (draft, verify, round), in order, are None unless asked for. ``controller`` is the window as it was left, a learned
+    Q-table included.
+    """
+
+    policy: Policy
+    trace: ReplayTrace
+    counts: npt.NDArray[np.int64]
+    seconds: FloatArray
+    controller: WindowController
+    rounds: npt.NDArray[np.int32] | None = None
+    round_s: FloatArray | None = None
+
+    @property
+    def total(self) -> Counts:
+        """Sums over requests."""
+        return _counts(len(self.counts), self.counts.sum(axis=0), float(self.seconds.sum()))
+
+    def outcome(self) -> Outcome:
+        """The schema's value, per request; ``policy`` is the policy's id."""
+        chosen = (self.trace.trajectories[r] for r in self.trace.order)
+        per_request = tuple(
+            RequestOutcome(t.request_id, t.category, _counts(1, c, float(s)))
+            for t, c, s in zip(chosen, self.counts, self.seconds, strict=True)
+        )
+        return Outcome(self.policy.id, "replayed", per_request)
+
+    def steps(self) -> list[list[Step]]:
+        """The rounds of every request, as the runtime reports them. ValueError unless replayed with ``per_round``."""
+        if self.rounds is None or self.round_s is None:
+            raise ValueError("replayed without per_round")
+        out: list[list[Step]] = [[] for _ in self.trace.order]
+        for row, (draft_s, verify_s, round_s) in zip(self.rounds.tolist(), self.round_s.tolist(), strict=True):
+            request, start, drafted, verified, accepted, emitted, draft_steps, lag = row
+            out[request].append(
+                Step(
+                    start, drafted, verified, accepted, emitted, draft_steps, lag,
+                    self.policy.draft, self.policy.id, draft_s, verify_s, round_s,
+                )
+            )  # fmt: skip
+        return out
+
+
+def _counts(requests: int, row: npt.NDArray[np.int64], seconds: float) -> Counts:
+    rounds, emitted, accepted, drafted, draft_steps, verified = row.tolist()
+    return Counts(requests, rounds, emitted, accepted, drafted, draft_steps, verified, seconds)
+
+
+def replay(trace: ReplayTrace, policy: Policy, profile: LatencyProfile | None = None) -> Outcome:
+    """What the policy costs and yields on the trace. Rounds are exact; seconds are the profile's, or 0 without one.
+
+    Raises TraceError if the recording or the profile does not hold what the policy needs, PolicyError if the policy needs
+    costs and there is no profile.
+    """
+    return run_replay(trace, policy, profile).outcome()
+
+
+def run_replay(
+    trace: ReplayTrace,
+    policy: Policy,
+    profile: LatencyProfile | None = None,
+    *,
+    per_round: bool = False,
+    controller: WindowController | None = None,
+) -> Replay:
+    """:func:`replay` with arrays instead of values, and on request every round. Releases the GIL while it runs.
+
+    ``controller`` goes on from an earlier session's state (it is copied); by default the policy's window starts anew.
+    """
+    if profile is None and not policy.replays_exactly:
+        raise PolicyError("window.costs 'recent' reads the clock, which a replay takes from a latency profile: give one")
+    prepared = prepare(policy, [policy.draft], profile=profile)
+    window = (prepared.controller if controller is None else controller).fork()
+    words = trace.outcomes(policy, prepared.stop)
+    model, before = (_FREE, np.zeros(len(trace.trajectories))) if profile is None else trace.costs(policy, profile)
+    counts = np.zeros((len(trace.order), 6), dtype=np.int64)
+    seconds = before[trace.order]
+    size = trace.tokens if per_round else 0
+    rounds, round_s = np.zeros((size, len(ROUND_COLUMNS)), dtype=np.int32), np.zeros((size, 3))
+    w = window.window
+    used = _replay(
+        w.kind, w.ints, w.floats, w.table, window.state,
+        trace.order, trace.offsets, trace.prompts, trace.budgets, trace.sampled, words,
+        model.verify_s, model.first_s, model.step_s,
+        model.overhead_s, model.noise_s, model.sample_s, model.draft_sample_s,
+        per_round, counts, seconds, rounds, round_s,
+    )  # fmt: skip
+    if not per_round:
+        return Replay(policy, trace, counts, seconds, window)
+    return Replay(policy, trace, counts, seconds, window, rounds[:used].copy(), round_s[:used].copy())
+
+
+def replay_many(
+    trace: ReplayTrace, policies: Iterable[Policy], profile: LatencyProfile | None = None, *, workers: int = 2
+) -> list[Replay]:
+    """:func:`run_replay` of many policies on ``workers`` threads, in order. The first error ends it."""
+    with ThreadPoolExecutor(max_workers=workers) as pool:
+        return list(pool.map(lambda policy: run_replay(trace, policy, profile), policies))
+
+
+@compiled(machines, cost)
+def _replay(
+    kind: int,
+    ints: npt.NDArray[np.int64],
+    floats: FloatArray,
+    table: FloatArray,
+    state: FloatArray,
+    order: Index,
+    offsets: Index,
+    prompts: Index,
+    budgets: Index,
+    sampled: FloatArray,
+    words: Words,
+    verify_table: FloatArray,
+    first_table: FloatArray,
+    step_table: FloatArray,
+    overhead_s: float,
+    noise_s: float,
+    sample_s: float,
+    draft_sample_s: float,
+    per_round: bool,
+    counts: npt.NDArray[np.int64],
+    seconds: FloatArray,
+    rounds: npt.NDArray[np.int32],
+    round_s: FloatArray,
+) -> int:
+    """Replays every request of ``order``; adds to ``counts`` and ``seconds`` in place and returns how many rounds were
+    written."""
+    used = 0
+    last_bucket = len(step_table) - 1
+    for i in range(len(order)):
+        r = order[i]
+        begin, length, budget, context = offsets[r], offsets[r + 1] - offsets[r], budgets[r], prompts[r] - 1
+        noise, sample, draft_sample = noise_s * sampled[r], sample_s * sampled[r], draft_sample_s * sampled[r]
+        reset(kind, ints, state)
+        start, lag = 0, 1
+        n_rounds, n_accepted, n_drafted, n_steps, total_s = 0, 0, 0, 0, 0.0
+        while start < length:
+            word = int(words[begin + start])
+            gamma = max(0, min(int(state[0]), budget - start - 1))
+            drafted = min(gamma, (word >> 8) & 255)
+            steps = min(gamma, (word >> 16) & 255)
+            accepted = min(word & 255, drafted)
+            emitted = min(accepted + 1, length - start)
+            accepted = min(accepted, emitted)
+            bucket = min((context + start) // BUCKET, last_bucket)
+            draft_s = 0.0
+            if steps > 0:
+                draft_s = first_table[bucket, min(lag, LAG_LIMIT)] + (steps - 1) * step_table[bucket] + draft_sample * steps
+                if lag > LAG_LIMIT:
+                    slope = first_table[bucket, LAG_LIMIT + 1] - first_table[bucket, LAG_LIMIT]
+                    draft_s += (lag - LAG_LIMIT) * slope
+            verify_s = verify_table[bucket, drafted] + sample * (drafted + 1) + noise * emitted
+            advance(kind, ints, floats, table, state, drafted, accepted, 1 if (word >> 24) < accepted else 0, draft_s, verify_s)
+            if per_round:
+                rounds[used, 0] = i
+                rounds[used, 1] = start
+                rounds[used, 2] = drafted
+                rounds[used, 3] = drafted + 1
+                rounds[used, 4] = accepted
+                rounds[used, 5] = emitted
+                rounds[used, 6] = steps
+                rounds[used, 7] = lag
+                round_s[used, 0] = draft_s
+                round_s[used, 1] = verify_s
+                round_s[used, 2] = draft_s + verify_s + overhead_s
+                used += 1
+            total_s += draft_s + verify_s
+            n_rounds += 1
+            n_accepted += accepted
+            n_drafted += drafted
+            n_steps += steps
+            lag = emitted - min(accepted, steps - 1) if steps > 0 else lag + emitted
+            start += emitted
+        counts[i, 0] += n_rounds
+        counts[i, 1] += length
+        counts[i, 2] += n_accepted
+        counts[i, 3] += n_drafted
+        counts[i, 4] += n_steps
+        counts[i, 5] += n_drafted + n_rounds
+        seconds[i] += total_s + n_rounds * overhead_s
+    return used
+
+
+_FREE = CostModel.free()

@@ -1,0 +1,116 @@
+"""Results as tables for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from optimizer.tune import Tuned
+from traces.schema import Counts, LatencyProfile, Outcome
+
+
+def outcome_table(outcome: Outcome) -> RenderableType:
+    """An outcome: a line per category and the total."""
+    verb = "predicted" if outcome.kind == "replayed" else "measured"
+    table = Table(title=f"{outcome.policy} ({verb})", title_justify="left")
+    for column in ("category", "requests", "rounds", "tokens", "tau", "drafted", "accepted", "seconds", "tokens/s"):
+        table.add_column(column, justify="left" if column == "category" else "right")
+
+    def row(name: str, c: Counts, style: str = "") -> None:
+        seconds = (f"{c.seconds:.2f}", f"{c.tokens_per_s:.1f}") if c.seconds else ("-", "-")
+        table.add_row(
+            name,
+            str(c.requests),
+            str(c.rounds),
+            str(c.emitted_tokens),
+            f"{c.mean_accepted_length:.2f}",
+            str(c.drafted_tokens),
+            str(c.accepted_tokens),
+            *seconds,
+            style=style,
+        )
+
+    for name, counts in outcome.by_category.items():
+        row(name, counts)
+    row("all", outcome.total, "bold")
+    low, high = outcome.tokens_per_s_interval()
+    if high:
+        return Group(table, Text(f"95% interval over requests: {low:.1f} to {high:.1f} tokens/s", style="dim"))
+    return table
+
+
+def evidence_table(tuned: Tuned) -> RenderableType:
+    """What a tuning executed, fastest first: prediction beside measurement, and the speed over the incumbent."""
+    table = Table(title="Executed on requests the search has not seen", title_justify="left")
+    for column in ("role", "policy", "tau", "predicted", "measured tokens/s", "95% interval", "vs incumbent", "vs autoregressive"):
+        table.add_column(column, justify="left" if column in ("role", "policy") else "right")
+    seen: dict[str, list[str]] = {}
+    for candidate in tuned.candidates:
+        seen.setdefault(candidate.policy.id, []).append(candidate.role)
+    plain = next(c for c in tuned.candidates if c.role == "autoregressive").executed.total.tokens_per_s
+    unique = {c.policy.id: c for c in tuned.candidates}
+    for c in sorted(unique.values(), key=lambda c: -c.executed.total.tokens_per_s):
+        low, high = c.executed.tokens_per_s_interval()
+        speed = c.executed.total.tokens_per_s
+        table.add_row(
+            ", ".join(seen[c.policy.id]),
+            c.policy.label(),
+            f"{c.executed.total.mean_accepted_length:.2f}",
+            f"{c.predicted.total.tokens_per_s:.1f}",
+            f"{speed:.1f}",
+            f"{low:.1f}-{high:.1f}",
+            f"{c.ratio[0]:.3f}",
+            f"{speed / plain:.3f}" if plain else "-",
+            style="bold green" if c.policy.id == tuned.winner.policy.id else "",
+        )
+    done = f"published as version {tuned.published.version}" if tuned.published else "nothing published"
+    notes = [
+        f"{tuned.trials} policies replayed on {tuned.search_requests} requests, {len(unique)} executed on {tuned.test_requests} others; "
+        f"requests whose text differed between policies: {tuned.texts_differ}",
+        f"{tuned.reason}; {done}",
+        "seconds: " + ", ".join(f"{k} {v:.0f}" for k, v in tuned.seconds.items()),
+    ]
+    return Group(table, Text("\n".join(notes), style="dim"))
+
+
+def profile_table(profile: LatencyProfile, name: str) -> RenderableType:
+    """A latency profile: milliseconds by width at each context."""
+    table = Table(title=f"Latency profile {name} ({profile.device}, {profile.dtype}), ms", title_justify="left")
+    table.add_column("part")
+    table.add_column("tokens", justify="right")
+    for context in profile.verify.contexts:
+        table.add_column(f"context {context}", justify="right")
+    for part, curve in [("verify", profile.verify), *((f"draft {n}", c) for n, c in profile.draft_step.items())]:
+        for i, width in enumerate(curve.widths):
+            if part != "verify" or width <= 5 or width % 4 == 1:
+                cells = [f"{1e3 * m:.3f} ± {5e2 * s:.3f}" for m, s in zip(curve.median_s[i], curve.spread_s[i], strict=True)]
+                table.add_row(part, str(width), *cells)
+    check = profile.check
+    notes = (
+        f"overhead {1e6 * profile.overhead_s:.0f} us a round ({100 * check.get('overhead_share', 0):.1f}%); composed against "
+        f"{check.get('rounds', 0)} executed rounds: median error {100 * check.get('median_error', 0):.1f}%, "
+        f"total {100 * check.get('total_error', 0):+.1f}%, {'accepted' if check.get('accepted') else 'NOT accepted'}"
+    )
+    return Group(table, Text(notes, style="dim"))
+
+
+def rows_table(rows: Sequence[dict[str, Any]], columns: Sequence[str], title: str = "") -> RenderableType:
+    """Plain rows as a table; missing values are left blank."""
+    table = Table(title=title or None, title_justify="left")
+    for column in columns:
+        table.add_column(column)
+    for row in rows:
+        table.add_row(*(_cell(row.get(c)) for c in columns))
+    return table
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return str(value)

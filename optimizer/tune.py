@@ -1,0 +1,378 @@
+"""Tuning: the whole circle for one pair, device and workload. Record, profile, search, execute, publish.
+
+Every phase stores what it made, and finds what an interrupted run had made: a recording is resumed, a profile of the same
+environment is used again, the search is a function of both, and a publication carries an idempotency key.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from optimizer.execute import Comparison, DecodeOptions, compare, encode_recorded
+from optimizer.record import RecordRequest, record, retrace, split
+from optimizer.replay import ReplayTrace, replay
+from optimizer.search import Study, complexity, finalists, search, transformers_heuristic
+from runtime.loading import LoadedPair
+from runtime.loop import StaticSource
+from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
+from runtime.policies.prepared import prepare
+from runtime.profiler import environment, measure_profile
+from traces.errors import PolicyError, TraceError
+from traces.recording import Recording
+from traces.schema import LatencyProfile, Outcome, Workload
+from traces.store import Publication, StoredProfile, TraceStore
+
+PROFILE_AGE = timedelta(hours=24)
+"""A profile of the same environment is used again for so long."""
+
+Progress = Callable[[str, int, int], None]
+"""Called with (phase, done, total)."""
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """How a tuning is done. ``drafts`` empty means all of the pair's. ``budget_s`` bounds the executed comparison."""
+
+    options: DecodeOptions = DecodeOptions()
+    drafts: tuple[str, ...] = ()
+    gamma_max: int = 16
+    trials: int = 400
+    seed: int = 0
+    finalists: int = 4
+    repeats: int = 2
+    budget_s: float = 120.0
+    fresh: bool = False
+    publish: bool = True
+    actor: str = "tune"
+    idempotency_key: str | None = None
+    still_owner: Callable[[], bool] = lambda: True
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One executed policy beside its prediction. Speeds in tokens/s; ``ratio`` is its speed over the incumbent's, with a 95%
+    interval from a bootstrap over requests."""
+
+    role: str
+    policy: Policy
+    predicted: Outcome
+    executed: Outcome
+    ratio: tuple[float, float, float]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "role": self.role,
+            "id": self.policy.id,
+            "label": self.policy.label(),
+            "policy": self.policy.spelled_out(),
+            "predicted_tokens_per_s": self.predicted.total.tokens_per_s,
+            "measured_tokens_per_s": self.executed.total.tokens_per_s,
+            "measured_interval": list(self.executed.tokens_per_s_interval()),
+            "mean_accepted_length": self.executed.total.mean_accepted_length,
+            "ratio_to_incumbent": self.ratio[0],
+            "ratio_interval": list(self.ratio[1:]),
+        }
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What a tuning found and did. ``published`` is the new publication, None when the incumbent stays (``reason`` says why)."""
+
+    winner: Candidate
+    incumbent: Candidate
+    candidates: tuple[Candidate, ...]
+    recording: str
+    profile: str
+    study: str
+    texts_differ: int
+    test_requests: int
+    search_requests: int
+    trials: int
+    reason: str
+    published: Publication | None
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """The contract's keys ``winner``, ``predicted``, ``measured``, ``baselines``, ``published``, and the evidence."""
+        return {
+            "winner": {"id": self.winner.policy.id, "label": self.winner.policy.label(), "policy": self.winner.policy.spelled_out()},
+            "predicted": self.winner.predicted.to_json(),
+            "measured": self.winner.executed.to_json(),
+            "baselines": {c.role: c.to_json() for c in self.candidates if not c.role.startswith("finalist")},
+            "candidates": [c.to_json() for c in self.candidates],
+            "ratio_to_incumbent": list(self.winner.ratio),
+            "published": None if self.published is None else {"version": self.published.version, "policy": self.published.policy_id},
+            "reason": self.reason,
+            "recording": self.recording,
+            "profile": self.profile,
+            "study": self.study,
+            "search_requests": self.search_requests,
+            "test_requests": self.test_requests,
+            "trials": self.trials,
+            "texts_differ": self.texts_differ,
+            "seconds": dict(self.seconds),
+        }
+
+
+def usable_profile(store: TraceStore, pair: LoadedPair, drafts: tuple[str, ...], now: datetime) -> StoredProfile | None:
+    """The newest accepted profile of this pair in this environment that covers the drafts, unless it is a day old."""
+    here = environment(pair)
+    for found in store.list_profiles(pair.id, pair.device.type, here["dtype"]):
+        same = all(found.profile.environment.get(k) == here[k] for k in ("device", "torch", "threads", "dtype"))
+        if same and now - found.created_at < PROFILE_AGE and set(drafts) <= set(found.profile.draft_step):
+            return found if found.profile.check.get("accepted", False) else None
+    return None
+
+
+def tune(
+    store: TraceStore,
+    pair: LoadedPair,
+    workload: Workload,
+    wanted: TuneOptions,
+    *,
+    progress: Progress = lambda phase, done, total: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Tuned:
+    """Tunes a pair for a workload on the device it is loaded on, from recording to publication.
+
+    The winner is published only if it beats the incumbent (the active policy, or autoregression while there is none) beyond noise on
+    requests that the search has not seen. Raises PolicyError or TraceError when nothing can be searched.
+    """
+    drafts = wanted.drafts or pair.draft_names
+    times: dict[str, float] = {}
+    began = clock()
+    active = store.active_publication(pair.id, pair.device.type)
+    info = record(
+        store,
+        pair,
+        RecordRequest(workload, wanted.options, drafts, wanted.gamma_max),
+        StaticSource(prepare(_recording_policy(pair), pair.draft_names)),
+        fresh=wanted.fresh,
+        reuse_complete=True,
+        progress=progress,
+    )
+    times["record"] = clock() - began
+    return tune_recording(store, pair, info.id, wanted, active=active, times=times, progress=progress, clock=clock)
+
+
+def tune_recording(
+    store: TraceStore,
+    pair: LoadedPair,
+    recording_id: str,
+    wanted: TuneOptions,
+    *,
+    active: Publication | None = None,
+    times: dict[str, float] | None = None,
+    progress: Progress = lambda phase, done, total: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Tuned:
+    """Tunes on an existing recording (of served traffic, say): retraces what is missing, then searches, executes, publishes."""
+    times = {} if times is None else times
+    drafts = wanted.drafts or pair.draft_names
+    retrace(store, pair, recording_id, drafts, wanted.gamma_max, progress=progress)
+    recording = store.load(recording_id, drafts, skip_corrupted=True).having(drafts)
+    if not recording.requests:
+        raise TraceError(f"recording {recording_id} has no usable request; record again")
+    began = clock()
+    stored = profile_for(store, pair, drafts, wanted, progress=progress)
+    times["profile"] = clock() - began
+    profile = stored.profile
+
+    began = clock()
+    trajectories = recording.trajectories
+    trace = ReplayTrace(trajectories, {d: recording.panoramas(d) for d in drafts})
+    search_part, test_part = split([t.request_id for t in trajectories], [t.category for t in trajectories])
+    incumbent = _incumbent(active, pair)
+    seeds = [incumbent, *(p for p in _earlier_winners(store, pair) if p.draft in (*drafts, "none"))]
+    study = search(
+        trace.select(search_part),
+        profile,
+        drafts,
+        gamma_max=wanted.gamma_max,
+        trials=wanted.trials,
+        seed=wanted.seed,
+        incumbents=seeds,
+        progress=lambda done, total, best: progress(f"search, best {best:.0f} tokens/s", done, total),
+    )
+    times["search"] = clock() - began
+    study_id = store.put_study(
+        pair.id,
+        sampler=study.sampler,
+        seed=study.seed,
+        document={"recording": recording_id, "profile": stored.id, "requests": list(study.requests), "trials": len(study.trials)},
+        trials=[t.to_json() for t in study.trials],
+        recording_id=recording_id,
+    )
+
+    began = clock()
+    roles = _roles(study, incumbent, wanted.finalists)
+    encoded = encode_recorded(pair, [trajectories[i] for i in test_part], wanted.options.chat)
+    compared = compare(
+        pair,
+        list(roles.values()),
+        encoded,
+        profile=profile,
+        repeats=wanted.repeats,
+        budget_s=wanted.budget_s,
+        clock=clock,
+        progress=lambda done, total: progress("execute", done, total),
+    )
+    times["execute"] = clock() - began
+    candidates = _candidates(roles, compared, trace.select(test_part), profile, incumbent)
+    winner = _winner(candidates, compared)
+    current = next(c for c in candidates if c.policy.id == incumbent.id)
+    reason, chosen, fresh_choice = _verdict(winner, current, active is not None)
+    tuned = Tuned(
+        winner=chosen,
+        incumbent=current,
+        candidates=tuple(candidates),
+        recording=recording_id,
+        profile=stored.id,
+        study=study_id,
+        texts_differ=compared.texts_differ,
+        test_requests=len(winner.executed.per_request),
+        search_requests=len(search_part),
+        trials=len(study.trials),
+        reason=reason,
+        published=None,
+        seconds=times,
+    )
+    if fresh_choice and wanted.publish and wanted.still_owner():
+        published = publish(
+            store, pair, tuned.winner.policy, tuned.to_json(), reason=reason, actor=wanted.actor, key=wanted.idempotency_key
+        )
+        tuned = Tuned(**{**tuned.__dict__, "published": published})
+    return tuned
+
+
+def profile_for(
+    store: TraceStore,
+    pair: LoadedPair,
+    drafts: tuple[str, ...],
+    wanted: TuneOptions,
+    *,
+    progress: Progress = lambda phase, done, total: None,
+) -> StoredProfile:
+    """A profile fit for use: a recent one of this environment, else a new measurement (tried twice if its check fails)."""
+    found = None if wanted.fresh else usable_profile(store, pair, drafts, datetime.now(UTC))
+    if found is not None:
+        return found
+    store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
+    best: LatencyProfile | None = None
+    for _ in range(2):
+        profile = measure_profile(
+            pair, gamma_max=wanted.gamma_max, progress=lambda what, done, total: progress("profile", done, total)
+        )
+        if best is None or profile.check["median_error"] < best.check["median_error"]:
+            best = profile
+        if profile.check["accepted"]:
+            break
+    assert best is not None
+    return store.get_profile(store.put_profile(best))
+
+
+def publish(
+    store: TraceStore,
+    pair: LoadedPair,
+    policy: Policy,
+    evidence: Mapping[str, Any],
+    *,
+    reason: str,
+    actor: str,
+    key: str | None = None,
+) -> Publication:
+    """Puts a policy in force for a pair on its device, with its evidence; once per idempotency key."""
+    store.put_policy(policy.id, policy.spelled_out(), policy.label())
+    return store.publish(
+        pair.id, pair.device.type, policy.id, actor=actor, evidence=evidence, reason=reason, idempotency_key=key
+    )
+
+
+def _recording_policy(pair: LoadedPair) -> Policy:
+    """What a recording is decoded by when nothing better is known: any policy gives the same text, a short window is quicker."""
+    if not pair.drafts:
+        return AUTOREGRESSIVE
+    smallest = min(pair.drafts, key=lambda n: pair.drafts[n].num_parameters)
+    return Policy.model_validate({"draft": smallest, "window": {"kind": "fixed", "gamma": 2}})
+
+
+def _incumbent(active: Publication | None, pair: LoadedPair) -> Policy:
+    if active is None:
+        return AUTOREGRESSIVE
+    try:
+        policy = parse_policy(dict(active.document), where=f"publication {active.version}")
+    except PolicyError:
+        return AUTOREGRESSIVE
+    return policy if policy.draft in (*pair.draft_names, "none") else AUTOREGRESSIVE
+
+
+def _earlier_winners(store: TraceStore, pair: LoadedPair, count: int = 5) -> list[Policy]:
+    found: dict[str, Policy] = {}
+    for publication in store.list_publications(pair.id, limit=count):
+        try:
+            policy = parse_policy(dict(publication.document), where=f"publication {publication.version}")
+        except PolicyError:
+            continue
+        found[policy.id] = policy
+    return list(found.values())
+
+
+def _roles(study: Study, incumbent: Policy, count: int) -> dict[str, Policy]:
+    """Who is executed, by role; a policy that has several roles appears under each."""
+    roles = {f"finalist {i + 1}": trial.policy for i, trial in enumerate(finalists(study, count))}
+    roles["autoregressive"] = AUTOREGRESSIVE
+    fixed = study.best(lambda p: p.speculates and p.window.kind == "fixed" and p.stop.kind == "none")
+    if fixed is not None:
+        roles["best fixed gamma"] = fixed.policy
+        roles["transformers heuristic"] = transformers_heuristic(fixed.policy.draft)
+    roles["incumbent"] = incumbent
+    return roles
+
+
+def _candidates(
+    roles: Mapping[str, Policy], compared: Comparison, trace: ReplayTrace, profile: LatencyProfile, incumbent: Policy
+) -> list[Candidate]:
+    return [
+        Candidate(
+            role,
+            policy,
+            replay(trace, policy, profile),
+            compared.outcomes[policy.id],
+            compared.ratio(policy.id, incumbent.id),
+        )
+        for role, policy in roles.items()
+    ]
+
+
+def _winner(candidates: list[Candidate], compared: Comparison) -> Candidate:
+    """The fastest executed; among those that it does not beat beyond noise, and that are within 1% of it, the simplest."""
+    fastest = max(candidates, key=lambda c: c.executed.total.tokens_per_s)
+    tied = []
+    for candidate in candidates:
+        ratio, low, _ = compared.ratio(fastest.policy.id, candidate.policy.id)
+        if candidate.policy.id == fastest.policy.id or (low <= 1.0 and ratio < 1.01):
+            tied.append(candidate)
+    return min(tied, key=lambda c: (complexity(c.policy), -c.executed.total.tokens_per_s))
+
+
+def _verdict(winner: Candidate, incumbent: Candidate, published: bool) -> tuple[str, Candidate, bool]:
+    """(why, the candidate to be in force, whether that is to be published)."""
+    ratio, low, high = winner.ratio
+    stays = "the incumbent stays" if published else "autoregression is published"
+    if winner.policy.id == incumbent.policy.id:
+        return f"nothing executed is faster than the incumbent; {stays}", incumbent, not published
+    shown = f"{ratio:.3f} times the incumbent's speed (95% interval {low:.3f} to {high:.3f})"
+    if not math.isfinite(low) or low <= 1.0:
+        return f"{shown}: not beyond noise; {stays}", incumbent, not published
+    return shown, winner, True
+
+
+def describe(recording: Recording) -> str:
+    """One line on a recording, for messages."""
+    tokens = sum(len(t.output_ids) for t in recording.trajectories)
+    return f"{recording.info.id}: {len(recording.requests)} requests, {tokens} tokens"

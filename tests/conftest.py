@@ -1,0 +1,85 @@
+"""Databases for the tests: every test that asks for ``url``, ``database`` or ``store`` runs on SQLite and on PostgreSQL."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from databases import postgresql_server
+from sqlalchemy.engine import make_url
+
+from db import Database, open_database, upgrade
+from traces.store import TraceStore
+
+TEMPLATE = "spectune_template"
+
+
+class Postgresql:
+    """A server, and databases on it that are made from a migrated template."""
+
+    def __init__(self, url: str) -> None:
+        self._url = make_url(url).set(drivername="postgresql+psycopg")
+        self._engine = sa.create_engine(self._url, isolation_level="AUTOCOMMIT", poolclass=sa.NullPool)
+        self._template = f"{TEMPLATE}_{secrets.token_hex(4)}"
+        upgrade(self.create(self._template, empty=True))
+
+    def create(self, name: str, *, empty: bool = False) -> str:
+        """Creates a database and returns its URL."""
+        with self._engine.connect() as connection:
+            connection.exec_driver_sql(f'CREATE DATABASE "{name}" TEMPLATE {"template0" if empty else self._template}')
+        return self._url.set(database=name).render_as_string(hide_password=False).replace("postgresql+psycopg", "postgresql")
+
+    def drop(self, name: str) -> None:
+        """Drops a database, throwing its clients out."""
+        with self._engine.connect() as connection:
+            connection.exec_driver_sql(f'DROP DATABASE IF EXISTS "{name}" WITH (FORCE)')
+
+    def close(self) -> None:
+        self.drop(self._template)
+
+
+@pytest.fixture(scope="session")
+def postgresql() -> Iterator[Postgresql]:
+    """One server per test process. A machine without any fails the test and says what to install."""
+    with postgresql_server() as url:
+        server = Postgresql(url)
+        yield server
+        server.close()
+
+
+@pytest.fixture
+def postgresql_url(postgresql: Postgresql) -> Iterator[str]:
+    """An empty PostgreSQL database, not migrated."""
+    name = f"t_{secrets.token_hex(6)}"
+    yield postgresql.create(name, empty=True)
+    postgresql.drop(name)
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """The URL of a database at the current schema."""
+    if request.param == "sqlite":
+        path = f"sqlite:///{tmp_path / 'spectune.db'}"
+        upgrade(path)
+        yield path
+        return
+    server: Postgresql = request.getfixturevalue("postgresql")
+    name = f"t_{secrets.token_hex(6)}"
+    yield server.create(name)
+    server.drop(name)
+
+
+@pytest.fixture
+def database(url: str) -> Iterator[Database]:
+    """An open database at the current schema."""
+    with open_database(url) as opened:
+        yield opened
+
+
+@pytest.fixture
+def store(database: Database) -> TraceStore:
+    """A store over :func:`database`."""
+    return TraceStore(database)

@@ -1,0 +1,496 @@
+"""The scheduler's contract on both databases: the book, ticking, misfires and coalescing, claims, leases and workers."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from sqlalchemy import func, select, update
+from sqlalchemy.orm import Session
+
+from db.database import Database
+from db.errors import DatabaseError
+from db.schedules import FireRow, JobRow, ScheduleRow
+from optimizer import schedule as schedules
+from optimizer.schedule import Fire, HandBack, Job, JobContext, LeaseLostError, ScheduleError, claims
+from optimizer.schedule.tick import judge
+from optimizer.schedule.worker import Ended
+
+T0 = datetime(2026, 5, 4, 12, 0, tzinfo=UTC)
+HOUR = timedelta(hours=1)
+
+
+def hourly(database: Database, name: str = "nightly", **options: Any) -> schedules.Schedule:
+    return schedules.add_schedule(database, name, every="1h", now=T0, **options)
+
+
+def expire(database: Database, job: Job) -> None:
+    """Makes the lease of a job run out."""
+    with database.write() as session:
+        session.execute(update(JobRow).where(JobRow.id == job.id).values(lease_until=1.0))
+
+
+def count(database: Database, table: type[Any]) -> int:
+    with database.read() as session:
+        return session.scalar(select(func.count()).select_from(table)) or 0
+
+
+def answer(job: Job, _context: JobContext) -> Mapping[str, Any]:
+    return {"slot": job.fire_at.isoformat()}
+
+
+# --- the book
+
+
+def test_added_schedules_are_shown_as_they_were_given(database: Database) -> None:
+    payload = {"pair": "demo", "workload": {"recorded_in_last": "24h"}, "trials": 200, "device": "auto"}
+    added = schedules.add_schedule(
+        database, "nightly", cron="0  3 * * *", tz="Europe/Berlin", payload=payload, budget="10m", misfire_grace="2h", now=T0
+    )
+    assert schedules.get_schedule(database, "nightly") == added
+    assert added.next_fire_at == datetime(2026, 5, 5, 1, 0, tzinfo=UTC)
+    assert (added.cron, added.tz, added.budget_s, added.misfire_grace_s) == ("0 3 * * *", "Europe/Berlin", 600.0, 7200)
+    assert (added.coalesce, added.max_instances, added.enabled) == (True, 1, True)
+    assert added.payload == payload
+    assert added.when == "0 3 * * * (Europe/Berlin)"
+    every = hourly(database, "a-first-one")
+    assert (every.when, every.next_fire_at) == ("every 1h", T0 + HOUR)
+    assert [s.name for s in schedules.list_schedules(database)] == ["a-first-one", "nightly"]
+    assert json.loads(json.dumps(added.to_json()))["next_fire_at"] == "2026-05-05T01:00:00+00:00"
+
+
+def test_time_is_the_databases_unless_given(database: Database) -> None:
+    added = schedules.add_schedule(database, "soon", every="1h")
+    assert abs(added.created_at - datetime.now(UTC)) < timedelta(minutes=1)
+    assert schedules.tick(database) == ()
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"name": "nightly", "every": "1h"}, "there is a schedule 'nightly' already"),
+    ({"name": "a b", "every": "1h"}, "'a b' cannot name a schedule"),
+    ({"name": "x" * 101, "every": "1h"}, "cannot name a schedule"),
+    ({"name": "x", "every": "1h", "max_instances": 0}, "max_instances of schedule 'x' is 0"),
+    ({"name": "x", "every": "1h", "max_attempts": 0}, "max_attempts of schedule 'x' is 0"),
+    ({"name": "x", "every": "1h", "budget": -5}, "budget of schedule 'x' is -5"),
+    ({"name": "x", "every": "1h", "budget": "lots"}, "'lots' is not a duration"),
+    ({"name": "x", "every": "1h", "misfire_grace": -1}, "misfire grace of schedule 'x' is -1"),
+    ({"name": "x", "every": "1h", "payload": {"a": {1, 2}}}, "payload of schedule 'x' is not JSON"),
+    ({"name": "x", "every": "1h", "payload": {"a": float("nan")}}, "payload of schedule 'x' is not JSON"),
+    ({"name": "x", "cron": "99 * * * *"}, "bad minute"),
+    ({"name": "x", "cron": "0 3 * * *", "tz": "Mars/Olympus"}, "unknown time zone"),
+    ({"name": "x"}, "either a cron expression"),
+]
+
+
+def test_bad_schedules_are_refused_and_leave_nothing(database: Database) -> None:
+    hourly(database)
+    for options, message in BAD:
+        with pytest.raises(ScheduleError, match=message) as caught:
+            schedules.add_schedule(database, **options)
+        assert "\n" not in str(caught.value)
+    assert [s.name for s in schedules.list_schedules(database)] == ["nightly"]
+
+
+def test_unknown_names_are_refused_with_the_nearest(database: Database) -> None:
+    hourly(database)
+    for call in (schedules.get_schedule, schedules.pause_schedule, schedules.resume_schedule, schedules.remove_schedule):
+        with pytest.raises(ScheduleError, match="no schedule 'nightli'; did you mean 'nightly'"):
+            call(database, "nightli")
+    with pytest.raises(ScheduleError, match="no schedule 'zzz'; `cli"):
+        schedules.history(database, "zzz")
+    with pytest.raises(ScheduleError, match="no job 77"):
+        schedules.get_job(database, 77)
+
+
+def test_slots_that_pass_while_paused_are_not_made_up_for(database: Database) -> None:
+    hourly(database, coalesce=False, misfire_grace=None, max_instances=None)
+    assert not schedules.pause_schedule(database, "nightly").enabled
+    assert schedules.tick(database, T0 + 3 * HOUR) == ()
+    resumed = schedules.resume_schedule(database, "nightly", now=T0 + 3.5 * HOUR)
+    assert (resumed.enabled, resumed.next_fire_at) == (True, T0 + 4 * HOUR)
+    assert schedules.resume_schedule(database, "nightly", now=T0 + 9 * HOUR) == resumed, "resuming what runs changes nothing"
+    assert [f.fire_at for f in schedules.tick(database, T0 + 5 * HOUR)] == [T0 + 4 * HOUR, T0 + 5 * HOUR]
+
+
+def test_removal_takes_jobs_and_history_along_and_its_worker_notices(database: Database) -> None:
+    hourly(database)
+    hourly(database, "other")
+    schedules.tick(database, T0 + HOUR)
+    job = claims.claim(database, "a", lease_s=60)
+    assert job is not None
+    assert job.schedule == "nightly"
+    schedules.remove_schedule(database, "nightly")
+    assert (count(database, FireRow), count(database, JobRow), count(database, ScheduleRow)) == (1, 1, 1)
+    assert not claims.renew(database, job, lease_s=60)
+    assert not claims.owns(database, job)
+    assert not claims.complete(database, job, {})
+    # The name is free again, but ids and keys of the old one never come back.
+    again = hourly(database)
+    assert again.id > job.id
+    (fire,) = (f for f in schedules.tick(database, T0 + HOUR) if f.schedule == "nightly")
+    assert fire.outcome == "enqueued"
+    other, new = claims.claim(database, "a", lease_s=60), claims.claim(database, "a", lease_s=60)
+    assert other is not None
+    assert new is not None
+    assert new.fire_at == job.fire_at
+    assert new.id > job.id
+    assert new.idempotency_key != job.idempotency_key
+
+
+def test_history_shows_slots_newest_first_with_their_jobs(database: Database) -> None:
+    hourly(database, coalesce=True)
+    schedules.tick(database, T0 + 2 * HOUR)
+    schedules.run_once(database, answer, clock=lambda: T0 + 2 * HOUR)
+    schedules.tick(database, T0 + 3 * HOUR)
+    fires = schedules.history(database, "nightly")
+    assert [(f.fire_at, f.outcome, f.job and f.job.state) for f in fires] == [
+        (T0 + 3 * HOUR, "enqueued", "queued"),
+        (T0 + 2 * HOUR, "enqueued", "done"),
+        (T0 + HOUR, "coalesced", None),
+    ]
+    done = fires[1].job
+    assert done is not None
+    assert done.result == {"slot": (T0 + 2 * HOUR).isoformat()}
+    assert schedules.get_job(database, done.id) == done
+    assert json.loads(json.dumps(fires[1].to_json()))["job"]["result"] == done.result
+    assert schedules.history(database, limit=1) == fires[:1]
+
+
+# --- ticking: APScheduler 3's decisions, by table
+
+LATE: list[tuple[int | None, bool, int, list[str]]] = [
+    # grace, coalesce, now in minutes after the first of four hourly slots, outcome of each due slot, oldest first
+    (None, False, 180, ["enqueued", "enqueued", "enqueued", "enqueued"]),
+    (None, True, 180, ["coalesced", "coalesced", "coalesced", "enqueued"]),
+    (3600, False, 180, ["misfired", "misfired", "enqueued", "enqueued"]),  # exactly the grace late is in time
+    (3600, False, 181, ["misfired", "misfired", "misfired", "enqueued"]),
+    (3600, True, 181, ["coalesced", "coalesced", "coalesced", "enqueued"]),
+    (30, False, 181, ["misfired", "misfired", "misfired", "misfired"]),
+    (30, True, 181, ["coalesced", "coalesced", "coalesced", "misfired"]),  # only the latest is kept, and it is too late
+    (0, False, 0, ["enqueued"]),
+    (0, False, 60, ["misfired", "enqueued"]),
+    (30, True, 0, ["enqueued"]),
+    (30, True, 1, ["misfired"]),
+]
+
+
+def test_misfires_and_coalescing_by_table(database: Database) -> None:
+    for grace_s, coalesce, minutes, expected in LATE:
+        hourly(database, misfire_grace=grace_s, coalesce=coalesce, max_instances=None)
+        now = T0 + HOUR + timedelta(minutes=minutes)
+        fires = schedules.tick(database, now)
+        assert [f.outcome for f in fires] == expected
+        assert [f.fire_at for f in fires] == [T0 + HOUR * (i + 1) for i in range(len(expected))]
+        assert count(database, JobRow) == expected.count("enqueued")
+        assert schedules.get_schedule(database, "nightly").next_fire_at == T0 + HOUR * (len(expected) + 1)
+        assert schedules.tick(database, now) == (), "a slot is noticed once"
+        schedules.remove_schedule(database, "nightly")
+
+
+def test_judge_skips_before_it_misfires_as_apscheduler_does() -> None:
+    assert judge([0, 10], 100.0, misfire_grace_s=5, coalesce=False, is_full=True) == ((0, "skipped"), (10, "skipped"))
+    assert judge([0, 10], 100.0, misfire_grace_s=5, coalesce=True, is_full=True) == ((0, "coalesced"), (10, "skipped"))
+
+
+def test_slots_are_skipped_while_max_instances_are_unfinished(database: Database) -> None:
+    hourly(database, max_instances=1)
+    assert [f.outcome for f in schedules.tick(database, T0 + HOUR)] == ["enqueued"]
+    assert [f.outcome for f in schedules.tick(database, T0 + 2 * HOUR)] == ["skipped"]
+    assert schedules.run_once(database, answer, clock=lambda: T0 + 2 * HOUR).ended["done"] == 1
+    assert [f.outcome for f in schedules.tick(database, T0 + 3 * HOUR)] == ["enqueued"]
+
+
+def test_a_slot_that_has_a_row_never_fires_again(database: Database) -> None:
+    """Whatever happens to next_fire_at: two locks guard a slot, and the row alone must do."""
+    added = hourly(database, max_instances=None)
+    schedules.tick(database, T0 + HOUR)
+    with database.write() as session:
+        back = update(ScheduleRow).values(next_fire_at=int(added.next_fire_at.timestamp()))
+        session.execute(back)
+    assert schedules.tick(database, T0 + HOUR) == ()
+    assert (count(database, FireRow), count(database, JobRow)) == (1, 1)
+    assert schedules.get_schedule(database, "nightly").next_fire_at == T0 + 2 * HOUR
+
+
+def test_a_long_sleep_is_a_bounded_backlog(database: Database) -> None:
+    schedules.add_schedule(database, "busy", every="1s", now=T0)
+    fires = schedules.tick(database, T0 + timedelta(days=30))
+    assert len(fires) == 1_000
+    assert [f.outcome for f in fires].count("enqueued") == 1
+    assert fires[-1].fire_at == T0 + timedelta(days=30)
+
+
+# --- claims and leases
+
+
+def test_a_job_is_one_workers_until_its_lease_runs_out(database: Database) -> None:
+    hourly(database, max_attempts=2)
+    schedules.tick(database, T0 + HOUR)
+    first = claims.claim(database, "a", lease_s=60)
+    assert first is not None
+    assert (first.state, first.attempt, first.lease_owner) == ("running", 1, "a")
+    assert claims.claim(database, "b", lease_s=60) is None
+    assert claims.owns(database, first)
+    expire(database, first)
+    assert not claims.owns(database, first), "an expired lease is no claim, even before somebody takes it"
+    assert claims.renew(database, first, lease_s=60), "but its worker may renew it until then"
+    expire(database, first)
+    second = claims.claim(database, "b", lease_s=60)
+    assert second is not None
+    assert (second.id, second.attempt, second.idempotency_key) == (first.id, 2, first.idempotency_key)
+    # The first worker wakes: whatever it writes, nothing changes.
+    assert not claims.renew(database, first, lease_s=60)
+    assert not claims.complete(database, first, {"from": "a"})
+    assert not claims.fail(database, first, "late")
+    assert not claims.release(database, first)
+    with database.write() as session:
+        assert not claims.owns(database, first, session)
+        assert claims.owns(database, second, session)
+    assert claims.complete(database, second, {"from": "b"})
+    assert not claims.complete(database, second, {"from": "b again"})
+    assert schedules.get_job(database, first.id).result == {"from": "b"}
+
+
+def test_the_attempt_is_the_token_even_for_one_owner_name(database: Database) -> None:
+    hourly(database)
+    schedules.tick(database, T0 + HOUR)
+    first = claims.claim(database, "a", lease_s=60)
+    assert first is not None
+    expire(database, first)
+    assert claims.claim(database, "a", lease_s=60) is not None
+    assert not claims.complete(database, first, {})
+
+
+def test_a_job_whose_last_worker_vanished_fails(database: Database) -> None:
+    hourly(database, max_attempts=2)
+    hourly(database, "other")
+    schedules.tick(database, T0 + HOUR)
+    first = claims.claim(database, "a", lease_s=60)
+    assert first is not None
+    expire(database, first)
+    second = claims.claim(database, "a", lease_s=60)
+    assert second is not None
+    expire(database, second)
+    following = claims.claim(database, "b", lease_s=60)
+    assert following is not None
+    assert following.schedule == "other", "the claim goes on to the next job"
+    failed = schedules.get_job(database, first.id)
+    assert (failed.state, failed.error) == ("failed", "worker a went silent in attempt 2 of 2")
+
+
+def test_handing_back_costs_no_attempt_but_moves_the_token(database: Database) -> None:
+    hourly(database, max_attempts=1)
+    schedules.tick(database, T0 + HOUR)
+    for attempt in (1, 2, 3):
+        job = claims.claim(database, "a", lease_s=60)
+        assert job is not None
+        assert job.attempt == attempt
+        assert claims.release(database, job)
+        assert not claims.complete(database, job, {})
+
+
+# --- workers
+
+
+def test_run_once_runs_all_that_is_due_and_tells_of_it(database: Database) -> None:
+    hourly(database, coalesce=False, misfire_grace=None, max_instances=None, budget="10m", payload={"pair": "demo"})
+    seen: list[Fire | Ended] = []
+    contexts: list[tuple[str, datetime | None, float, bool, Any]] = []
+
+    def execute(job: Job, context: JobContext) -> Mapping[str, Any]:
+        context.check()
+        contexts.append(
+            (context.idempotency_key, context.deadline, context.remaining_s(), context.still_owner(), job.payload["pair"])
+        )
+        return {"n": len(contexts)}
+
+    now = T0 + 3 * HOUR
+    report = schedules.run_once(database, execute, owner="me", clock=lambda: now, watch=seen.append)
+    assert report.to_json() == {"noticed": 3, "done": 3, "failed": 0, "lost": 0, "released": 0}
+    number = schedules.get_schedule(database, "nightly").id
+    keys = [f"nightly#{number}@2026-05-04T{h}:00:00Z" for h in (13, 14, 15)]
+    assert contexts == [(key, now + timedelta(minutes=10), 600.0, True, "demo") for key in keys], "oldest slot first"
+    assert [type(event) for event in seen] == [Fire] * 3 + [Ended] * 3
+    assert [f.job and f.job.lease_owner for f in schedules.history(database)] == ["me"] * 3
+    assert schedules.run_once(database, execute, clock=lambda: now).to_json()["done"] == 0
+
+
+def test_a_job_that_raises_fails_with_its_reason_and_the_next_goes_on(database: Database) -> None:
+    hourly(database, coalesce=False, misfire_grace=None, max_instances=None)
+
+    def execute(job: Job, _context: JobContext) -> Mapping[str, Any]:
+        match job.fire_at.hour:
+            case 13:
+                raise ScheduleError("no recordings in the last 24h")
+            case 14:
+                raise ZeroDivisionError("a bug")
+            case 15:
+                return {"tokens_per_s": float("nan")}
+            case 16:
+                return None  # type: ignore[return-value]  # a bug of the caller's
+        return {"ok": True}
+
+    report = schedules.run_once(database, execute, clock=lambda: T0 + 5 * HOUR)
+    assert (report.ended["failed"], report.ended["done"]) == (4, 1)
+    errors = [f.job.error or "" for f in reversed(schedules.history(database)) if f.job]
+    assert errors[0] == "no recordings in the last 24h"
+    assert errors[1].startswith("ZeroDivisionError: a bug\nTraceback")
+    assert errors[2].startswith("ValueError: Out of range float")
+    assert errors[3].startswith("TypeError")
+    assert errors[4] == ""
+
+
+def test_a_worker_that_lost_its_lease_neither_completes_nor_publishes(database: Database) -> None:
+    hourly(database)
+
+    def overtaken(job: Job, context: JobContext) -> Mapping[str, Any]:
+        expire(database, job)
+        other = claims.claim(database, "other", lease_s=60)
+        assert other is not None
+        with database.write() as session:
+            assert not context.still_owner(session)
+        return {"from": "overtaken"}
+
+    report = schedules.run_once(database, overtaken, clock=lambda: T0 + HOUR)
+    assert report.ended == {"done": 0, "failed": 0, "lost": 1, "released": 0}
+    (fire,) = schedules.history(database)
+    assert fire.job is not None
+    assert (fire.job.state, fire.job.lease_owner, fire.job.result) == ("running", "other", None)
+
+
+def test_the_heartbeat_keeps_a_lease_alive_and_notices_its_loss(database: Database) -> None:
+    hourly(database)
+    waited = threading.Event()
+
+    def slow(job: Job, context: JobContext) -> Mapping[str, Any]:
+        waited.wait(1.2)  # four leases long
+        assert claims.claim(database, "other", lease_s=60) is None
+        context.check()
+        with database.write() as session:
+            session.execute(update(JobRow).where(JobRow.id == job.id).values(attempt=JobRow.attempt + 1))
+        for _ in range(200):
+            context.check()
+            waited.wait(0.01)
+        return {}
+
+    report = schedules.run_once(database, slow, lease_s=0.3, clock=lambda: T0 + HOUR)
+    assert report.ended["lost"] == 1
+    assert issubclass(LeaseLostError, Exception)
+
+
+def test_a_job_may_hand_itself_back_and_ends_the_shift(database: Database) -> None:
+    hourly(database, coalesce=False, misfire_grace=None, max_instances=None)
+
+    def execute(_job: Job, _context: JobContext) -> Mapping[str, Any]:
+        raise HandBack
+
+    report = schedules.run_once(database, execute, clock=lambda: T0 + 2 * HOUR)
+    assert report.ended == {"done": 0, "failed": 0, "lost": 0, "released": 1}
+    assert [f.job and f.job.state for f in schedules.history(database)] == ["queued", "queued"]
+    assert schedules.run_once(database, answer, clock=lambda: T0 + 2 * HOUR).ended["done"] == 2
+
+
+def test_an_interrupt_that_is_not_ours_hands_back_and_goes_on(database: Database) -> None:
+    hourly(database)
+
+    def execute(_job: Job, _context: JobContext) -> Mapping[str, Any]:
+        raise SystemExit(3)
+
+    with pytest.raises(SystemExit):
+        schedules.run_once(database, execute, clock=lambda: T0 + HOUR)
+    assert schedules.history(database)[0].job.state == "queued"  # type: ignore[union-attr]
+
+
+def test_a_worker_polls_until_told_to_stop(database: Database) -> None:
+    """Run in a thread, where it must leave signals alone."""
+    hourly(database)
+    now, stop, done = [T0], threading.Event(), threading.Event()
+    reports: list[schedules.WorkReport] = []
+
+    def work() -> None:
+        reports.append(
+            schedules.run_worker(
+                database,
+                answer,
+                poll_s=0.02,
+                clock=lambda: now[0],
+                stop=stop,
+                watch=lambda event: done.set() if isinstance(event, Ended) else None,
+            )
+        )
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    for hours in (1, 2):
+        now[0] = T0 + hours * HOUR
+        assert done.wait(10)
+        done.clear()
+    stop.set()
+    thread.join(10)
+    assert reports[0].to_json() == {"noticed": 2, "done": 2, "failed": 0, "lost": 0, "released": 0}
+
+
+class Flaky(Database):
+    """A database whose write transactions fail as often as ``absences`` says, one word each."""
+
+    absences: ClassVar[list[bool]] = []
+
+    @contextmanager
+    def write(self) -> Iterator[Session]:
+        if self.absences and self.absences.pop(0):
+            raise DatabaseError("cannot reach database")
+        with super().write() as session:
+            yield session
+
+
+def test_a_worker_waits_for_a_database_that_goes_away(database: Database, caplog: pytest.LogCaptureFixture) -> None:
+    hourly(database)
+    stop, moments = threading.Event(), iter([T0])
+    flaky = Flaky(database.url)
+    with flaky:
+        flaky.absences[:] = [False, True, True]  # the first look finds nothing due; then two writes fail
+        report = schedules.run_worker(
+            flaky,
+            answer,
+            poll_s=0.01,
+            clock=lambda: next(moments, T0 + HOUR),
+            stop=stop,
+            watch=lambda event: stop.set() if isinstance(event, Ended) else None,
+        )
+        assert report.ended["done"] == 1
+        assert caplog.text.count("cannot reach database; trying again") == 2
+        flaky.absences[:] = [True]
+        with pytest.raises(DatabaseError):  # one that was never there is not waited for
+            schedules.run_worker(flaky, answer, stop=threading.Event(), clock=lambda: T0)
+
+
+def test_the_end_of_a_job_outlives_a_short_absence(database: Database) -> None:
+    hourly(database)
+    flaky = Flaky(database.url)
+    with flaky:
+
+        def execute(_job: Job, _context: JobContext) -> Mapping[str, Any]:
+            flaky.absences[:] = [True]
+            return {"ok": True}
+
+        assert schedules.run_once(flaky, execute, clock=lambda: T0 + HOUR).ended["done"] == 1
+
+
+def test_the_example_in_the_docs_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "schedules.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    # At its first slot, so that the job is run and not only defined.
+    first = 'clock=lambda: schedule.get_schedule(database, "nightly").next_fire_at'
+    example = example.replace("run_once(database, job)", f"run_once(database, job, {first})")
+    monkeypatch.chdir(tmp_path)
+    exec(compile(example, "docs/schedules.md", "exec"), {})
+    assert "'done': 1" in capsys.readouterr().out

@@ -1,0 +1,303 @@
+"""The store's contract, on every database: values in, equal values out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+
+import numpy as np
+import pytest
+from trace_values import PAIR, a_panorama, a_profile, a_recording, a_trajectory, an_outcome, steps_of
+
+from db import CorruptedChunkError, NotFoundError, StaleVersionError, check
+from db.models import PanoramaChunkRow, TrajectoryRow
+from traces.errors import TraceError
+from traces.recording import RecordingInfo
+from traces.schema import Request, Sampling, Workload
+from traces.store import TraceStore
+
+WORKLOAD = Workload("w", (Request("a", "code", ("x", "y")), Request("b", "prose", ('žluťoučký \\ " kůň',))))
+GREEDY = Sampling()
+POLICY = {"draft": "small", "window": {"kind": "fixed", "gamma": 4}}
+
+
+@pytest.fixture
+def begun(store: TraceStore) -> RecordingInfo:
+    store.put_pair(PAIR, "demo", {"target": "x"})
+    return store.create_recording(PAIR, store.put_workload(WORKLOAD), GREEDY, max_new_tokens=64)
+
+
+def damage(store: TraceStore, row: type, *key: object) -> None:
+    with store.database.write() as session:
+        found = session.get_one(row, key)
+        flipped = bytearray(found.data)
+        flipped[len(flipped) // 2] ^= 1
+        found.data = bytes(flipped)
+
+
+def test_pairs_are_kept_and_found_by_id_prefix_and_name(store: TraceStore) -> None:
+    store.put_pair(PAIR, "demo", {"target": "t", "drafts": {"small": "s"}})
+    store.put_pair(PAIR, "other name", {"target": "ignored"})
+    assert [p.name for p in store.list_pairs()] == ["demo"]
+    for text in (PAIR, PAIR[:5], "demo", "latest"):
+        assert store.get_pair(text).document == {"target": "t", "drafts": {"small": "s"}}
+    with pytest.raises(NotFoundError, match="no pair 'nobody'"):
+        store.get_pair("nobody")
+
+
+def test_workloads_come_back_equal_and_are_stored_once(store: TraceStore) -> None:
+    digest = store.put_workload(WORKLOAD)
+    assert store.put_workload(WORKLOAD) == digest == WORKLOAD.digest()
+    assert store.get_workload(digest[:8]) == WORKLOAD
+    assert store.list_workloads() == ((digest, "w", 2),)
+
+
+def test_a_recording_needs_its_pair_and_workload(store: TraceStore) -> None:
+    with pytest.raises(NotFoundError, match="no pair"):
+        store.create_recording("nothing", None, GREEDY, max_new_tokens=8)
+    store.put_pair(PAIR, "demo", {})
+    with pytest.raises(NotFoundError, match="no workload"):
+        store.create_recording(PAIR, "nothing", GREEDY, max_new_tokens=8)
+
+
+def test_a_trajectory_comes_back_equal_with_its_steps(store: TraceStore, begun: RecordingInfo) -> None:
+    trajectory = a_trajectory(3, stop_strings=("\n\n",), sampling=Sampling(0.7, 40, 0.9, 2**62))
+    steps = steps_of(trajectory)
+    assert store.append_trajectory(begun.id, 3, trajectory, steps)
+    loaded = store.load(begun.id, steps=True)
+    assert loaded.trajectories == (trajectory,)
+    assert loaded.requests[0].ordinal == 3
+    assert loaded.requests[0].steps == store.steps(begun.id, 3) == steps
+    assert loaded.info.n_requests == 1
+    assert loaded.info.n_output_tokens == len(trajectory.output_ids)
+    assert store.recorded_ordinals(begun.id) == {3}
+
+
+def test_appending_again_changes_nothing_and_another_text_is_refused(store: TraceStore, begun: RecordingInfo) -> None:
+    assert store.append_trajectory(begun.id, 0, a_trajectory(0))
+    assert not store.append_trajectory(begun.id, 0, a_trajectory(0), steps_of(a_trajectory(0)))
+    assert store.steps(begun.id, 0) == ()
+    with pytest.raises(TraceError, match="already holds another trajectory at 0"):
+        store.append_trajectory(begun.id, 0, a_trajectory(1))
+    with pytest.raises(NotFoundError, match="no recording 'rec-0'"):
+        store.append_trajectory("rec-0", 0, a_trajectory(0))
+
+
+def test_an_unfinished_recording_is_found_by_what_was_asked(store: TraceStore, begun: RecordingInfo) -> None:
+    ask = {"max_new_tokens": 64, "options": None}
+    assert store.unfinished_recording(PAIR, begun.workload_id, GREEDY, max_new_tokens=64) == begun
+    assert store.unfinished_recording(PAIR, begun.workload_id, GREEDY, max_new_tokens=65) is None
+    assert store.unfinished_recording(PAIR, begun.workload_id, Sampling(0.5), **ask) is None
+    store.set_progress(begun.id, {"done": 1})
+    assert store.get_recording(begun.id).progress == {"done": 1}
+    store.finish_recording(begun.id)
+    assert store.unfinished_recording(PAIR, begun.workload_id, GREEDY, max_new_tokens=64) is None
+    found = store.finished_recording(PAIR, begun.workload_id, GREEDY, max_new_tokens=64)
+    assert found is not None
+    assert (found.id, found.state) == (begun.id, "complete")
+    assert found.finished_at is not None
+
+
+def test_ids_may_be_shortened_and_latest_is_the_newest(store: TraceStore, begun: RecordingInfo) -> None:
+    assert begun.id.startswith("rec-")
+    assert len(begun.id) == 10
+    assert store.resolve_recording(begun.id[:9]) in (begun.id,)
+    newer = TraceStore(store.database, clock=lambda: datetime.now(UTC) + timedelta(days=1))
+    second = newer.create_recording(PAIR, None, GREEDY, max_new_tokens=8, source="serve")
+    assert store.resolve_recording("latest") == second.id
+    for bad, message in (("rec-", "ambiguous"), ("", "no recording ''"), ("rec-zzz", "no recording")):
+        with pytest.raises(NotFoundError, match=message):
+            store.resolve_recording(bad)
+
+
+def test_a_taken_id_is_not_given_twice(store: TraceStore) -> None:
+    store.put_pair(PAIR, "demo", {})
+    tokens = iter(["aaaaaa", "aaaaaa", "bbbbbb"])
+    fixed = TraceStore(store.database, token=lambda: next(tokens))
+    ids = [fixed.create_recording(PAIR, None, GREEDY, max_new_tokens=8).id for _ in range(2)]
+    assert ids == ["rec-aaaaaa", "rec-bbbbbb"]
+
+
+def test_panoramas_come_back_equal_by_draft(store: TraceStore, begun: RecordingInfo) -> None:
+    made = {}
+    for i in range(5):
+        store.append_trajectory(begun.id, i, a_trajectory(i))
+        for draft in ("small", "ngram"):
+            made[draft, i] = a_panorama(a_trajectory(i), draft, seed=i)
+            assert store.put_panorama(begun.id, i, made[draft, i])
+    loaded = store.load(begun.id)
+    assert loaded.drafts == ("ngram", "small")
+    for draft in loaded.drafts:
+        assert loaded.panoramas(draft) == tuple(made[draft, i] for i in range(5))
+    assert store.load(begun.id, ["small"]).drafts == ("small",)
+    assert store.load(begun.id, []).drafts == ()
+    assert store.get_recording(begun.id).drafts == {"ngram": 5, "small": 5}
+
+
+def test_a_longer_panorama_serves_a_shorter_window(store: TraceStore, begun: RecordingInfo) -> None:
+    trajectory = a_trajectory(0)
+    store.append_trajectory(begun.id, 0, trajectory)
+    store.append_trajectory(begun.id, 1, a_trajectory(1))
+    short, long = (a_panorama(trajectory, "small", gamma_max=g) for g in (4, 16))
+    assert store.missing_panoramas(begun.id, "small", 4) == (0, 1)
+    assert store.put_panorama(begun.id, 0, short)
+    assert store.missing_panoramas(begun.id, "small", 4) == (1,)
+    assert store.missing_panoramas(begun.id, "small", 5) == (0, 1)
+    assert store.put_panorama(begun.id, 0, long)
+    assert not store.put_panorama(begun.id, 0, short)
+    assert store.load(begun.id).requests[0].panoramas["small"] == long
+
+
+def test_a_panorama_must_fit_its_trajectory(store: TraceStore, begun: RecordingInfo) -> None:
+    store.append_trajectory(begun.id, 0, a_trajectory(0, n=20))
+    with pytest.raises(TraceError, match="21 positions does not fit trajectory 0"):
+        store.put_panorama(begun.id, 0, a_panorama(a_trajectory(0, n=21), "small"))
+    with pytest.raises(NotFoundError, match="no trajectory 7"):
+        store.put_panorama(begun.id, 7, a_panorama(a_trajectory(0), "small"))
+
+
+def test_missing_panoramas_are_told_and_can_be_left_out(store: TraceStore) -> None:
+    recording = a_recording(store, n=3, drafts=("small",))
+    store.append_trajectory(recording, 3, a_trajectory(3))
+    loaded = store.load(recording)
+    with pytest.raises(TraceError, match="3 panoramas of draft 'small' for 4 requests"):
+        loaded.panoramas("small")
+    assert len(loaded.having(["small"]).panoramas("small")) == 3
+
+
+def test_a_damaged_chunk_is_named_and_the_others_are_usable(store: TraceStore, url: str) -> None:
+    recording = a_recording(store, n=4, drafts=("small", "ngram"))
+    damage(store, PanoramaChunkRow, recording, 1, "small", "chain")
+    damage(store, TrajectoryRow, recording, 2)
+    with pytest.raises(
+        CorruptedChunkError, match=rf"recording {recording}, request 1: panorama of draft 'small' .*checksum differs"
+    ):
+        list(store.iterate(recording, ordinals=[1]))
+    with pytest.raises(CorruptedChunkError, match=rf"recording {recording}, request 2: its token ids"):
+        store.load(recording, [], steps=False)
+    loaded = store.load(recording, skip_corrupted=True)
+    assert [r.ordinal for r in loaded.requests] == [0, 1, 3]
+    assert {(s.ordinal, s.draft) for s in loaded.skipped} == {(1, "small"), (2, None)}
+    assert [r.ordinal for r in loaded.having(["small"]).requests] == [0, 3]
+    assert loaded.panoramas("ngram")[0] == a_panorama(a_trajectory(0), "ngram", seed=0)
+    report = check(url)
+    assert not report.ok
+    assert [(c.table, c.key["ordinal"], c.key.get("draft")) for c in report.bad_chunks] == [
+        ("trajectory", 2, None),
+        ("panorama_chunk", 1, "small"),
+    ]
+
+
+def test_check_passes_on_a_whole_database(store: TraceStore, url: str) -> None:
+    a_recording(store, n=2)
+    report = check(url)
+    assert report.ok, report.problems
+    assert report.chunks == 2 * 3
+    assert report.to_json()["ok"] is True
+
+
+def test_profiles_come_back_equal_and_the_latest_is_found(store: TraceStore) -> None:
+    store.put_pair(PAIR, "demo", {})
+    first, second, cuda = a_profile(0.001), a_profile(0.002), a_profile(0.003, device="cuda")
+    ids = [store.put_profile(p) for p in (first, second, cuda)]
+    assert store.get_profile(ids[0]).profile == first
+    found = store.latest_profile(PAIR, "cpu", "float32")
+    assert found is not None
+    assert found.profile == second
+    assert found.id == ids[1]
+    assert store.latest_profile(PAIR, "tpu") is None
+    assert [p.id for p in store.list_profiles()] == ids[::-1]
+
+
+def test_policies_artifacts_and_studies(store: TraceStore) -> None:
+    store.put_pair(PAIR, "demo", {})
+    store.put_policy("abcdef123456", POLICY, "small fixed")
+    store.put_policy("abcdef123456", POLICY, "small fixed")
+    assert store.get_policy("abcdef").document == POLICY
+    assert len(store.list_policies()) == 1
+    table = np.arange(12, dtype=np.float64).reshape(3, 4) / 7
+    art = store.put_artifact("q_table", {"gamma_max": 3}, {"q": table}, pair_id=PAIR, provenance={"from": "rec-1"})
+    assert art == store.put_artifact("q_table", {"gamma_max": 3}, {"q": table})
+    assert art != store.put_artifact("q_table", {"gamma_max": 4}, {"q": table})
+    got = store.get_artifact(art)
+    assert (got.kind, got.document, got.provenance) == ("q_table", {"gamma_max": 3}, {"from": "rec-1"})
+    assert np.array_equal(got.arrays["q"], table)
+    trials = [{"number": i, "value": i / 3, "params": {"gamma": i}} for i in range(50)]
+    study = store.put_study(PAIR, sampler="tpe", seed=2**62, document={"best": 3}, trials=trials, recording_id="rec-1")
+    assert store.get_study(study).trials == tuple(trials)
+    assert store.get_study("latest").seed == 2**62
+    assert [s[0] for s in store.list_studies(PAIR)] == [study]
+
+
+def test_runs_keep_their_outcome_and_rounds(store: TraceStore) -> None:
+    store.put_pair(PAIR, "demo", {})
+    outcome = an_outcome()
+    steps = {r.request_id: steps_of(a_trajectory(i)) for i, r in enumerate(outcome.per_request)}
+    with pytest.raises(NotFoundError, match="no policy"):
+        store.put_run(PAIR, "abcdef123456", outcome, device="cpu", dtype="float32")
+    store.put_policy("abcdef123456", POLICY, "small fixed")
+    run = store.put_run(PAIR, "abcdef123456", outcome, device="cpu", dtype="float32", purpose="validate", steps=steps)
+    assert store.get_run(run).outcome == outcome
+    assert store.run_steps(run) == steps
+    assert [r.id for r in store.list_runs(PAIR)] == [run]
+    assert store.list_runs(policy_id="nobody") == ()
+
+
+def published(store: TraceStore) -> Callable[..., int]:
+    store.put_pair(PAIR, "demo", {})
+    for name in ("a" * 12, "b" * 12):
+        store.put_policy(name, POLICY, name[:1])
+    return lambda policy, **kw: store.publish(PAIR, kw.pop("device", "cpu"), policy * 12, actor="test", **kw).version
+
+
+def test_the_newest_publication_of_a_device_is_in_force(store: TraceStore) -> None:
+    assert store.active_publication(PAIR, "cpu") is None
+    publish = published(store)
+    first = publish("a", evidence={"gain": 1.2}, reason="better")
+    second, other = publish("b"), publish("a", device="cuda")
+    assert first < second < other
+    active = store.active_publication(PAIR, "cpu")
+    assert active is not None
+    assert (active.version, active.policy_id, active.document, active.supersedes) == (second, "b" * 12, POLICY, first)
+    assert store.active_version(PAIR, "cuda") == other
+    assert store.active_version(PAIR, "tpu") == 0
+    assert [p.version for p in store.list_publications(PAIR)] == [other, second, first]
+    assert store.get_publication(first).evidence == {"gain": 1.2}
+    with pytest.raises(NotFoundError, match="no publication 99"):
+        store.get_publication(99)
+
+
+def test_publishing_with_a_key_happens_once(store: TraceStore) -> None:
+    publish = published(store)
+    first = publish("a", idempotency_key="job-1")
+    assert publish("b", idempotency_key="job-1") == first
+    assert len(store.list_publications(PAIR)) == 1
+
+
+def test_publishing_compares_and_swaps(store: TraceStore) -> None:
+    publish = published(store)
+    first = publish("a", expected=0)
+    with pytest.raises(StaleVersionError, match=f"publication {first} is in force, not 0"):
+        publish("b", expected=0)
+    publish("b", expected=first)
+    with pytest.raises(NotFoundError, match="no policy"):
+        publish("c")
+
+
+def test_acknowledgements_are_kept_in_order(store: TraceStore) -> None:
+    version = published(store)("a")
+    store.acknowledge(version, "node-1", "refused", "no such draft")
+    store.acknowledge(version, "node-1", "applied")
+    store.acknowledge(version, "node-2", "applied")
+    got = [(a.node, a.status, a.reason) for a in store.acknowledgements(version)]
+    assert got == [("node-1", "refused", "no such draft"), ("node-1", "applied", ""), ("node-2", "applied", "")]
+    assert len(store.acknowledgements(node="node-1")) == 2
+    with pytest.raises(NotFoundError, match="no publication 99"):
+        store.acknowledge(99, "node-1", "applied")
+
+
+def test_moments_come_back_in_utc(store: TraceStore) -> None:
+    moment = datetime(2026, 3, 29, 1, 30, 0, 123456, tzinfo=UTC)
+    TraceStore(store.database, clock=lambda: moment.astimezone()).put_pair(PAIR, "demo", {})
+    assert store.get_pair(PAIR).created_at == moment
+    assert store.get_pair(PAIR).created_at.utcoffset() == timedelta(0)

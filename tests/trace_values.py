@@ -1,0 +1,110 @@
+"""Values of :mod:`traces.schema` made from a seed, for the tests of what stores and packs them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from traces.schema import (
+    AGREE_NO,
+    PROB_SCALE,
+    ChainPanorama,
+    CostCurve,
+    Counts,
+    LatencyProfile,
+    Outcome,
+    Request,
+    RequestOutcome,
+    Sampling,
+    Step,
+    Trajectory,
+    Verifier,
+    Workload,
+)
+from traces.store import TraceStore
+
+PAIR = "5f1d0c6a9e2b"
+CATEGORIES = ("code", "prose", "math")
+
+
+def a_trajectory(
+    seed: int,
+    *,
+    n: int = 60,
+    stop_strings: tuple[str, ...] = (),
+    sampling: Sampling | None = None,
+    verifier: Verifier = "coupled",
+    category: str | None = None,
+) -> Trajectory:
+    """A request of ``n`` output tokens; equal seeds, equal values."""
+    rng = np.random.default_rng(seed)
+    return Trajectory(
+        request_id=f"r{seed}",
+        category=category or CATEGORIES[seed % 3],
+        prompt_ids=rng.integers(0, 4096, 17).astype(np.int32),
+        output_ids=rng.integers(0, 4096, n).astype(np.int32),
+        sampling=sampling or Sampling(),
+        max_new_tokens=64,
+        finish="length",
+        verifier=verifier,
+        stop_strings=stop_strings,
+    )
+
+
+def a_panorama(
+    trajectory: Trajectory, draft: str, *, seed: int = 0, gamma_max: int = 16, agreement: float = 0.65, none: float = 0.05
+) -> ChainPanorama:
+    """A panorama with noisy entropies, as those of real drafts are."""
+    rng = np.random.default_rng([seed, len(draft)])
+    n = len(trajectory.output_ids)
+    agree = rng.choice(3, n, p=[1 - agreement - none, agreement, none]).astype(np.uint8)
+    branches = int((agree == AGREE_NO).sum()) + 1
+
+    def nats(*shape: int) -> np.ndarray:
+        return np.minimum(rng.gamma(1.0, 1.2, shape) * 256, 65535).astype(np.uint16)
+
+    lengths = np.full(branches, gamma_max - 1, np.uint8)
+    lengths[-1] = gamma_max
+    off_text = nats(branches, gamma_max), nats(branches, gamma_max)
+    for column in off_text:
+        column[:-1, -1] = 0
+    accept = np.where(rng.random(n) < 0.45, PROB_SCALE, rng.random(n) * PROB_SCALE).astype(np.uint16)
+    return ChainPanorama(draft, gamma_max, agree, nats(n), nats(n), accept, *off_text, lengths)
+
+
+def steps_of(trajectory: Trajectory, *, policy: str = "abcdef123456", draft: str = "small", gamma: int = 4) -> tuple[Step, ...]:
+    """Rounds that cover a trajectory."""
+    rng = np.random.default_rng(len(trajectory.output_ids))
+    steps: list[Step] = []
+    start, total = 0, len(trajectory.output_ids)
+    while start < total:
+        drafted = min(gamma, total - start - 1)
+        accepted = int(rng.integers(0, drafted + 1))
+        times = [float(t) / 1e9 for t in rng.integers(1, 10**7, 3)]
+        steps.append(Step(start, drafted, drafted + 1, accepted, accepted + 1, drafted, 1, draft, policy, *times))
+        start += accepted + 1
+    return tuple(steps)
+
+
+def a_profile(scale: float, *, device: str = "cpu") -> LatencyProfile:
+    """A profile whose every cost is a multiple of ``scale`` seconds."""
+    curve = CostCurve((1, 8), (0, 64), ((scale, scale * 2), (scale * 3, scale * 4)), ((0.0, 0.0), (0.0, 0.0)))
+    return LatencyProfile(PAIR, device, "float32", curve, curve, {"small": curve}, {"small": curve}, environment={"torch": "2"})
+
+
+def an_outcome(n: int = 3) -> Outcome:
+    """Executed counts of ``n`` requests."""
+    counts = [Counts(1, 10 + i, 30 + i, 20, 40, 40, 50, 0.125 * (i + 1)) for i in range(n)]
+    return Outcome("abcdef123456", "executed", tuple(RequestOutcome(f"r{i}", CATEGORIES[i % 3], c) for i, c in enumerate(counts)))
+
+
+def a_recording(store: TraceStore, *, n: int = 6, drafts: tuple[str, ...] = ("small",), verifier: Verifier = "coupled") -> str:
+    """A complete recording in a store: ``n`` trajectories with steps and panoramas; its id."""
+    store.put_pair(PAIR, "demo", {"target": "t"})
+    workload = Workload("w", tuple(Request(f"r{i}", CATEGORIES[i % 3], ("x",)) for i in range(n)))
+    info = store.create_recording(PAIR, store.put_workload(workload), Sampling(), max_new_tokens=64, verifier=verifier)
+    for i in range(n):
+        trajectory = a_trajectory(i, verifier=verifier)
+        store.append_trajectory(info.id, i, trajectory, steps_of(trajectory))
+        store.put_panoramas(info.id, [(i, a_panorama(trajectory, draft, seed=i)) for draft in drafts])
+    store.finish_recording(info.id)
+    return info.id

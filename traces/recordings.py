@@ -1,0 +1,448 @@
+"""Recordings in the database: begun, appended to, resumed, read back."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import func, select, update
+from sqlalchemy.orm import Session
+
+from db import CorruptedChunkError, NotFoundError
+from db.models import PairRow, PanoramaChunkRow, RecordingRow, StepChunkRow, TrajectoryRow, WorkloadRow
+from traces.acceptance import compact, keep_probability, step_survival, survival
+from traces.codec import CodecError
+from traces.errors import TraceError
+from traces.packing import pack_chain, pack_steps, pack_tokens, unpack_chain, unpack_steps, unpack_tokens
+from traces.recording import RecordedRequest, Recording, RecordingInfo, Skipped
+from traces.rows import Storage, chunk_of, chunk_values, insert_absent, resolve, sampling_json
+from traces.schema import AGREE_NONE, AGREE_YES, ChainPanorama, Sampling, Step, Trajectory, Verifier
+
+CHAIN = "chain"
+BATCH = 64
+"""Requests read per query when iterating."""
+Appended = tuple[int, Trajectory, Sequence[Step]]
+
+
+class Recordings(Storage):
+    """Recordings, their trajectories, panoramas and executed rounds."""
+
+    def create_recording(
+        self,
+        pair_id: str,
+        workload_id: str | None,
+        sampling: Sampling,
+        *,
+        max_new_tokens: int,
+        verifier: Verifier = "coupled",
+        options: Mapping[str, Any] | None = None,
+        source: str = "record",
+    ) -> RecordingInfo:
+        """Begins a recording in state ``recording``. The pair and the workload must be stored already (NotFoundError)."""
+        values = {
+            "pair_id": pair_id,
+            "workload_id": workload_id,
+            "source": source,
+            "state": "recording",
+            "sampling": sampling_json(sampling),
+            "max_new_tokens": max_new_tokens,
+            "verifier": verifier,
+            "options": dict(options or {}),
+            "progress": {},
+            "spec_sha256": _spec(pair_id, workload_id, sampling, max_new_tokens, verifier, options, source),
+            "created_at": self.clock(),
+        }
+        with self.database.write() as session:
+            self._require(session, pair_id, workload_id)
+            new = self.insert_new(session, RecordingRow, "rec", values)
+            return _info(session, session.get_one(RecordingRow, new))
+
+    def unfinished_recording(
+        self,
+        pair_id: str,
+        workload_id: str | None,
+        sampling: Sampling,
+        *,
+        max_new_tokens: int,
+        verifier: Verifier = "coupled",
+        options: Mapping[str, Any] | None = None,
+        source: str = "record",
+    ) -> RecordingInfo | None:
+        """The newest recording begun with exactly these arguments and not finished: what a killed ``record`` resumes."""
+        spec = _spec(pair_id, workload_id, sampling, max_new_tokens, verifier, options, source)
+        return self._newest(spec, "recording")
+
+    def finished_recording(
+        self,
+        pair_id: str,
+        workload_id: str | None,
+        sampling: Sampling,
+        *,
+        max_new_tokens: int,
+        verifier: Verifier = "coupled",
+        options: Mapping[str, Any] | None = None,
+        source: str = "record",
+    ) -> RecordingInfo | None:
+        """The newest complete recording of exactly these arguments: what ``tune`` need not record again."""
+        spec = _spec(pair_id, workload_id, sampling, max_new_tokens, verifier, options, source)
+        return self._newest(spec, "complete")
+
+    def _newest(self, spec: str, state: str) -> RecordingInfo | None:
+        with self.database.read() as session:
+            row = session.scalars(
+                select(RecordingRow)
+                .where(RecordingRow.spec_sha256 == spec, RecordingRow.state == state)
+                .order_by(RecordingRow.created_at.desc(), RecordingRow.id)
+                .limit(1)
+            ).first()
+            return None if row is None else _info(session, row)
+
+    def resolve_recording(self, text: str) -> str:
+        """The id meant by an id, an unambiguous beginning of one, or ``latest``. Raises NotFoundError."""
+        with self.database.read() as session:
+            return resolve(session, RecordingRow.id, text, "recording", newest=RecordingRow.created_at)
+
+    def get_recording(self, recording: str) -> RecordingInfo:
+        """The recording without its chunks. Raises NotFoundError."""
+        with self.database.read() as session:
+            return _info(session, _recording(session, recording))
+
+    def set_progress(self, recording: str, progress: Mapping[str, Any]) -> None:
+        """Replaces the recording's progress document."""
+        self._set(recording, progress=dict(progress))
+
+    def finish_recording(self, recording: str, state: str = "complete") -> None:
+        """Marks a recording ``complete`` or ``abandoned``; doing it again changes nothing but the time."""
+        self._set(recording, state=state, finished_at=self.clock())
+
+    def append_trajectory(self, recording: str, ordinal: int, trajectory: Trajectory, steps: Sequence[Step] = ()) -> bool:
+        """Stores one decoded request in one transaction; when this returns it survives a kill.
+
+        Returns False, changing nothing, when the same trajectory is there already, so that a resumed recording may append again.
+        Raises :class:`TraceError` when another trajectory has that ordinal, and NotFoundError for an unknown recording.
+        """
+        return self.append_trajectories(recording, [(ordinal, trajectory, steps)]) == 1
+
+    def append_trajectories(self, recording: str, items: Sequence[Appended]) -> int:
+        """:meth:`append_trajectory` for several in one transaction; how many were new."""
+        packed = [(*item, pack_tokens(item[1].prompt_ids, item[1].output_ids), pack_steps(item[2])) for item in items]
+        added = 0
+        with self.database.write() as session:
+            _recording(session, recording)
+            for ordinal, trajectory, steps, tokens, rounds in packed:
+                sums = _sums(steps)
+                values = {
+                    "recording_id": recording,
+                    "ordinal": ordinal,
+                    "request_id": trajectory.request_id,
+                    "category": trajectory.category,
+                    "sampling": sampling_json(trajectory.sampling),
+                    "max_new_tokens": trajectory.max_new_tokens,
+                    "verifier": trajectory.verifier,
+                    "finish": trajectory.finish,
+                    "stop_strings": list(trajectory.stop_strings),
+                    "n_prompt": len(trajectory.prompt_ids),
+                    "n_output": len(trajectory.output_ids),
+                    "created_at": self.clock(),
+                    **{name: sums[name] for name in ("rounds", "drafted", "accepted", "seconds")},
+                    **chunk_values(tokens),
+                }
+                if not insert_absent(session, TrajectoryRow, values):
+                    there = session.get_one(TrajectoryRow, (recording, ordinal))
+                    if there.sha256 != tokens.sha256 or there.request_id != trajectory.request_id:
+                        raise TraceError(
+                            f"recording {recording} already holds another trajectory at {ordinal}: request {there.request_id!r}, "
+                            f"not {trajectory.request_id!r} as given"
+                        )
+                    continue
+                added += 1
+                if steps:
+                    session.add(
+                        step_row(
+                            recording, None, ordinal, trajectory.request_id, trajectory.category, steps, chunk_values(rounds)
+                        )
+                    )
+        return added
+
+    def recorded_ordinals(self, recording: str) -> frozenset[int]:
+        """The ordinals that hold a trajectory."""
+        with self.database.read() as session:
+            return frozenset(session.scalars(select(TrajectoryRow.ordinal).where(TrajectoryRow.recording_id == recording)))
+
+    def put_panorama(self, recording: str, ordinal: int, panorama: ChainPanorama) -> bool:
+        """Stores what a draft would propose along one trajectory, replacing a shorter or equal one.
+
+        Returns False when a longer one (larger gamma_max) is kept instead. Raises :class:`TraceError` when it does not fit the
+        trajectory.
+        """
+        return self.put_panoramas(recording, [(ordinal, panorama)]) == 1
+
+    def put_panoramas(self, recording: str, items: Sequence[tuple[int, ChainPanorama]]) -> int:
+        """:meth:`put_panorama` for several in one transaction; how many were stored."""
+        packed = [(ordinal, panorama, pack_chain(panorama)) for ordinal, panorama in items]
+        stored = 0
+        with self.database.write() as session:
+            for ordinal, panorama, chunk in packed:
+                trajectory = session.get(TrajectoryRow, (recording, ordinal))
+                if trajectory is None:
+                    raise NotFoundError(f"recording {recording} has no trajectory {ordinal}")
+                if trajectory.n_output != len(panorama.agree):
+                    raise TraceError(
+                        f"a panorama of {len(panorama.agree)} positions does not fit trajectory {ordinal} of {recording}, "
+                        f"which has {trajectory.n_output} tokens"
+                    )
+                there = session.get(PanoramaChunkRow, (recording, ordinal, panorama.draft, CHAIN))
+                if there is not None:
+                    if there.gamma_max > panorama.gamma_max:
+                        continue
+                    session.delete(there)
+                    session.flush()
+                verifier: Verifier = "rejection" if trajectory.verifier == "rejection" else "coupled"
+                sums, n = survival(panorama, verifier), len(panorama.agree)
+                session.add(
+                    PanoramaChunkRow(
+                        recording_id=recording,
+                        ordinal=ordinal,
+                        draft=panorama.draft,
+                        kind=CHAIN,
+                        gamma_max=panorama.gamma_max,
+                        n=n,
+                        agree_count=int((panorama.agree == AGREE_YES).sum()),
+                        none_count=int((panorama.agree == AGREE_NONE).sum()),
+                        acceptance=float(keep_probability(panorama, verifier).mean()) if n else 0.0,
+                        at_risk=compact(sums.at_risk),
+                        survived=compact(sums.survived),
+                        **chunk_values(chunk),
+                    )
+                )
+                stored += 1
+        return stored
+
+    def missing_panoramas(self, recording: str, draft: str, gamma_max: int) -> tuple[int, ...]:
+        """Ordinals whose trajectory has no panorama of this draft with at least this gamma_max, in order."""
+        have = (
+            select(PanoramaChunkRow.ordinal)
+            .where(PanoramaChunkRow.recording_id == recording, PanoramaChunkRow.draft == draft, PanoramaChunkRow.kind == CHAIN)
+            .where(PanoramaChunkRow.gamma_max >= gamma_max)
+        )
+        with self.database.read() as session:
+            _recording(session, recording)
+            missing = select(TrajectoryRow.ordinal).where(
+                TrajectoryRow.recording_id == recording, TrajectoryRow.ordinal.not_in(have)
+            )
+            return tuple(session.scalars(missing.order_by(TrajectoryRow.ordinal)))
+
+    def load(
+        self, recording: str, drafts: Collection[str] | None = None, *, steps: bool = False, skip_corrupted: bool = False
+    ) -> Recording:
+        """A recording in memory, with the panoramas of ``drafts`` (all by default) and, if ``steps``, its executed rounds.
+
+        A damaged chunk raises :class:`CorruptedChunkError` naming it; with ``skip_corrupted`` it is left out and listed in
+        ``skipped``.
+        """
+        skipped: list[Skipped] | None = [] if skip_corrupted else None
+        info = self.get_recording(recording)
+        requests = tuple(self.iterate(recording, drafts, steps=steps, skipped=skipped))
+        return Recording(info, requests, tuple(skipped or ()))
+
+    def iterate(
+        self,
+        recording: str,
+        drafts: Collection[str] | None = None,
+        *,
+        steps: bool = False,
+        ordinals: Collection[int] | None = None,
+        skipped: list[Skipped] | None = None,
+    ) -> Iterator[RecordedRequest]:
+        """The requests in order, a batch in memory at a time. Damaged chunks raise, or go to ``skipped`` if it is given."""
+        wanted = sorted(self.recorded_ordinals(recording) if ordinals is None else ordinals)
+        for i in range(0, len(wanted), BATCH):
+            yield from self._batch(recording, wanted[i : i + BATCH], drafts, steps, skipped)
+
+    def steps(self, recording: str, ordinal: int) -> tuple[Step, ...]:
+        """The rounds that one recorded request was decoded by; empty if none were stored. Raises CorruptedChunkError."""
+        where = (StepChunkRow.recording_id == recording, StepChunkRow.ordinal == ordinal)
+        with self.database.read() as session:
+            row = session.scalars(select(StepChunkRow).where(*where)).first()
+        try:
+            return () if row is None else unpack_steps(chunk_of(row))
+        except CodecError as error:
+            raise _corrupted(recording, ordinal, "its steps", error) from error
+
+    def _batch(
+        self, recording: str, ordinals: Sequence[int], drafts: Collection[str] | None, steps: bool, skipped: list[Skipped] | None
+    ) -> Iterator[RecordedRequest]:
+        chosen = select(PanoramaChunkRow).where(
+            PanoramaChunkRow.recording_id == recording, PanoramaChunkRow.ordinal.in_(ordinals)
+        )
+        if drafts is not None:
+            chosen = chosen.where(PanoramaChunkRow.draft.in_(drafts))
+        rounds = select(StepChunkRow).where(StepChunkRow.recording_id == recording, StepChunkRow.ordinal.in_(ordinals))
+        with self.database.read() as session:
+            rows = session.scalars(
+                select(TrajectoryRow)
+                .where(TrajectoryRow.recording_id == recording, TrajectoryRow.ordinal.in_(ordinals))
+                .order_by(TrajectoryRow.ordinal)
+            ).all()
+            panoramas: dict[int, list[PanoramaChunkRow]] = {}
+            for chunk in session.scalars(chosen.order_by(PanoramaChunkRow.draft)):
+                panoramas.setdefault(chunk.ordinal, []).append(chunk)
+            executed = {row.ordinal: row for row in session.scalars(rounds)} if steps else {}
+
+        def fail(ordinal: int, draft: str | None, what: str, error: CodecError) -> None:
+            if skipped is None:
+                raise _corrupted(recording, ordinal, what, error) from error
+            skipped.append(Skipped(recording, ordinal, draft, str(error)))
+
+        for row in rows:
+            try:
+                trajectory = _trajectory(row)
+            except CodecError as error:
+                fail(row.ordinal, None, "its token ids", error)
+                continue
+            by_draft: dict[str, ChainPanorama] = {}
+            for chunk in panoramas.get(row.ordinal, ()):
+                try:
+                    by_draft[chunk.draft] = unpack_chain(chunk_of(chunk))
+                except CodecError as error:
+                    fail(row.ordinal, chunk.draft, f"panorama of draft {chunk.draft!r}", error)
+            walked: tuple[Step, ...] = ()
+            if row.ordinal in executed:
+                try:
+                    walked = unpack_steps(chunk_of(executed[row.ordinal]))
+                except CodecError as error:
+                    fail(row.ordinal, None, "its steps", error)
+            yield RecordedRequest(row.ordinal, trajectory, by_draft, walked)
+
+    def _set(self, recording: str, **values: Any) -> None:
+        with self.database.write() as session:
+            _recording(session, recording)
+            session.execute(update(RecordingRow).where(RecordingRow.id == recording).values(**values))
+
+    def _require(self, session: Session, pair_id: str, workload_id: str | None) -> None:
+        if session.get(PairRow, pair_id) is None:
+            raise NotFoundError(f"there is no pair {pair_id!r}; store it before recording with it")
+        if workload_id is not None and session.get(WorkloadRow, workload_id) is None:
+            raise NotFoundError(f"there is no workload {workload_id!r}; store it before recording it")
+
+
+def step_row(
+    recording: str | None,
+    run: str | None,
+    ordinal: int,
+    request_id: str,
+    category: str,
+    steps: Sequence[Step],
+    chunk: Mapping[str, Any],
+) -> StepChunkRow:
+    """The row of one request's rounds, with its summaries."""
+    sums = step_survival(steps)
+    return StepChunkRow(
+        recording_id=recording,
+        run_id=run,
+        ordinal=ordinal,
+        request_id=request_id,
+        category=category,
+        policies=sorted({s.policy for s in steps}),
+        at_risk=compact(sums.at_risk),
+        survived=compact(sums.survived),
+        **_sums(steps),
+        **chunk,
+    )
+
+
+def _sums(steps: Sequence[Step]) -> dict[str, Any]:
+    return {
+        "rounds": len(steps),
+        "drafted": sum(s.drafted for s in steps),
+        "accepted": sum(s.accepted for s in steps),
+        "emitted": sum(s.emitted for s in steps),
+        "seconds": sum(s.round_s for s in steps),
+    }
+
+
+def _spec(
+    pair_id: str,
+    workload_id: str | None,
+    sampling: Sampling,
+    max_new_tokens: int,
+    verifier: Verifier,
+    options: Mapping[str, Any] | None,
+    source: str,
+) -> str:
+    spec = [pair_id, workload_id, sampling_json(sampling), max_new_tokens, verifier, dict(options or {}), source]
+    return hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()
+
+
+def _recording(session: Session, recording: str) -> RecordingRow:
+    row = session.get(RecordingRow, recording)
+    if row is None:
+        raise NotFoundError(f"there is no recording {recording!r}; `cli.py traces list` shows those there are")
+    return row
+
+
+def _trajectory(row: TrajectoryRow) -> Trajectory:
+    prompt, output = unpack_tokens(chunk_of(row))
+    return Trajectory(
+        request_id=row.request_id,
+        category=row.category,
+        prompt_ids=prompt,
+        output_ids=output,
+        sampling=Sampling(**row.sampling),
+        max_new_tokens=row.max_new_tokens,
+        finish=row.finish,  # type: ignore[arg-type]  # what was put in
+        verifier=row.verifier,  # type: ignore[arg-type]
+        stop_strings=tuple(row.stop_strings),
+    )
+
+
+def infos(session: Session, rows: Sequence[RecordingRow]) -> list[RecordingInfo]:
+    """Recordings with the counts of what they hold, in two queries however many there are."""
+    ids = [row.id for row in rows]
+    requests = {
+        name: (count, tokens)
+        for name, count, tokens in session.execute(
+            select(TrajectoryRow.recording_id, func.count(), func.sum(TrajectoryRow.n_output))
+            .where(TrajectoryRow.recording_id.in_(ids))
+            .group_by(TrajectoryRow.recording_id)
+        )
+    }
+    drafts: dict[str, dict[str, int]] = {}
+    counted = (
+        select(PanoramaChunkRow.recording_id, PanoramaChunkRow.draft, func.count())
+        .where(PanoramaChunkRow.recording_id.in_(ids))
+        .group_by(PanoramaChunkRow.recording_id, PanoramaChunkRow.draft)
+        .order_by(PanoramaChunkRow.draft)
+    )
+    for name, draft, count in session.execute(counted):
+        drafts.setdefault(name, {})[draft] = count
+    return [
+        RecordingInfo(
+            id=row.id,
+            pair_id=row.pair_id,
+            workload_id=row.workload_id,
+            source=row.source,
+            state=row.state,
+            sampling=Sampling(**row.sampling),
+            max_new_tokens=row.max_new_tokens,
+            verifier=row.verifier,  # type: ignore[arg-type]  # what was put in
+            options=row.options,
+            progress=row.progress,
+            created_at=row.created_at,
+            finished_at=row.finished_at,
+            n_requests=int(requests.get(row.id, (0, 0))[0]),
+            n_output_tokens=int(requests.get(row.id, (0, 0))[1]),
+            drafts=drafts.get(row.id, {}),
+        )
+        for row in rows
+    ]
+
+
+def _info(session: Session, row: RecordingRow) -> RecordingInfo:
+    return infos(session, [row])[0]
+
+
+def _corrupted(recording: str, ordinal: int, what: str, error: CodecError) -> CorruptedChunkError:
+    return CorruptedChunkError(f"recording {recording}, request {ordinal}: {what} cannot be used ({error}); the others still can")
