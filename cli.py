@@ -313,7 +313,9 @@ def _same_pair(pair_id: str, pair: LoadedPair, recording: str) -> None:
     from traces.errors import TraceError
 
     if pair_id != pair.id:
-        raise TraceError(f"recording {recording} was made with pair {pair_id}, not with {pair.id} ({pair.spec.name}); give that pair")
+        raise TraceError(
+            f"recording {recording} was made with pair {pair_id}, not with {pair.id} ({pair.spec.name}); give that pair"
+        )
 
 
 @main.command()
@@ -410,7 +412,9 @@ def _outcome_json(outcome: Outcome, policy: Policy) -> dict[str, Any]:
 
 
 @main.command()
-@click.option("--policy", "policy_name", default="active", show_default=True, help="FILE, inline JSON, ID, active, or autoregressive.")
+@click.option(
+    "--policy", "policy_name", default="active", show_default=True, help="FILE, inline JSON, ID, active, or autoregressive."
+)
 @pair_options
 @workload_options
 @sampling_options
@@ -418,6 +422,7 @@ def _outcome_json(outcome: Outcome, policy: Policy) -> dict[str, Any]:
 @click.option("--profile", "profile_id", help="Profile for windows that need costs; default: the latest.")
 @click.option("--outputs", type=click.Path(dir_okay=False), help="Write the texts, one JSON line per request.")
 @click.option("--per-round", type=click.Path(dir_okay=False), help="Write one JSON line per round.")
+@click.option("--record", "keep_texts", is_flag=True, help="Keep the texts as a recording, for `tune --recording` and schedules.")
 @click.option("--no-store", is_flag=True, help="Do not keep the run in the database.")
 @json_option
 @click.pass_context
@@ -449,6 +454,10 @@ def run(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         result = outcome(last.label(), decoded)
         if not kw["no_store"]:
             _keep_run(store, pair, last, result, workload, decoded)
+        if kw["keep_texts"]:
+            from optimizer.record import keep_served
+
+            click.echo(f"recording {keep_served(store, pair, options, decoded)}", err=True)
     if kw["outputs"]:
         _write_rounds(
             kw["outputs"],
@@ -505,7 +514,9 @@ def _source(
 @device_options
 @click.option("--trials", type=click.IntRange(0), default=400, show_default=True, help="Optuna trials beside the enumeration.")
 @click.option("--gamma-max", type=click.IntRange(2, 64), default=16, show_default=True)
-@click.option("--finalists", type=click.IntRange(1, 16), default=4, show_default=True, help="Policies executed beside the baselines.")
+@click.option(
+    "--finalists", type=click.IntRange(1, 16), default=4, show_default=True, help="Policies executed beside the baselines."
+)
 @click.option("--budget", default="2m", show_default=True, help="Time for the executed comparison, e.g. 90s, 10m.")
 @click.option("--search-seed", type=int, default=0, show_default=True)
 @click.option("--recording", "recording_id", help="Tune on this recording instead of decoding a workload.")
@@ -685,7 +696,9 @@ def policies_show(ctx: click.Context, as_json: bool, policy_name: str, **kw: Any
         click.echo(f"{policy.id}  {policy.label()}")
         click.echo(json.dumps(policy.spelled_out(), indent=2))
         if published:
-            click.echo(f"published as version {published[0].version} ({published[0].created_at:%Y-%m-%d %H:%M} UTC): {published[0].reason}")
+            click.echo(
+                f"published as version {published[0].version} ({published[0].created_at:%Y-%m-%d %H:%M} UTC): {published[0].reason}"
+            )
 
 
 @policies.command("diff")
@@ -738,7 +751,9 @@ def policies_activate(ctx: click.Context, as_json: bool, policy_name: str, reaso
         store.put_pair(spec.id, spec.name, spec.to_json())
         store.put_policy(policy.id, policy.spelled_out(), policy.label())
         published = store.publish(spec.id, device, policy.id, actor="cli", reason=reason)
-    _emit(as_json, {"version": published.version, "policy": policy.id}, f"version {published.version}: {policy.label()} is in force")
+    _emit(
+        as_json, {"version": published.version, "policy": policy.id}, f"version {published.version}: {policy.label()} is in force"
+    )
 
 
 def _check_runs(store: TraceStore, policy: Policy, pair_id: str, drafts: tuple[str, ...], device: str) -> None:
@@ -785,12 +800,18 @@ def policies_rollback(ctx: click.Context, as_json: bool, to: int | None, **kw: A
             reason=f"rollback of version {active.version} to {earlier.version}",
             expected=active.version,
         )
-    _emit(as_json, {"version": published.version, "policy": published.policy_id}, f"version {published.version}: {published.label} is in force again")
+    _emit(
+        as_json,
+        {"version": published.version, "policy": published.policy_id},
+        f"version {published.version}: {published.label} is in force again",
+    )
 
 
 @policies.command("export")
 @click.argument("policy_name", metavar="POLICY", default="active")
-@click.option("--for", "engine", type=click.Choice(["spectune", "vllm", "sglang", "tensorrt-llm"]), default="spectune", show_default=True)
+@click.option(
+    "--for", "engine", type=click.Choice(["spectune", "vllm", "sglang", "tensorrt-llm"]), default="spectune", show_default=True
+)
 @pair_options
 @on_device
 @click.pass_context
@@ -810,6 +831,246 @@ def policies_export(ctx: click.Context, policy_name: str, engine: str, **kw: Any
     from optimizer.export import engine_settings
 
     click.echo(json.dumps(policy.spelled_out() if engine == "spectune" else engine_settings(policy, spec, engine), indent=2))
+
+
+@main.group()
+def traces() -> None:
+    """Recordings: list, show, stats, query, export, import, prune."""
+
+
+filter_options = _options(
+    click.option("--recording", "recordings", multiple=True, help="Id, beginning of one, or latest; repeatable."),
+    click.option("--pair-id", "pair", help="Pair id."),
+    click.option("--category", "categories", multiple=True, help="Repeatable."),
+    click.option("--since", type=click.DateTime(), help="Recorded at or after (UTC)."),
+    click.option("--until", type=click.DateTime(), help="Recorded before (UTC)."),
+    click.option("--draft", "draft", help="Draft whose acceptance is meant."),
+    click.option("--min-acceptance", type=click.FloatRange(0, 1)),
+    click.option("--max-acceptance", type=click.FloatRange(0, 1)),
+)
+
+
+def _filter(kw: dict[str, Any]) -> Any:
+    from datetime import UTC
+
+    from traces.query import TraceFilter
+
+    moments = {k: kw[k].replace(tzinfo=UTC) if kw[k] else None for k in ("since", "until")}
+    return TraceFilter(
+        recordings=tuple(kw["recordings"]),
+        pair=kw["pair"],
+        categories=tuple(kw["categories"]),
+        draft=kw["draft"],
+        min_acceptance=kw["min_acceptance"],
+        max_acceptance=kw["max_acceptance"],
+        **moments,
+    )
+
+
+@traces.command("list")
+@filter_options
+@json_option
+@click.pass_context
+def traces_list(ctx: click.Context, as_json: bool, **kw: Any) -> None:
+    """Recordings that hold a matching request, newest first.
+
+    \b
+    Example:  cli.py traces list --category code
+    """
+    from optimizer.report import rows_table
+    from traces.query import list_recordings
+
+    with _store(ctx, create=False) as store:
+        rows = [r.to_json() for r in list_recordings(store.database, _filter(kw))]
+    columns = ("id", "pair_id", "source", "state", "n_requests", "n_output_tokens", "max_new_tokens", "drafts", "created_at")
+    _emit(as_json, {"recordings": rows}, lambda: rows_table(rows, columns, "recordings"))
+
+
+@traces.command("show")
+@click.argument("recording", default="latest")
+@click.option("--request", "request_id", help="One request: its text's rounds.")
+@json_option
+@click.pass_context
+def traces_show(ctx: click.Context, as_json: bool, recording: str, request_id: str | None) -> None:
+    """One recording: what was asked, and its requests; or the rounds of one request.
+
+    \b
+    Example:  cli.py traces show latest --request demo/code/3
+    """
+    from dataclasses import asdict
+
+    from optimizer.report import rows_table
+    from traces.errors import TraceError
+    from traces.query import RequestRow, TraceFilter, request_rows
+
+    with _store(ctx, create=False) as store:
+        name = store.resolve_recording(recording)
+        info = store.get_recording(name)
+        if request_id is not None:
+            found = next((r for r in store.iterate(name, drafts=(), steps=True) if r.trajectory.request_id == request_id), None)
+            if found is None:
+                raise TraceError(f"recording {name} has no request {request_id!r} (see `traces query --recording {name}`)")
+            steps = [asdict(s) for s in found.steps]
+            columns = (
+                "start",
+                "drafted",
+                "verified",
+                "accepted",
+                "emitted",
+                "draft_steps",
+                "lag",
+                "draft_s",
+                "verify_s",
+                "round_s",
+            )
+            _emit(
+                as_json,
+                {"request": request_id, "output_ids": found.trajectory.output_ids.tolist(), "steps": steps},
+                lambda: rows_table(steps, columns, f"{request_id}: rounds"),
+            )
+            return
+        rows = [r.to_json() for r in request_rows(store.database, TraceFilter(recordings=(name,)))]
+    columns = tuple(c for c in RequestRow.columns() if c not in ("recording", "recorded_at"))
+    _emit(as_json, {**info.to_json(), "requests": rows}, lambda: rows_table(rows, columns, f"recording {name}: {info.state}"))
+
+
+@traces.command("stats")
+@filter_options
+@click.option("--by", default="draft,category", show_default=True, help="Of draft, category, recording; comma-separated.")
+@click.option("--executed", is_flag=True, help="Over the rounds executed, not over every start of the panoramas.")
+@json_option
+@click.pass_context
+def traces_stats(ctx: click.Context, as_json: bool, by: str, executed: bool, **kw: Any) -> None:
+    """Acceptance, overall and by position in the draft.
+
+    marginal: share of chains that reach a position; conditional: of those that reached the one before.
+
+    \b
+    Example:  cli.py traces stats --by draft,category
+    """
+    from optimizer.report import rows_table
+    from traces.query import GROUPS, GroupBy, acceptance_stats, executed_stats
+
+    groups: list[GroupBy] = []
+    for name in by.split(","):
+        match = next((g for g in GROUPS if g == name.strip()), None)
+        if match is None:
+            raise click.BadParameter(f"{name!r}: one of {', '.join(GROUPS)} is expected", param_hint="--by")
+        groups.append(match)
+    with _store(ctx, create=False) as store:
+        call = executed_stats if executed else acceptance_stats
+        rows = [s.to_json() for s in call(store.database, _filter(kw), groups)]
+    for row in rows:
+        row["by_position"] = " ".join(f"{x:.2f}" for x in row["marginal"][:10])
+    shown = tuple(g for g in groups if not (executed and g == "draft"))
+    columns = (*shown, "requests", "acceptance", "mean_accepted_length", "by_position")
+    _emit(as_json, {"stats": rows}, lambda: rows_table(rows, columns, "acceptance"))
+
+
+@traces.command("query")
+@filter_options
+@click.option("--format", "kind", type=click.Choice(["table", "json", "csv"]), default="table", show_default=True)
+@json_option
+@click.pass_context
+def traces_query(ctx: click.Context, as_json: bool, kind: str, **kw: Any) -> None:
+    """One row per request and draft.
+
+    \b
+    Example:  cli.py traces query --draft small --max-acceptance 0.5 --format csv
+    """
+    from optimizer.report import rows_table
+    from traces.export import write_rows
+    from traces.query import RequestRow, request_rows
+
+    with _store(ctx, create=False) as store:
+        rows = list(request_rows(store.database, _filter(kw)))
+    if as_json:
+        click.echo(json.dumps({"requests": [r.to_json() for r in rows]}, ensure_ascii=False))
+    elif kind in ("json", "csv"):
+        write_rows(rows, sys.stdout, "json" if kind == "json" else "csv")
+    else:
+        columns = tuple(c for c in RequestRow.columns() if c != "recorded_at")
+        _console().print(rows_table([r.to_json() for r in rows], columns))
+
+
+@traces.command("export")
+@click.argument("path", type=click.Path(dir_okay=False))
+@filter_options
+@json_option
+@click.pass_context
+def traces_export(ctx: click.Context, as_json: bool, path: str, **kw: Any) -> None:
+    """Rows to .json, .csv or .parquet; whole recordings, to be imported elsewhere, to .db.
+
+    \b
+    Example:  cli.py traces export rows.parquet --category code
+              cli.py traces export recording.db --recording latest
+    """
+    from traces.export import export_rows
+    from traces.query import list_recordings, request_rows
+    from traces.transfer import export_recordings
+
+    with _store(ctx, create=False) as store:
+        if path.endswith(".db"):
+            names = [r.id for r in list_recordings(store.database, _filter(kw))]
+            moved = export_recordings(store.database, names, path)
+            data: dict[str, Any] = {"path": path, "recordings": list(moved.added), "chunks": moved.chunks}
+        else:
+            data = {"path": path, "rows": export_rows(request_rows(store.database, _filter(kw)), path)}
+    _emit(as_json, data, ", ".join(f"{k} {v}" for k, v in data.items()))
+
+
+@traces.command("import")
+@click.argument("path", type=click.Path(dir_okay=False))
+@json_option
+@click.pass_context
+def traces_import(ctx: click.Context, as_json: bool, path: str) -> None:
+    """Add the recordings of an exported .db file; what is here already stays as it is.
+
+    \b
+    Example:  cli.py traces import recording.db
+    """
+    from traces.transfer import import_recordings
+
+    with _store(ctx) as store:
+        moved = import_recordings(store.database, path)
+    data = {"added": list(moved.added), "present": list(moved.present), "chunks": moved.chunks}
+    _emit(as_json, data, f"added {', '.join(moved.added) or 'nothing'}; already here: {', '.join(moved.present) or 'nothing'}")
+
+
+@traces.command("prune")
+@click.option("--recording", "recordings", multiple=True, help="Remove this one; repeatable.")
+@click.option("--older-than", help="Remove recordings older than, e.g., 30d.")
+@click.option("--keep-last", type=click.IntRange(0), help="Keep the newest N.")
+@click.option("--force", is_flag=True, help="Remove even what a publication's evidence refers to.")
+@click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+@json_option
+@click.pass_context
+def traces_prune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
+    """Remove old recordings; those that a publication rests on are spared.
+
+    \b
+    Example:  cli.py traces prune --older-than 30d --dry-run
+    """
+    from datetime import timedelta
+
+    from optimizer.schedule import parse_duration
+    from traces.prune import prune
+
+    with _store(ctx, create=False) as store:
+        before = store.clock() - timedelta(seconds=parse_duration(kw["older_than"])) if kw["older_than"] else None
+        report = prune(
+            store.database,
+            recordings=kw["recordings"],
+            before=before,
+            keep_last=kw["keep_last"],
+            force=kw["force"],
+            dry_run=kw["dry_run"],
+            vacuum=not kw["dry_run"],
+        )
+    verb = "would remove" if report.dry_run else "removed"
+    names = ", ".join(p.recording for p in report.removed) or "nothing"
+    kept = f"; spared as evidence: {', '.join(report.kept)}" if report.kept else ""
+    _emit(as_json, report.to_json(), f"{verb} {names} ({report.size_bytes} bytes){kept}")
 
 
 @main.group()
@@ -937,7 +1198,11 @@ def schedule_list(ctx: click.Context, as_json: bool) -> None:
     with _store(ctx) as store:
         found = list_schedules(store.database)
     rows = [{**s.to_json(), "when": s.when} for s in found]
-    _emit(as_json, {"schedules": rows}, lambda: rows_table(rows, ("name", "when", "next_fire_at", "enabled", "budget_s"), "schedules"))
+    _emit(
+        as_json,
+        {"schedules": rows},
+        lambda: rows_table(rows, ("name", "when", "next_fire_at", "enabled", "budget_s"), "schedules"),
+    )
 
 
 @schedule.command("show")
@@ -1007,7 +1272,9 @@ def schedule_history(ctx: click.Context, as_json: bool, name: str | None, limit:
     _emit(
         as_json,
         {"history": [f.to_json() for f in fires]},
-        lambda: rows_table(rows, ("schedule", "fire_at", "outcome", "state", "attempt", "result", "published", "error"), "history"),
+        lambda: rows_table(
+            rows, ("schedule", "fire_at", "outcome", "state", "attempt", "result", "published", "error"), "history"
+        ),
     )
 
 

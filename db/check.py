@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from sqlalchemy import inspect, select
-from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
 from db import migrate
 from db.database import Database, schema_of
-from db.engine import explain, parse_url, shown
+from db.engine import parse_url, shown
 from db.errors import DatabaseError
 from db.models import Packed
 from db.tables import PACKED
+
+_BATCH = 256
 
 
 @dataclass(frozen=True)
@@ -68,16 +70,27 @@ def check(url: str) -> CheckReport:
     schema, head = schema_of(url), migrate.head()
     if schema != head:
         return CheckReport(shown(parsed), schema, head)
-    with Database(parsed) as database, database.read() as session:
-        integrity = _integrity(session) if database.dialect == "sqlite" else ()
-        broken = _foreign_keys(session) if database.dialect == "sqlite" else ()
-        size = _size_bytes(session, database.dialect)
-        total, bad = 0, []
+    with Database(parsed) as database:
+        sqlite = database.dialect == "sqlite"
+        integrity = _ask(database, _integrity) if sqlite else ()
+        # A damaged file answers no further questions about itself, but its chunks may still be readable.
+        broken = _ask(database, _foreign_keys) if sqlite and not integrity else ()
+        with database.read() as session:
+            size = _size_bytes(session, database.dialect)
+        total, bad = 0, list[BadChunk]()
         for row in PACKED:
-            count, found = _chunks(session, database, row)
+            count, found = _chunks(database, row)
             total += count
             bad.extend(found)
     return CheckReport(shown(parsed), schema, head, total, size, integrity, broken, tuple(bad))
+
+
+def _ask(database: Database, question: Callable[[Session], tuple[str, ...]]) -> tuple[str, ...]:
+    try:
+        with database.read() as session:
+            return question(session)
+    except DatabaseError as error:
+        return (str(error),)
 
 
 def _integrity(session: Session) -> tuple[str, ...]:
@@ -99,23 +112,37 @@ def _size_bytes(session: Session, dialect: str) -> int:
     return int(session.connection().exec_driver_sql(ask).scalar_one())
 
 
-def _chunks(session: Session, database: Database, row: type[Packed]) -> tuple[int, list[BadChunk]]:
-    """Keys first and blobs one by one, so that one unreadable page costs one chunk and not the table."""
+def _chunks(database: Database, row: type[Packed]) -> tuple[int, list[BadChunk]]:
+    """How many chunks there are, and the bad ones."""
     table = inspect(row).local_table
     columns = list(table.primary_key.columns)
-    bad: list[BadChunk] = []
     try:
-        keys = session.execute(select(*columns).order_by(*columns)).all()
-    except DBAPIError as error:
-        return 0, [BadChunk(str(table.name), {}, explain(database.url, error))]
-    for key in keys:
-        named = {column.name: value for column, value in zip(columns, key, strict=True)}
-        where = [column == value for column, value in zip(columns, key, strict=True)]
+        with database.read() as session:
+            keys = session.execute(select(*columns).order_by(*columns)).all()
+    except DatabaseError as error:
+        return 0, [BadChunk(str(table.name), {}, str(error))]
+    named = [dict(zip((c.name for c in columns), key, strict=True)) for key in keys]
+    bad: list[BadChunk] = []
+    for i in range(0, len(named), _BATCH):
+        part = named[i : i + _BATCH]
         try:
+            bad.extend(_differing(database, table, part))
+        except DatabaseError:
+            # Something in there cannot be read; one by one, so that it costs one chunk.
+            for key in part:
+                try:
+                    bad.extend(_differing(database, table, [key]))
+                except DatabaseError as error:
+                    bad.append(BadChunk(str(table.name), key, f"cannot be read: {error}"))
+    return len(named), bad
+
+
+def _differing(database: Database, table: Any, keys: list[dict[str, Any]]) -> list[BadChunk]:
+    bad = []
+    with database.read() as session:
+        for key in keys:
+            where = [table.c[name] == value for name, value in key.items()]
             digest, data = session.execute(select(table.c.sha256, table.c.data).where(*where)).one()
-        except (DBAPIError, DatabaseError) as error:
-            bad.append(BadChunk(str(table.name), named, f"cannot be read: {error}"))
-            continue
-        if hashlib.sha256(data).digest() != digest:
-            bad.append(BadChunk(str(table.name), named, "checksum differs"))
-    return len(keys), bad
+            if hashlib.sha256(data).digest() != digest:
+                bad.append(BadChunk(str(table.name), key, "checksum differs"))
+    return bad

@@ -148,43 +148,32 @@ _TEMPLATES = (
     "A {place} sells {thing} in boxes of {b}. {x} buys {c} boxes and {y} buys {d} boxes. "
     "How many {thing} do they have altogether?",
     "{x} reads {b} pages of a book every day. The book has {p} pages. How many days does {x} need to finish it?",
-    "{x} earns ${a} an hour at the {place} and works {c} hours a day, {d} days a week. "
-    "How much does {x} earn in a week?",
-    "There are {c} shelves in a {place}. Each shelf holds {b} {thing}. "
-    "If {d} {thing} are taken away, how many {thing} remain?",
+    "{x} earns ${a} an hour at the {place} and works {c} hours a day, {d} days a week. How much does {x} earn in a week?",
+    "There are {c} shelves in a {place}. Each shelf holds {b} {thing}. If {d} {thing} are taken away, how many {thing} remain?",
     "{x} is {c} years older than {y}. {y} is {a} years old. How old will {x} be in {d} years?",
-    "A train travels {a} miles in an hour. How many miles does it travel in {c} hours "
-    "if it stands still for one of those hours?",
-    "{x} and {y} pick {thing} together. {x} picks {a} and {y} picks twice as many. "
-    "How many {thing} do they pick in total?",
+    "A train travels {a} miles in an hour. How many miles does it travel in {c} hours if it stands still for one of those hours?",
+    "{x} and {y} pick {thing} together. {x} picks {a} and {y} picks twice as many. How many {thing} do they pick in total?",
     "{x} wants to save ${p}. Every week {x} saves ${b}. After how many weeks has {x} saved enough?",
-    "A box holds {b} {thing}. {x} fills {c} boxes and has {d} {thing} left over. "
-    "How many {thing} did {x} have at first?",
+    "A box holds {b} {thing}. {x} fills {c} boxes and has {d} {thing} left over. How many {thing} did {x} have at first?",
     "{x} bakes {a} muffins in the morning and half as many in the afternoon. "
     "{x} sells them at the {place} for ${c} each. How much money does {x} make?",
-    "A rope is {p} feet long. {x} cuts it into {b} equal pieces and gives {y} one piece. "
-    "How many feet of rope does {x} keep?",
-    "{x} runs {c} miles on each weekday and {d} miles on each day of the weekend. "
-    "How many miles does {x} run in a week?",
+    "A rope is {p} feet long. {x} cuts it into {b} equal pieces and gives {y} one piece. How many feet of rope does {x} keep?",
+    "{x} runs {c} miles on each weekday and {d} miles on each day of the weekend. How many miles does {x} run in a week?",
     "Tickets for a play cost ${a} for adults and ${c} for children. {x}'s family buys {d} adult tickets and "
     "{e} children's tickets. How much do they pay?",
     "{x} shares {p} {thing} equally among {b} friends. {y}, one of them, already had {a} {thing}. "
     "How many {thing} does {y} have now?",
     "A farmer has {c} rows of {b} tomato plants. Each plant gives {d} tomatoes. How many tomatoes does the farmer get?",
-    "{x} had ${q}. {x} spent ${a} on {thing} at the {place} and a third of the rest on lunch. "
-    "How much money does {x} have now?",
+    "{x} had ${q}. {x} spent ${a} on {thing} at the {place} and a third of the rest on lunch. How much money does {x} have now?",
     "A bus starts with {a} people. At the first stop {c} people get off and {b} get on. "
     "At the second stop {d} people get off. How many people are on the bus now?",
     "{x} makes bracelets from {b} beads each. With {p} beads, how many bracelets can {x} make, "
     "and how much does {x} earn by selling all of them for ${c} each?",
-    "{x} plants {c} trees a day. {y} plants {d} more trees a day than {x}. "
-    "How many trees do they plant together in {e} days?",
+    "{x} plants {c} trees a day. {y} plants {d} more trees a day than {x}. How many trees do they plant together in {e} days?",
     "A tank holds {q} gallons of water. {x} uses {c} gallons each day to water the garden. "
     "How many gallons are left after {e} days?",
-    "{x} buys {c} notebooks for ${d} each and {e} pens for $2 each. {x} pays with a $100 bill. "
-    "How much change does {x} get?",
-    "In a class of {a} students, {c} play chess and {d} play the piano. Nobody does both. "
-    "How many students do neither?",
+    "{x} buys {c} notebooks for ${d} each and {e} pens for $2 each. {x} pays with a $100 bill. How much change does {x} get?",
+    "In a class of {a} students, {c} play chess and {d} play the piano. Nobody does both. How many students do neither?",
     "{x} walks {c} blocks to the {place} and back every day. How many blocks does {x} walk in {e} weeks?",
     "A printer prints {b} pages in a minute. How many minutes does it take to print {p} pages, "
     "and how many pages does it print in an hour?",

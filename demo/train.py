@@ -152,9 +152,7 @@ class Windows:
 
 
 @torch.inference_mode()
-def generate(
-    target: LlamaForCausalLM, prefix: Tensor, length: int, temperature: Tensor, generator: torch.Generator
-) -> Tensor:
+def generate(target: LlamaForCausalLM, prefix: Tensor, length: int, temperature: Tensor, generator: torch.Generator) -> Tensor:
     """Continues `prefix` [rows, p] to `length` tokens, row by row at `temperature` [rows] (0: greedy).
 
     An end-of-text token does not stop a row: the target goes on with a new document, as in training.
@@ -317,9 +315,7 @@ class Trainer:
         args, path = self.args, self.work / "own_text.pt"
         if not path.exists():
             length = args.seq_len * 3 // 2
-            own = own_text(
-                self.models["target"], self.windows, args.own_rows, length, args.seed, args.own_chunk, self.console
-            )
+            own = own_text(self.models["target"], self.windows, args.own_rows, length, args.seed, args.own_chunk, self.console)
             torch.save(own, path)
         stored: Tensor = torch.load(path, weights_only=True)
         return stored

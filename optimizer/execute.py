@@ -89,7 +89,10 @@ def run(
 
 def warm(pair: LoadedPair, encoded: Encoded, count: int = 1) -> None:
     """Decodes a few tokens with every draft, so that first touches and compilation are not charged to the first request."""
-    policies = [Policy(), *(Policy.model_validate({"draft": d, "window": {"kind": "fixed", "gamma": 3}}) for d in pair.draft_names)]
+    policies = [
+        Policy(),
+        *(Policy.model_validate({"draft": d, "window": {"kind": "fixed", "gamma": 3}}) for d in pair.draft_names),
+    ]
     for _, request in encoded.items[:count]:
         for policy in policies:
             decoder = Decoder(pair, StaticSource(prepare(policy, pair.draft_names)), encoded.options.verifier)
@@ -103,9 +106,7 @@ def outcome(policy: str, decoded: Sequence[Decoded]) -> Outcome:
     return Outcome(
         policy,
         "executed",
-        tuple(
-            RequestOutcome(d.trajectory.request_id, d.trajectory.category, counts_of(d.steps, d.seconds)) for d in decoded
-        ),
+        tuple(RequestOutcome(d.trajectory.request_id, d.trajectory.category, counts_of(d.steps, d.seconds)) for d in decoded),
     )
 
 

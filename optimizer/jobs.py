@@ -17,6 +17,7 @@ from optimizer.tune import Progress, Tuned, TuneOptions, tune, tune_recording
 from runtime.loading import LoadedPair, load_pair
 from runtime.pair import PairSpec
 from traces.errors import TraceError
+from traces.query import TraceFilter, list_recordings
 from traces.schema import Sampling
 from traces.store import TraceStore
 
@@ -124,8 +125,8 @@ def gather(store: TraceStore, pair: LoadedPair, window: timedelta, sample: int, 
     options = {**recording_options(pair, DecodeOptions()), "gathered": key}
     since = store.clock() - window
     found: list[tuple[str, int]] = []
-    for info in store.list_recordings(pair.id):
-        if info.created_at >= since and info.source != "gathered":
+    for info in list_recordings(store.database, TraceFilter(pair=pair.id, since=since)):
+        if info.source != "gathered":
             found += [(info.id, ordinal) for ordinal in sorted(store.recorded_ordinals(info.id))]
     if not found:
         raise TraceError(f"nothing was recorded with pair {pair.id} in the last {window}; run `record`, or `run --record`")

@@ -91,7 +91,9 @@ class TraceBackend:
         self._at += len(emitted)
 
 
-def replay_rounds(trajectory: Trajectory, panorama: ChainPanorama | None, policy: Policy, prepared: PreparedPolicy) -> list[Round]:
+def replay_rounds(
+    trajectory: Trajectory, panorama: ChainPanorama | None, policy: Policy, prepared: PreparedPolicy
+) -> list[Round]:
     """Every round of one request under one policy, by the plain loop. The controller's state is carried by ``prepared``."""
     length = len(trajectory.output_ids)
 

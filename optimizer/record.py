@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from optimizer.execute import DecodeOptions, encode, warm
-from runtime.decoder import Decoder
+from runtime.decoder import Decoded, Decoder
 from runtime.loading import LoadedPair
 from runtime.loop import PolicySource
 from runtime.panorama import record_panorama
@@ -108,6 +108,23 @@ def retrace(
                 batch = []
             progress(f"panorama {draft}", n + 1, len(missing))
     return made
+
+
+def keep_served(store: TraceStore, pair: LoadedPair, options: DecodeOptions, decoded: Sequence[Decoded]) -> str:
+    """Stores what was served as a recording (source ``serve``): tokens and rounds only; panoramas are made when it is tuned on."""
+    store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
+    info = store.create_recording(
+        pair.id,
+        None,
+        options.sampling,
+        max_new_tokens=options.max_new_tokens,
+        verifier=options.verifier,
+        options=recording_options(pair, options),
+        source="serve",
+    )
+    store.append_trajectories(info.id, [(i, d.trajectory, d.steps) for i, d in enumerate(decoded)])
+    store.finish_recording(info.id)
+    return info.id
 
 
 def split(ids: Sequence[str], categories: Sequence[str], *, test_share: float = 0.4) -> tuple[list[int], list[int]]:

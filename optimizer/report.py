@@ -46,7 +46,16 @@ def outcome_table(outcome: Outcome) -> RenderableType:
 def evidence_table(tuned: Tuned) -> RenderableType:
     """What a tuning executed, fastest first: prediction beside measurement, and the speed over the incumbent."""
     table = Table(title="Executed on requests the search has not seen", title_justify="left")
-    for column in ("role", "policy", "tau", "predicted", "measured tokens/s", "95% interval", "vs incumbent", "vs autoregressive"):
+    for column in (
+        "role",
+        "policy",
+        "tau",
+        "predicted",
+        "measured tokens/s",
+        "95% interval",
+        "vs incumbent",
+        "vs autoregressive",
+    ):
         table.add_column(column, justify="left" if column in ("role", "policy") else "right")
     seen: dict[str, list[str]] = {}
     for candidate in tuned.candidates:

@@ -84,24 +84,23 @@ def enumerated(drafts: Sequence[str], gamma_max: int) -> list[Policy]:
             for kind in ("fsm", "cache_fsm"):
                 for least in (0, 1):
                     policies.append(_policy(draft, {"kind": kind, "gamma_max": gamma, "gamma_min": least}))
-        policies.append(transformers_heuristic(draft))
+        policies.append(transformers_heuristic(draft, gamma_max))
         for gamma in (4, 8, gamma_max):
             if gamma <= gamma_max:
                 policies.append(_policy(draft, {"kind": "analytic", "gamma_max": gamma}))
                 policies.append(_policy(draft, {"kind": "q_learning", "gamma_max": gamma}))
-                policies.append(
-                    _policy(draft, {"kind": "fixed", "gamma": gamma}, {"kind": "max_prob", "threshold": 0.4})
-                )
+                policies.append(_policy(draft, {"kind": "fixed", "gamma": gamma}, {"kind": "max_prob", "threshold": 0.4}))
     return list({p.id: p for p in policies}.values())
 
 
-def transformers_heuristic(draft: str) -> Policy:
+def transformers_heuristic(draft: str, gamma_max: int) -> Policy:
     """transformers' assisted generation as it comes: 20 tokens to begin with, heuristic schedule, confidence threshold 0.4.
 
-    The confidence stop is left out for drafts without probabilities.
+    Windows are capped at ``gamma_max``, which its schedule seldom reaches. The confidence stop is left out for drafts without
+    probabilities.
     """
     stop = {"kind": "none"} if draft == "ngram" else {"kind": "max_prob", "threshold": 0.4}
-    return _policy(draft, {"kind": "heuristic", "gamma_max": 32, "gamma_initial": 20}, stop)
+    return _policy(draft, {"kind": "heuristic", "gamma_max": gamma_max, "gamma_initial": min(20, gamma_max)}, stop)
 
 
 def search(

@@ -1,8 +1,8 @@
 """The papers' analytic models as code: what speculation should yield if acceptance were a coin.
 
-"OTF" is the on-the-fly adaptation paper, "DynaSpec" the dynamic-shortlist paper. Everywhere beta (OTF; alpha in DynaSpec) is the probability
-that one drafted token is accepted given that those before it were, gamma the window, a_q the seconds of one draft step and
-b_p(gamma) those of verifying gamma tokens. They seed the search and stand beside every simulated figure; replay needs none
+"OTF" is the on-the-fly adaptation paper, "DynaSpec" the dynamic-shortlist paper. Everywhere beta (alpha in DynaSpec) is the
+probability that one drafted token is accepted given that those before it were, gamma the window, a_q the seconds of a draft step
+and b_p(gamma) those of verifying gamma tokens. They seed the search and stand beside every simulated figure; replay needs none
 of them.
 
 Where the papers' equations do not hold as printed, the functions say so and do what follows from the definitions.

@@ -100,13 +100,19 @@ class Tuned:
     def to_json(self) -> dict[str, Any]:
         """The contract's keys ``winner``, ``predicted``, ``measured``, ``baselines``, ``published``, and the evidence."""
         return {
-            "winner": {"id": self.winner.policy.id, "label": self.winner.policy.label(), "policy": self.winner.policy.spelled_out()},
+            "winner": {
+                "id": self.winner.policy.id,
+                "label": self.winner.policy.label(),
+                "policy": self.winner.policy.spelled_out(),
+            },
             "predicted": self.winner.predicted.to_json(),
             "measured": self.winner.executed.to_json(),
             "baselines": {c.role: c.to_json() for c in self.candidates if not c.role.startswith("finalist")},
             "candidates": [c.to_json() for c in self.candidates],
             "ratio_to_incumbent": list(self.winner.ratio),
-            "published": None if self.published is None else {"version": self.published.version, "policy": self.published.policy_id},
+            "published": None
+            if self.published is None
+            else {"version": self.published.version, "policy": self.published.policy_id},
             "reason": self.reason,
             "recording": self.recording,
             "profile": self.profile,
@@ -210,7 +216,7 @@ def tune_recording(
     )
 
     began = clock()
-    roles = _roles(study, incumbent, wanted.finalists)
+    roles = _roles(study, incumbent, wanted.finalists, wanted.gamma_max)
     encoded = encode_recorded(pair, [trajectories[i] for i in test_part], wanted.options.chat)
     compared = compare(
         pair,
@@ -288,9 +294,7 @@ def publish(
 ) -> Publication:
     """Puts a policy in force for a pair on its device, with its evidence; once per idempotency key."""
     store.put_policy(policy.id, policy.spelled_out(), policy.label())
-    return store.publish(
-        pair.id, pair.device.type, policy.id, actor=actor, evidence=evidence, reason=reason, idempotency_key=key
-    )
+    return store.publish(pair.id, pair.device.type, policy.id, actor=actor, evidence=evidence, reason=reason, idempotency_key=key)
 
 
 def _recording_policy(pair: LoadedPair) -> Policy:
@@ -322,14 +326,14 @@ def _earlier_winners(store: TraceStore, pair: LoadedPair, count: int = 5) -> lis
     return list(found.values())
 
 
-def _roles(study: Study, incumbent: Policy, count: int) -> dict[str, Policy]:
+def _roles(study: Study, incumbent: Policy, count: int, gamma_max: int) -> dict[str, Policy]:
     """Who is executed, by role; a policy that has several roles appears under each."""
     roles = {f"finalist {i + 1}": trial.policy for i, trial in enumerate(finalists(study, count))}
     roles["autoregressive"] = AUTOREGRESSIVE
     fixed = study.best(lambda p: p.speculates and p.window.kind == "fixed" and p.stop.kind == "none")
     if fixed is not None:
         roles["best fixed gamma"] = fixed.policy
-        roles["transformers heuristic"] = transformers_heuristic(fixed.policy.draft)
+        roles["transformers heuristic"] = transformers_heuristic(fixed.policy.draft, gamma_max)
     roles["incumbent"] = incumbent
     return roles
 

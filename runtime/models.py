@@ -102,9 +102,7 @@ class CausalModel:
         mask = torch.ones(n, n, dtype=torch.bool, device=self.device).tril()[None, None]
         positions = torch.arange(n, device=self.device)[None]
         with torch.no_grad():
-            hidden = self._decoder(
-                input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False
-            ).last_hidden_state
+            hidden = self._decoder(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False).last_hidden_state
             return self._head(hidden[0, -1:])[0]
 
     def _hidden(self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

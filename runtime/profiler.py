@@ -180,7 +180,7 @@ def _measure_rounds(
     medians = {g: statistics.median(v) for g, v in measured.items()}
     slope, first = _line(list(medians), list(medians.values()))
     phase.append(max(0.0, first))
-    steps[(1, context)] = [slope, *((medians[g] - first) / g for g in medians if g >= bench.gamma_max // 2)]
+    steps[(1, context)] = [max(1e-7, slope), *((medians[g] - first) / g for g in medians if g >= bench.gamma_max // 2)]
     for lag in LAGS[1:]:
         times = []
         for repeat in range(bench.repeats + 1):
@@ -188,7 +188,7 @@ def _measure_rounds(
             draft.rewind(max(0, length - lag))
             seconds = bench.timed(lambda: backend.draft(prepared, 1))
             if repeat:
-                times.append(seconds - max(0.0, first))
+                times.append(max(1e-7, seconds - max(0.0, first)))
         if lag <= length:
             steps[(lag, context)] = times
 

@@ -18,7 +18,13 @@ from traces.schema import Sampling
 
 
 def verify_coupled(
-    target: CausalModel, logits: torch.Tensor, text: list[int], drafted: list[int], sampling: Sampling, noise: Noise | None, exact: bool
+    target: CausalModel,
+    logits: torch.Tensor,
+    text: list[int],
+    drafted: list[int],
+    sampling: Sampling,
+    noise: Noise | None,
+    exact: bool,
 ) -> Verified:
     """``logits`` float32 [drafted + 1, vocab] after the last text token and after each drafted one.
 

@@ -120,10 +120,7 @@ def test_prompts_are_of_the_size_promised() -> None:
 def test_drafts_agree_with_the_target_on_its_greedy_text() -> None:
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(PAIR_PATH.parent / "target")
-    models = {
-        name: AutoModelForCausalLM.from_pretrained(PAIR_PATH.parent / name, dtype=torch.float32).eval()
-        for name in MODELS
-    }
+    models = {name: AutoModelForCausalLM.from_pretrained(PAIR_PATH.parent / name, dtype=torch.float32).eval() for name in MODELS}
     hits = {"small": 0, "medium": 0}
     positions = 0
     with torch.inference_mode():
@@ -148,9 +145,7 @@ def test_own_text_at_temperature_0_is_what_transformers_generates() -> None:
     model = LlamaForCausalLM(config).eval()
     prefix = torch.randint(1, 64, (3, 5))
     ours = generate(model, prefix, 20, torch.zeros(3), torch.Generator().manual_seed(0))
-    theirs = model.generate(
-        prefix, attention_mask=torch.ones_like(prefix), max_new_tokens=15, min_new_tokens=15, do_sample=False
-    )
+    theirs = model.generate(prefix, attention_mask=torch.ones_like(prefix), max_new_tokens=15, min_new_tokens=15, do_sample=False)
     assert torch.equal(ours, theirs)
 
 

@@ -370,7 +370,7 @@ def test_the_heartbeat_keeps_a_lease_alive_and_notices_its_loss(database: Databa
     waited = threading.Event()
 
     def slow(job: Job, context: JobContext) -> Mapping[str, Any]:
-        waited.wait(1.2)  # four leases long
+        waited.wait(1.5)  # longer than two leases
         assert claims.claim(database, "other", lease_s=60) is None
         context.check()
         with database.write() as session:
@@ -380,7 +380,7 @@ def test_the_heartbeat_keeps_a_lease_alive_and_notices_its_loss(database: Databa
             waited.wait(0.01)
         return {}
 
-    report = schedules.run_once(database, slow, lease_s=0.3, clock=lambda: T0 + HOUR)
+    report = schedules.run_once(database, slow, lease_s=0.6, clock=lambda: T0 + HOUR)
     assert report.ended["lost"] == 1
     assert issubclass(LeaseLostError, Exception)
 

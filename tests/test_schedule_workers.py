@@ -196,11 +196,11 @@ def test_each_of_200_slots_due_at_once_fires_once_under_8_workers(crew: Crew) ->
 def test_the_job_of_a_killed_worker_is_finished_by_another_and_published_once(crew: Crew, steps: str) -> None:
     """Killed before it published, or after and before it could say so."""
     schedules.add_schedule(crew.database, "hourly", every="1h", now=T0)
-    victim = crew.hire("victim", steps, lease_s=1.0)
+    victim = crew.hire("victim", steps, lease_s=1.5)
     last = "published" if steps.endswith("publish wait") else "executed"
     crew.until(lambda: crew.rows(f"SELECT 1 FROM {last}"))
-    heir = crew.hire("heir", "run publish", lease_s=1.0)
-    time.sleep(1.5)
+    heir = crew.hire("heir", "run publish", lease_s=1.5)
+    time.sleep(1.7)
     assert crew.job().lease_owner == "victim", "while the victim's heart beats, its lease holds"
     os.kill(victim.pid or 0, signal.SIGKILL)
     crew.until(lambda: crew.job().state == "done")
@@ -214,10 +214,10 @@ def test_the_job_of_a_killed_worker_is_finished_by_another_and_published_once(cr
 
 def test_a_worker_that_slept_through_its_lease_can_neither_publish_nor_complete(crew: Crew) -> None:
     schedules.add_schedule(crew.database, "hourly", every="1h", now=T0)
-    sleeper = crew.hire("sleeper", "run wait publish-if-owner", lease_s=1.0)
+    sleeper = crew.hire("sleeper", "run wait publish-if-owner", lease_s=1.5)
     crew.until(lambda: crew.rows("SELECT 1 FROM executed"))
     crew.pause(sleeper)
-    heir = crew.hire("heir", "run wait-longer publish", lease_s=1.0)
+    heir = crew.hire("heir", "run wait-longer publish", lease_s=1.5)
     crew.until(lambda: len(crew.rows("SELECT 1 FROM executed")) == 2)
     # The heir is still at it when the sleeper wakes and wants to publish and complete.
     (crew.folder / "wait").touch()

@@ -301,3 +301,14 @@ def test_moments_come_back_in_utc(store: TraceStore) -> None:
     TraceStore(store.database, clock=lambda: moment.astimezone()).put_pair(PAIR, "demo", {})
     assert store.get_pair(PAIR).created_at == moment
     assert store.get_pair(PAIR).created_at.utcoffset() == timedelta(0)
+
+
+def test_requests_are_found_by_when_they_were_stored(store: TraceStore, begun: RecordingInfo) -> None:
+    start = datetime(2026, 5, 4, tzinfo=UTC)
+    for i in range(4):
+        TraceStore(store.database, clock=lambda i=i: start + timedelta(hours=i)).append_trajectory(begun.id, i, a_trajectory(i))  # type: ignore[misc]
+    assert store.recorded_since(PAIR, start + timedelta(hours=2)) == ((begun.id, 2), (begun.id, 3))
+    assert store.recorded_since(PAIR, start, sources=("serve",)) == ()
+    assert store.recorded_since("nobody", start) == ()
+    assert [r.id for r in store.list_recordings(PAIR, source="record", state="recording")] == [begun.id]
+    assert store.list_recordings(state="complete") == ()

@@ -18,7 +18,7 @@ from db import CorruptedChunkError, NotFoundError
 from db.models import ArtifactRow, LatencyProfileRow, PairRow, PolicyRow, RunRow, StepChunkRow, StudyRow, WorkloadRow
 from traces.codec import CodecError
 from traces.packing import pack_document, pack_steps, unpack_document, unpack_steps
-from traces.recordings import step_row
+from traces.recording_rows import step_row
 from traces.rows import Storage, chunk_of, chunk_values, insert_absent, resolve
 from traces.schema import Counts, LatencyProfile, Outcome, Request, RequestOutcome, Step, Workload
 

@@ -92,4 +92,4 @@ def _planes(column: Column) -> bytes:
 def _unplanes(data: bytes, dtype: np.dtype[Any], shape: Sequence[int]) -> Column:
     count = int(np.prod(shape, dtype=np.int64))
     flat = np.ascontiguousarray(np.frombuffer(data, dtype=np.uint8).reshape(dtype.itemsize, count).T).reshape(-1).view(dtype)
-    return np.ascontiguousarray(flat.reshape(tuple(reversed(shape))).T, dtype=dtype.newbyteorder("="))
+    return flat.reshape(tuple(reversed(shape))).T.astype(dtype.newbyteorder("="), order="C")

@@ -18,7 +18,7 @@ from db import Database
 from db.models import PanoramaChunkRow, RecordingRow, StepChunkRow, TrajectoryRow
 from traces.acceptance import Survival
 from traces.recording import RecordingInfo
-from traces.recordings import infos
+from traces.recording_rows import infos
 from traces.rows import resolve
 
 GroupBy = Literal["draft", "category", "recording"]
@@ -116,7 +116,6 @@ def request_rows(database: Database, only: TraceFilter = EVERYTHING) -> Iterator
         *(t.recording_id, t.ordinal, t.request_id, t.category, t.created_at, t.finish, t.n_prompt, t.n_output),
         *(p.draft, p.gamma_max, p.acceptance, p.n, p.survived, t.rounds, t.drafted, t.accepted, t.seconds),
     )
-    # The columns that stream_results would protect memory from are small; no blob is among them.
     with database.read() as session:
         joined = (p.recording_id == t.recording_id) & (p.ordinal == t.ordinal)
         if only.draft is not None:
@@ -126,10 +125,24 @@ def request_rows(database: Database, only: TraceFilter = EVERYTHING) -> Iterator
         if only.draft is not None:
             query = query.where(p.draft.is_not(None))
         for row in session.execute(query.order_by(t.recording_id, t.ordinal, p.draft).execution_options(yield_per=500)):
-            values = list(row)
-            draft, n, survived = values[8], values.pop(11), values.pop(11)
-            tau = None if draft is None else Survival(n, (), tuple(survived)).mean_accepted_length
-            yield RequestRow(*values[:11], tau, *values[11:])
+            yield RequestRow(
+                recording=row.recording_id,
+                ordinal=row.ordinal,
+                request_id=row.request_id,
+                category=row.category,
+                recorded_at=row.created_at,
+                finish=row.finish,
+                n_prompt=row.n_prompt,
+                n_output=row.n_output,
+                draft=row.draft,
+                gamma_max=row.gamma_max,
+                acceptance=row.acceptance,
+                tau=None if row.draft is None else Survival(row.n, (), tuple(row.survived)).mean_accepted_length,
+                rounds=row.rounds,
+                drafted=row.drafted,
+                accepted=row.accepted,
+                seconds=row.seconds,
+            )
 
 
 def acceptance_stats(

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
-from sqlalchemy import func, select, update
+from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
-from db import CorruptedChunkError, NotFoundError
+from db import NotFoundError
 from db.models import PairRow, PanoramaChunkRow, RecordingRow, StepChunkRow, TrajectoryRow, WorkloadRow
-from traces.acceptance import compact, keep_probability, step_survival, survival
+from traces.acceptance import compact, keep_probability, survival
 from traces.codec import CodecError
 from traces.errors import TraceError
-from traces.packing import pack_chain, pack_steps, pack_tokens, unpack_chain, unpack_steps, unpack_tokens
+from traces.packing import pack_chain, pack_steps, pack_tokens, unpack_chain, unpack_steps
 from traces.recording import RecordedRequest, Recording, RecordingInfo, Skipped
+from traces.recording_rows import corrupted, info_of, infos, recording_row, spec_hash, step_row, step_sums, trajectory_of
 from traces.rows import Storage, chunk_of, chunk_values, insert_absent, resolve, sampling_json
 from traces.schema import AGREE_NONE, AGREE_YES, ChainPanorama, Sampling, Step, Trajectory, Verifier
 
@@ -51,13 +51,13 @@ class Recordings(Storage):
             "verifier": verifier,
             "options": dict(options or {}),
             "progress": {},
-            "spec_sha256": _spec(pair_id, workload_id, sampling, max_new_tokens, verifier, options, source),
+            "spec_sha256": spec_hash(pair_id, workload_id, sampling, max_new_tokens, verifier, options, source),
             "created_at": self.clock(),
         }
         with self.database.write() as session:
             self._require(session, pair_id, workload_id)
             new = self.insert_new(session, RecordingRow, "rec", values)
-            return _info(session, session.get_one(RecordingRow, new))
+            return info_of(session, session.get_one(RecordingRow, new))
 
     def unfinished_recording(
         self,
@@ -71,7 +71,7 @@ class Recordings(Storage):
         source: str = "record",
     ) -> RecordingInfo | None:
         """The newest recording begun with exactly these arguments and not finished: what a killed ``record`` resumes."""
-        spec = _spec(pair_id, workload_id, sampling, max_new_tokens, verifier, options, source)
+        spec = spec_hash(pair_id, workload_id, sampling, max_new_tokens, verifier, options, source)
         return self._newest(spec, "recording")
 
     def finished_recording(
@@ -86,7 +86,7 @@ class Recordings(Storage):
         source: str = "record",
     ) -> RecordingInfo | None:
         """The newest complete recording of exactly these arguments: what ``tune`` need not record again."""
-        spec = _spec(pair_id, workload_id, sampling, max_new_tokens, verifier, options, source)
+        spec = spec_hash(pair_id, workload_id, sampling, max_new_tokens, verifier, options, source)
         return self._newest(spec, "complete")
 
     def _newest(self, spec: str, state: str) -> RecordingInfo | None:
@@ -97,17 +97,47 @@ class Recordings(Storage):
                 .order_by(RecordingRow.created_at.desc(), RecordingRow.id)
                 .limit(1)
             ).first()
-            return None if row is None else _info(session, row)
+            return None if row is None else info_of(session, row)
+
+    def list_recordings(
+        self, pair_id: str | None = None, *, source: str | None = None, state: str | None = None
+    ) -> tuple[RecordingInfo, ...]:
+        """Recordings of a pair, source and state (each optional), newest first; :mod:`traces.query` filters by more."""
+        wanted = {RecordingRow.pair_id: pair_id, RecordingRow.source: source, RecordingRow.state: state}
+        query = select(RecordingRow).where(*(column == value for column, value in wanted.items() if value is not None))
+        with self.database.read() as session:
+            rows = session.scalars(query.order_by(RecordingRow.created_at.desc(), RecordingRow.id)).all()
+            return tuple(infos(session, rows))
+
+    def recorded_since(
+        self, pair_id: str, since: datetime, *, sources: Collection[str] | None = None
+    ) -> tuple[tuple[str, int], ...]:
+        """(recording, ordinal) of every request of a pair stored at ``since`` or later, oldest first.
+
+        It goes by the request's moment and not the recording's: serving appends to one recording for days. ``sources`` narrows to
+        recordings of these sources.
+        """
+        query = (
+            select(TrajectoryRow.recording_id, TrajectoryRow.ordinal)
+            .join(RecordingRow, RecordingRow.id == TrajectoryRow.recording_id)
+            .where(RecordingRow.pair_id == pair_id, TrajectoryRow.created_at >= since)
+        )
+        if sources is not None:
+            query = query.where(RecordingRow.source.in_(sources))
+        order = (TrajectoryRow.created_at, TrajectoryRow.recording_id, TrajectoryRow.ordinal)
+        with self.database.read() as session:
+            return tuple((recording, ordinal) for recording, ordinal in session.execute(query.order_by(*order)))
 
     def resolve_recording(self, text: str) -> str:
         """The id meant by an id, an unambiguous beginning of one, or ``latest``. Raises NotFoundError."""
         with self.database.read() as session:
             return resolve(session, RecordingRow.id, text, "recording", newest=RecordingRow.created_at)
 
-    def get_recording(self, recording: str) -> RecordingInfo:
-        """The recording without its chunks. Raises NotFoundError."""
+    def get_recording(self, text: str) -> RecordingInfo:
+        """The recording without its chunks, by id, an unambiguous beginning of one, or ``latest``. Raises NotFoundError."""
         with self.database.read() as session:
-            return _info(session, _recording(session, recording))
+            found = resolve(session, RecordingRow.id, text, "recording", newest=RecordingRow.created_at)
+            return info_of(session, session.get_one(RecordingRow, found))
 
     def set_progress(self, recording: str, progress: Mapping[str, Any]) -> None:
         """Replaces the recording's progress document."""
@@ -130,9 +160,9 @@ class Recordings(Storage):
         packed = [(*item, pack_tokens(item[1].prompt_ids, item[1].output_ids), pack_steps(item[2])) for item in items]
         added = 0
         with self.database.write() as session:
-            _recording(session, recording)
+            recording_row(session, recording)
             for ordinal, trajectory, steps, tokens, rounds in packed:
-                sums = _sums(steps)
+                sums = step_sums(steps)
                 values = {
                     "recording_id": recording,
                     "ordinal": ordinal,
@@ -228,23 +258,23 @@ class Recordings(Storage):
             .where(PanoramaChunkRow.gamma_max >= gamma_max)
         )
         with self.database.read() as session:
-            _recording(session, recording)
+            recording_row(session, recording)
             missing = select(TrajectoryRow.ordinal).where(
                 TrajectoryRow.recording_id == recording, TrajectoryRow.ordinal.not_in(have)
             )
             return tuple(session.scalars(missing.order_by(TrajectoryRow.ordinal)))
 
     def load(
-        self, recording: str, drafts: Collection[str] | None = None, *, steps: bool = False, skip_corrupted: bool = False
+        self, text: str, drafts: Collection[str] | None = None, *, steps: bool = False, skip_corrupted: bool = False
     ) -> Recording:
-        """A recording in memory, with the panoramas of ``drafts`` (all by default) and, if ``steps``, its executed rounds.
+        """A recording in memory, named as :meth:`get_recording` takes it.
 
-        A damaged chunk raises :class:`CorruptedChunkError` naming it; with ``skip_corrupted`` it is left out and listed in
-        ``skipped``.
+        It has the panoramas of ``drafts`` (all by default) and, if ``steps``, the executed rounds. A damaged chunk raises
+        :class:`CorruptedChunkError` naming it; with ``skip_corrupted`` it is left out and listed in ``skipped``.
         """
         skipped: list[Skipped] | None = [] if skip_corrupted else None
-        info = self.get_recording(recording)
-        requests = tuple(self.iterate(recording, drafts, steps=steps, skipped=skipped))
+        info = self.get_recording(text)
+        requests = tuple(self.iterate(info.id, drafts, steps=steps, skipped=skipped))
         return Recording(info, requests, tuple(skipped or ()))
 
     def iterate(
@@ -269,7 +299,7 @@ class Recordings(Storage):
         try:
             return () if row is None else unpack_steps(chunk_of(row))
         except CodecError as error:
-            raise _corrupted(recording, ordinal, "its steps", error) from error
+            raise corrupted(recording, ordinal, "its steps", error) from error
 
     def _batch(
         self, recording: str, ordinals: Sequence[int], drafts: Collection[str] | None, steps: bool, skipped: list[Skipped] | None
@@ -293,12 +323,12 @@ class Recordings(Storage):
 
         def fail(ordinal: int, draft: str | None, what: str, error: CodecError) -> None:
             if skipped is None:
-                raise _corrupted(recording, ordinal, what, error) from error
+                raise corrupted(recording, ordinal, what, error) from error
             skipped.append(Skipped(recording, ordinal, draft, str(error)))
 
         for row in rows:
             try:
-                trajectory = _trajectory(row)
+                trajectory = trajectory_of(row)
             except CodecError as error:
                 fail(row.ordinal, None, "its token ids", error)
                 continue
@@ -318,7 +348,7 @@ class Recordings(Storage):
 
     def _set(self, recording: str, **values: Any) -> None:
         with self.database.write() as session:
-            _recording(session, recording)
+            recording_row(session, recording)
             session.execute(update(RecordingRow).where(RecordingRow.id == recording).values(**values))
 
     def _require(self, session: Session, pair_id: str, workload_id: str | None) -> None:
@@ -326,123 +356,3 @@ class Recordings(Storage):
             raise NotFoundError(f"there is no pair {pair_id!r}; store it before recording with it")
         if workload_id is not None and session.get(WorkloadRow, workload_id) is None:
             raise NotFoundError(f"there is no workload {workload_id!r}; store it before recording it")
-
-
-def step_row(
-    recording: str | None,
-    run: str | None,
-    ordinal: int,
-    request_id: str,
-    category: str,
-    steps: Sequence[Step],
-    chunk: Mapping[str, Any],
-) -> StepChunkRow:
-    """The row of one request's rounds, with its summaries."""
-    sums = step_survival(steps)
-    return StepChunkRow(
-        recording_id=recording,
-        run_id=run,
-        ordinal=ordinal,
-        request_id=request_id,
-        category=category,
-        policies=sorted({s.policy for s in steps}),
-        at_risk=compact(sums.at_risk),
-        survived=compact(sums.survived),
-        **_sums(steps),
-        **chunk,
-    )
-
-
-def _sums(steps: Sequence[Step]) -> dict[str, Any]:
-    return {
-        "rounds": len(steps),
-        "drafted": sum(s.drafted for s in steps),
-        "accepted": sum(s.accepted for s in steps),
-        "emitted": sum(s.emitted for s in steps),
-        "seconds": sum(s.round_s for s in steps),
-    }
-
-
-def _spec(
-    pair_id: str,
-    workload_id: str | None,
-    sampling: Sampling,
-    max_new_tokens: int,
-    verifier: Verifier,
-    options: Mapping[str, Any] | None,
-    source: str,
-) -> str:
-    spec = [pair_id, workload_id, sampling_json(sampling), max_new_tokens, verifier, dict(options or {}), source]
-    return hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()
-
-
-def _recording(session: Session, recording: str) -> RecordingRow:
-    row = session.get(RecordingRow, recording)
-    if row is None:
-        raise NotFoundError(f"there is no recording {recording!r}; `cli.py traces list` shows those there are")
-    return row
-
-
-def _trajectory(row: TrajectoryRow) -> Trajectory:
-    prompt, output = unpack_tokens(chunk_of(row))
-    return Trajectory(
-        request_id=row.request_id,
-        category=row.category,
-        prompt_ids=prompt,
-        output_ids=output,
-        sampling=Sampling(**row.sampling),
-        max_new_tokens=row.max_new_tokens,
-        finish=row.finish,  # type: ignore[arg-type]  # what was put in
-        verifier=row.verifier,  # type: ignore[arg-type]
-        stop_strings=tuple(row.stop_strings),
-    )
-
-
-def infos(session: Session, rows: Sequence[RecordingRow]) -> list[RecordingInfo]:
-    """Recordings with the counts of what they hold, in two queries however many there are."""
-    ids = [row.id for row in rows]
-    requests = {
-        name: (count, tokens)
-        for name, count, tokens in session.execute(
-            select(TrajectoryRow.recording_id, func.count(), func.sum(TrajectoryRow.n_output))
-            .where(TrajectoryRow.recording_id.in_(ids))
-            .group_by(TrajectoryRow.recording_id)
-        )
-    }
-    drafts: dict[str, dict[str, int]] = {}
-    counted = (
-        select(PanoramaChunkRow.recording_id, PanoramaChunkRow.draft, func.count())
-        .where(PanoramaChunkRow.recording_id.in_(ids))
-        .group_by(PanoramaChunkRow.recording_id, PanoramaChunkRow.draft)
-        .order_by(PanoramaChunkRow.draft)
-    )
-    for name, draft, count in session.execute(counted):
-        drafts.setdefault(name, {})[draft] = count
-    return [
-        RecordingInfo(
-            id=row.id,
-            pair_id=row.pair_id,
-            workload_id=row.workload_id,
-            source=row.source,
-            state=row.state,
-            sampling=Sampling(**row.sampling),
-            max_new_tokens=row.max_new_tokens,
-            verifier=row.verifier,  # type: ignore[arg-type]  # what was put in
-            options=row.options,
-            progress=row.progress,
-            created_at=row.created_at,
-            finished_at=row.finished_at,
-            n_requests=int(requests.get(row.id, (0, 0))[0]),
-            n_output_tokens=int(requests.get(row.id, (0, 0))[1]),
-            drafts=drafts.get(row.id, {}),
-        )
-        for row in rows
-    ]
-
-
-def _info(session: Session, row: RecordingRow) -> RecordingInfo:
-    return infos(session, [row])[0]
-
-
-def _corrupted(recording: str, ordinal: int, what: str, error: CodecError) -> CorruptedChunkError:
-    return CorruptedChunkError(f"recording {recording}, request {ordinal}: {what} cannot be used ({error}); the others still can")

@@ -197,7 +197,9 @@ class Policy(_Block):
     def needs_profile(self) -> bool:
         """Whether the window reads costs from a latency profile."""
         w = self.window
-        return (isinstance(w, AnalyticWindow) and w.costs == "profile") or (isinstance(w, QLearningWindow) and w.reward == "speed")
+        return (isinstance(w, AnalyticWindow) and w.costs == "profile") or (
+            isinstance(w, QLearningWindow) and w.reward == "speed"
+        )
 
     @property
     def replays_exactly(self) -> bool:
@@ -223,7 +225,9 @@ class Policy(_Block):
             return "autoregressive" if self.draft == "none" else f"{self.draft} fixed(gamma=0)"
         shown = self.window.model_dump(exclude={"kind"}, exclude_defaults=True)
         shown.update({"gamma": self.window.gamma} if isinstance(self.window, FixedWindow) else {"gamma_max": self.gamma_max})
-        window = f"{self.window.kind}({', '.join(f'{k}={v:.4g}' if isinstance(v, float) else f'{k}={v}' for k, v in shown.items())})"
+        window = (
+            f"{self.window.kind}({', '.join(f'{k}={v:.4g}' if isinstance(v, float) else f'{k}={v}' for k, v in shown.items())})"
+        )
         stop = "" if isinstance(self.stop, NoStop) else f" {self.stop.kind}({self.stop.threshold:.4g})"
         return f"{self.draft} {window}{stop}"
 

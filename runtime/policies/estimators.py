@@ -29,8 +29,8 @@ FloatArray = npt.NDArray[np.float64]
 
 TABLE_KNOTS: Final = 33
 """Knots of the tabulated equation 12, evenly spaced over beta in [0, 1]."""
-BISECTIONS: Final = 40
-"""Halvings of [0, 1] when a root is sought: 1e-12."""
+NEWTON_STEPS: Final = 60
+"""Most steps of a bracketed Newton search; it takes about six."""
 
 
 def truncated_excess(gamma_max: int, betas: FloatArray) -> FloatArray:
@@ -96,20 +96,36 @@ def equation_11_root(counts: FloatArray, accepted: float, gamma_max: int) -> flo
 
     ``counts[g]`` rounds drafted g tokens, g = 0..gamma_max, and had ``accepted`` tokens accepted in all.
     """
-    low, high = 0.0, 1.0
-    for _ in range(BISECTIONS):
-        beta = 0.5 * (low + high)
-        expected, weight, total, power = 0.0, 0.0, 0.0, 1.0
+    most = 0.0
+    for g in range(1, gamma_max + 1):
+        most += 0.5 * counts[g] * g
+    if accepted >= most:
+        return 1.0
+    if accepted == 0.0:
+        return 0.0
+    low, high, beta = 0.0, 1.0, 0.5
+    for _ in range(NEWTON_STEPS):
+        # d mean / d beta = variance / beta, as in every law proportional to beta^i.
+        expected, variance, total, first, second, power = 0.0, 0.0, 0.0, 0.0, 0.0, 1.0
         for g in range(gamma_max + 1):
             total += power
-            weight += g * power
+            first += g * power
+            second += g * g * power
             power *= beta
-            expected += counts[g] * weight / total
+            mean = first / total
+            expected += counts[g] * mean
+            variance += counts[g] * (second / total - mean * mean)
         if expected < accepted:
             low = beta
         else:
             high = beta
-    return 0.5 * (low + high)
+        step = beta - (expected - accepted) * beta / variance
+        if not low < step < high:
+            step = 0.5 * (low + high)
+        if abs(step - beta) < 1e-13:
+            return step
+        beta = step
+    return beta
 
 
 @compiled()

@@ -1,0 +1,45 @@
+# Everything a person types. A virtual environment is made in .venv on first use; only Python 3.11+ and make are needed.
+PYTHON ?= $(shell for p in python3.12 python3.11 python3 python; do \
+	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+VENV ?= .venv
+BIN := $(VENV)/bin
+RUN := $(BIN)/python
+
+.PHONY: help tune test lint bench acceptance train clean
+
+help: ## Show this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "error: Python 3.11 or newer is needed (set PYTHON=/path/to/python3)" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+tune: $(VENV)/.installed ## Record, search, execute and publish for the demo pair
+	$(RUN) cli.py tune --limit 60 --max-new-tokens 96 $(ARGS)
+
+test: $(VENV)/.installed-dev ## The tests (under 10 minutes on two cores)
+	$(RUN) -m pytest $(ARGS)
+
+lint: $(VENV)/.installed-dev ## Style and types
+	$(RUN) -m ruff check .
+	$(RUN) -m mypy
+
+bench: $(VENV)/.installed-dev ## Speed of replay, recording, loop and store; results in bench/results
+	$(RUN) bench/replay_speed.py
+	$(RUN) bench/loop_overhead.py
+
+acceptance: $(VENV)/.installed-dev ## The full-size checks (up to an hour, resumable); figures in bench/results
+	$(RUN) bench/acceptance.py $(ARGS)
+
+train: $(VENV)/.installed ## Train the demo pair anew: make train GSM8K=path/to/gsm8k_train.jsonl
+	$(RUN) -m demo.train --gsm8k $(GSM8K) --out demo/pair
+
+clean: ## Remove the virtual environment and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .acceptance

@@ -1,0 +1,344 @@
+"""Opening, upgrading and checking databases, and what happens when processes meet or die in one."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sqlite3
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+
+from db import Database, DatabaseError, SchemaError, check, migrate, open_database, schema_of, upgrade
+from db.base import Base
+from db.engine import WRITES, make_engine, parse_url, shown
+from db.models import PolicyRow
+from db.tables import metadata
+from traces.store import TraceStore
+
+
+def tables_of(url: str) -> list[str]:
+    engine = make_engine(parse_url(url), migrating=True)
+    with engine.connect() as connection:
+        return sorted(sa.inspect(connection).get_table_names())
+
+
+def at_revision(url: str, revision: str) -> None:
+    """Makes a new database and stops at a revision."""
+    engine = make_engine(parse_url(url), migrating=True)
+    with engine.execution_options(**WRITES).connect() as connection, connection.begin():
+        migrate.migrate(connection, revision)
+    engine.dispose()
+
+
+def set_revision(url: str, revision: str) -> None:
+    engine = make_engine(parse_url(url), migrating=True)
+    with engine.execution_options(**WRITES).connect() as connection, connection.begin():
+        connection.exec_driver_sql(f"UPDATE {migrate.VERSION_TABLE} SET version_num = '{revision}'")
+    engine.dispose()
+
+
+# --- names and errors
+
+
+@pytest.mark.parametrize(
+    ("text", "driver", "database"),
+    [
+        ("foo.db", "sqlite", "foo.db"),
+        ("/a/b.db", "sqlite", "/a/b.db"),
+        ("sqlite:///rel/b.db", "sqlite", "rel/b.db"),
+        ("sqlite:////abs/b.db", "sqlite", "/abs/b.db"),
+        ("postgres://u@h/d", "postgresql+psycopg", "d"),
+        ("postgresql://u@h:5433/d", "postgresql+psycopg", "d"),
+        ("postgresql+psycopg://u@h/d", "postgresql+psycopg", "d"),
+    ],
+)
+def test_urls_are_read_as_people_write_them(text: str, driver: str, database: str) -> None:
+    url = parse_url(text)
+    assert (url.drivername, url.database) == (driver, database)
+
+
+def test_a_password_is_never_shown() -> None:
+    assert "secret" not in shown(parse_url("postgresql://u:secret@h/d"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "empty"),
+        ("sqlite://", "in-memory"),
+        ("sqlite:///:memory:", "in-memory"),
+        ("mysql://h/d", "unknown kind of database 'mysql'"),
+        ("postgresql://u@h:port/d", "cannot read"),
+        ("postgresql://nobody@127.0.0.1:1/x", "cannot reach database postgresql"),
+    ],
+)
+def test_unusable_urls_are_one_clear_line(text: str, message: str) -> None:
+    with pytest.raises(DatabaseError, match=message) as caught:
+        open_database(text)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_no_database_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("not a database, and long enough to have no header of one\n" * 40)
+    before = path.read_bytes()
+    with pytest.raises(DatabaseError, match=r"notes\.txt is not a SQLite database"):
+        open_database(str(path))
+    assert path.read_bytes() == before
+
+
+def test_another_programs_database_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "other.db"
+    with sqlite3.connect(path) as connection:
+        connection.execute("CREATE TABLE customers (id INTEGER)")
+    with pytest.raises(SchemaError, match=r"not a spectune database .*'customers'"):
+        open_database(str(path))
+    assert tables_of(str(path)) == ["customers"]
+
+
+def test_a_missing_database_is_only_created_when_asked(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "new.db"
+    with pytest.raises(DatabaseError, match="there is no database at"):
+        open_database(str(path), create=False)
+    with pytest.raises(DatabaseError, match="there is no database at"):
+        check(str(path))
+    assert not path.parent.exists()
+    with open_database(str(path)):
+        assert path.is_file()
+    with open_database(str(path), create=False):
+        pass
+
+
+def test_an_empty_database_is_only_filled_when_asked(postgresql_url: str) -> None:
+    with pytest.raises(DatabaseError, match=r"is empty; `cli\.py db upgrade`"):
+        open_database(postgresql_url, create=False)
+    assert upgrade(postgresql_url) == (None, migrate.head())
+    assert upgrade(postgresql_url) == (migrate.head(), migrate.head())
+
+
+# --- the schema
+
+
+@pytest.mark.parametrize("start", [None, *migrate.revisions()])
+@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
+def test_every_old_revision_upgrades_to_what_the_tables_say(
+    kind: str, start: str | None, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    url = str(tmp_path / "old.db") if kind == "sqlite" else request.getfixturevalue("postgresql_url")
+    if start is not None:
+        at_revision(url, start)
+    upgrade(url)
+    engine = make_engine(parse_url(url), migrating=True)
+    with engine.connect() as connection:
+        context = MigrationContext.configure(
+            connection, opts={"version_table": migrate.VERSION_TABLE, "compare_type": True, "target_metadata": metadata}
+        )
+        differences = [d for d in compare_metadata(context, metadata) if not _same_moment(d)]
+    engine.dispose()
+    assert differences == []
+
+
+def _same_moment(difference: Any) -> bool:
+    # UtcDateTime is a DateTime to the database.
+    return isinstance(difference, list) and difference[0][0] == "modify_type" and "DateTime" in str(difference[0][-1])
+
+
+def test_migrating_and_creating_give_the_same_sqlite_schema(tmp_path: Path) -> None:
+    """Check constraints and AUTOINCREMENT, which Alembic does not compare, included."""
+    upgrade(str(tmp_path / "a.db"))
+    created = sa.create_engine(f"sqlite:///{tmp_path / 'b.db'}")
+    Base.metadata.create_all(created)
+
+    def schema(name: str) -> dict[str, str]:
+        with sqlite3.connect(tmp_path / name) as connection:
+            rows = connection.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL AND name NOT LIKE 'sqlite%'")
+            return {n: "".join(sorted("".join(sql.split()).replace('"', ""))) for n, sql in rows if n != migrate.VERSION_TABLE}
+
+    assert schema("a.db") == schema("b.db")
+
+
+def test_a_newer_schema_is_refused_in_one_line(url: str) -> None:
+    set_revision(url, "9999")
+    for act in (open_database, upgrade):
+        with pytest.raises(SchemaError, match="has schema 9999, newer than this program's") as caught:
+            act(url)
+        assert "\n" not in str(caught.value)
+    report = check(url)
+    assert not report.ok
+    assert report.problems == (f"schema is 9999, this program's is {migrate.head()}; run `cli.py db upgrade`",)
+
+
+def test_an_older_postgresql_schema_names_the_command(postgresql_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    upgrade(postgresql_url)
+    known = (*migrate.revisions(), "9999")
+    monkeypatch.setattr(migrate, "revisions", lambda: known)
+    with pytest.raises(SchemaError, match=r"older than 9999; run `cli\.py db upgrade`"):
+        open_database(postgresql_url)
+
+
+def test_an_older_sqlite_schema_is_upgraded_after_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = str(tmp_path / "spectune.db")
+    with open_database(url) as database, database.write() as session:
+        session.execute(sa.text("INSERT INTO policy VALUES ('p', 'kept', '{}', '2026-01-01 00:00:00')"))
+    old = migrate.head()
+    known = (*migrate.revisions(), "9999")
+
+    def fake(connection: sa.Connection, to: str = "head") -> None:
+        connection.exec_driver_sql("CREATE TABLE added (id INTEGER)")
+        connection.exec_driver_sql(f"UPDATE {migrate.VERSION_TABLE} SET version_num = '9999'")
+
+    monkeypatch.setattr(migrate, "revisions", lambda: known)
+    monkeypatch.setattr(migrate, "migrate", fake)
+    with open_database(url) as database, database.read() as session:
+        assert session.get_one(PolicyRow, "p").label == "kept"
+    assert schema_of(url) == "9999"
+    with sqlite3.connect(tmp_path / f"spectune.db.before-{old}") as copy:
+        assert copy.execute("SELECT label FROM policy").fetchall() == [("kept",)]
+        assert copy.execute(f"SELECT version_num FROM {migrate.VERSION_TABLE}").fetchall() == [(old,)]
+
+
+def test_a_failed_upgrade_leaves_the_old_schema_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = str(tmp_path / "spectune.db")
+    upgrade(url)
+    old = migrate.head()
+
+    def fails(connection: sa.Connection, to: str = "head") -> None:
+        connection.exec_driver_sql("CREATE TABLE half (id INTEGER)")
+        raise RuntimeError("power cut")
+
+    known = (*migrate.revisions(), "9999")
+    monkeypatch.setattr(migrate, "revisions", lambda: known)
+    monkeypatch.setattr(migrate, "migrate", fails)
+    with pytest.raises(RuntimeError, match="power cut"):
+        open_database(url)
+    assert schema_of(url) == old
+    assert "half" not in tables_of(url)
+
+
+# --- processes that meet
+
+
+def _open_at_once(url: str, barrier: Any, results: Any) -> None:
+    barrier.wait()
+    try:
+        with open_database(url) as database, database.read() as session:
+            session.execute(sa.select(sa.func.count()).select_from(PolicyRow)).scalar_one()
+        results.put("")
+    except Exception as error:
+        results.put(repr(error))
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
+def test_a_new_database_opened_by_several_processes_at_once(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    url = str(tmp_path / "new.db") if kind == "sqlite" else request.getfixturevalue("postgresql_url")
+    context = multiprocessing.get_context("spawn")
+    barrier, results = context.Barrier(3), context.Queue()
+    members = [context.Process(target=_open_at_once, args=(url, barrier, results)) for _ in range(3)]
+    for member in members:
+        member.start()
+    assert [results.get(timeout=60) for _ in members] == [""] * 3
+    for member in members:
+        member.join()
+    assert check(url).ok
+
+
+def _count_up(url: str, times: int) -> None:
+    with open_database(url) as database:
+        for _ in range(times):
+            # Read, then write what was read plus one: loses counts or fails unless writers take turns.
+            with database.write() as session:
+                row = session.get_one(PolicyRow, "counter", with_for_update=True)
+                row.label = str(int(row.label) + 1)
+
+
+def test_writers_of_several_processes_take_turns(url: str) -> None:
+    with open_database(url) as database:
+        TraceStore(database).put_policy("counter", {}, "0")
+    context = multiprocessing.get_context("spawn")
+    members = [context.Process(target=_count_up, args=(url, 60)) for _ in range(3)]
+    for member in members:
+        member.start()
+    for member in members:
+        member.join()
+    assert [m.exitcode for m in members] == [0] * 3
+    with open_database(url) as database:
+        assert TraceStore(database).get_policy("counter").label == "180"
+
+
+def test_threads_share_a_database(database: Database) -> None:
+    store = TraceStore(database)
+    store.put_policy("counter", {}, "0")
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            for _ in range(50):
+                with database.write() as session:
+                    row = session.get_one(PolicyRow, "counter", with_for_update=True)
+                    row.label = str(int(row.label) + 1)
+                store.get_policy("counter")
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert store.get_policy("counter").label == "200"
+
+
+def test_a_nested_write_is_a_mistake_and_not_a_deadlock(tmp_path: Path) -> None:
+    database = open_database(str(tmp_path / "a.db"))
+    with database.write(), pytest.raises(RuntimeError, match="do not nest"), database.write():
+        pass
+    with database.write():
+        pass
+    database.close()
+
+
+def test_a_failed_write_leaves_nothing(database: Database) -> None:
+    def fail() -> None:
+        with database.write() as session:
+            session.execute(sa.text("INSERT INTO policy VALUES ('p', 'l', '{}', '2026-01-01 00:00:00')"))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert TraceStore(database).list_policies() == ()
+
+
+def test_database_time_is_utc_and_moves(database: Database) -> None:
+    with database.read() as session:
+        first = database.now(session)
+        time.sleep(0.01)
+        second = database.now(session)
+    assert first.utcoffset() == second.utcoffset() is not None
+    assert 0 < (second - first).total_seconds() < 5
+    assert abs(first.timestamp() - time.time()) < 5
+
+
+def test_a_damaged_file_is_one_clear_line(tmp_path: Path) -> None:
+    url = str(tmp_path / "a.db")
+    with open_database(url) as database:
+        TraceStore(database).put_policy("p", {"x": "y" * 5000}, "l")
+    with sqlite3.connect(url) as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        page = connection.execute("SELECT rootpage FROM sqlite_master WHERE name = 'policy'").fetchone()[0]
+        size = connection.execute("PRAGMA page_size").fetchone()[0]
+    connection.close()
+    with open(url, "r+b") as file:
+        file.seek((page - 1) * size)
+        file.write(b"\xff" * 64)
+    with open_database(url) as database, pytest.raises(DatabaseError, match=r"is damaged .*cli\.py db check"):
+        TraceStore(database).list_policies()
+    report = check(url)
+    assert not report.ok
+    assert report.integrity

@@ -1,0 +1,189 @@
+"""`kill -9` at random moments, damaged files, and the background writer: nothing acknowledged is lost, the rest is usable."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from trace_values import PAIR, a_panorama, a_recording, a_trajectory, steps_of
+
+from db import CorruptedChunkError, Database, DatabaseError, check, open_database
+from traces.recording import RecordedRequest
+from traces.schema import Sampling
+from traces.store import TraceStore
+from traces.writer import TrafficWriter
+
+KILLS = 6
+APPENDER = """
+import sys
+sys.path[:0] = [{root!r}, {tests!r}]
+from db import open_database
+from trace_values import a_panorama, a_trajectory, steps_of
+from traces.store import TraceStore
+
+store = TraceStore(open_database({url!r}))
+have = store.recorded_ordinals({recording!r})
+print("ready", flush=True)
+for i in range(100_000):
+    if i not in have:
+        store.append_trajectory({recording!r}, i, a_trajectory(i), steps_of(a_trajectory(i)))
+        store.put_panorama({recording!r}, i, a_panorama(a_trajectory(i), "small", seed=i))
+        print(i, flush=True)
+"""
+
+
+def test_killed_at_random_moments_nothing_acknowledged_is_lost(url: str) -> None:
+    with open_database(url) as database:
+        store = TraceStore(database)
+        store.put_pair(PAIR, "demo", {})
+        recording = store.create_recording(PAIR, None, Sampling(), max_new_tokens=64).id
+    here = Path(__file__).parent
+    code = APPENDER.format(root=str(here.parent), tests=str(here), url=url, recording=recording)
+    chance = random.Random(7)
+    acknowledged: set[int] = set()
+    for _ in range(KILLS):
+        child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        time.sleep(chance.uniform(0.0, 0.15))
+        os.kill(child.pid, signal.SIGKILL)
+        acknowledged.update(int(line) for line in child.stdout.read().splitlines() if line.endswith(tuple("0123456789")))
+        child.wait()
+        report = check(url)
+        assert report.ok, report.problems
+    with open_database(url) as database:
+        loaded = TraceStore(database).load(recording, steps=True)
+    assert len(acknowledged) > KILLS
+    assert acknowledged <= {r.ordinal for r in loaded.requests if r.panoramas}
+    # Resumed each time where it was killed: no holes, and at most the request in hand lacks its panorama.
+    assert [r.ordinal for r in loaded.requests] == list(range(len(loaded.requests)))
+    for request in loaded.requests:
+        trajectory = a_trajectory(request.ordinal)
+        panoramas = {"small": a_panorama(trajectory, "small", seed=request.ordinal)} if request.panoramas else {}
+        assert request == RecordedRequest(request.ordinal, trajectory, panoramas, steps_of(trajectory))
+
+
+def test_a_flipped_byte_in_the_file_costs_one_chunk(tmp_path: Path) -> None:
+    path = tmp_path / "spectune.db"
+    with open_database(str(path)) as database:
+        recording = a_recording(TraceStore(database), n=5)
+    with sqlite3.connect(path) as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        data = connection.execute("SELECT data FROM panorama_chunk WHERE ordinal = 2").fetchone()[0]
+    connection.close()
+    content = bytearray(path.read_bytes())
+    where = content.index(data[200:260])
+    content[where + 30] ^= 0x10
+    path.write_bytes(content)
+    report = check(str(path))
+    assert [str(c) for c in report.bad_chunks] == [
+        f"panorama_chunk (recording_id {recording}, ordinal 2, draft small, kind chain): checksum differs"
+    ]
+    assert report.integrity == ()
+    with open_database(str(path)) as database:
+        store = TraceStore(database)
+        with pytest.raises(CorruptedChunkError, match=f"recording {recording}, request 2: panorama of draft 'small'"):
+            store.load(recording)
+        loaded = store.load(recording, skip_corrupted=True)
+    assert [(s.ordinal, s.draft) for s in loaded.skipped] == [(2, "small")]
+    assert len(loaded.having(["small"]).requests) == 4
+    assert len(loaded.trajectories) == 5
+
+
+# --- the background writer
+
+
+@pytest.fixture
+def served(store: TraceStore) -> str:
+    store.put_pair(PAIR, "demo", {})
+    return store.create_recording(PAIR, None, Sampling(), max_new_tokens=64, source="serve").id
+
+
+def test_the_writer_stores_everything_in_order(store: TraceStore, served: str) -> None:
+    with TrafficWriter(store, served) as writer:
+        for i in range(50):
+            assert writer.put(a_trajectory(i), steps_of(a_trajectory(i)))
+        assert writer.flush()
+        assert writer.status.written == 50
+    assert not writer.put(a_trajectory(50))
+    assert writer.status.dropped == 1
+    loaded = store.load(served, steps=True)
+    assert loaded.trajectories == tuple(a_trajectory(i) for i in range(50))
+    assert loaded.requests[7].steps == steps_of(a_trajectory(7))
+    with TrafficWriter(store, served) as again:
+        again.put(a_trajectory(50))
+    assert max(store.recorded_ordinals(served)) == 50
+
+
+def test_the_writer_flushes_within_a_second_by_itself(store: TraceStore, served: str) -> None:
+    writer = TrafficWriter(store, served, flush_s=0.2)
+    writer.put(a_trajectory(0))
+    deadline = time.monotonic() + 10
+    while not store.recorded_ordinals(served) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert store.recorded_ordinals(served) == {0}
+    writer.close()
+
+
+class Gate(TraceStore):
+    """A store whose appends wait, or fail, until told otherwise."""
+
+    def __init__(self, database: Database) -> None:
+        super().__init__(database)
+        object.__setattr__(self, "open", threading.Event())
+        object.__setattr__(self, "failing", threading.Event())
+
+    def append_trajectories(self, recording: str, items: object) -> int:
+        if self.failing.is_set():
+            raise DatabaseError("cannot reach database x")
+        self.open.wait(20)
+        return super().append_trajectories(recording, items)  # type: ignore[arg-type]
+
+    open: threading.Event
+    failing: threading.Event
+
+
+def test_a_slow_database_drops_and_never_blocks(store: TraceStore, served: str) -> None:
+    gate = Gate(store.database)
+    writer = TrafficWriter(gate, served, capacity=8, flush_s=0.01)
+    begun = time.monotonic()
+    taken = sum(writer.put(a_trajectory(i)) for i in range(100))
+    assert time.monotonic() - begun < 2
+    assert 8 <= taken <= 16
+    assert writer.status.dropped == 100 - taken
+    gate.open.set()
+    assert writer.close().written == taken
+    assert len(store.recorded_ordinals(served)) == taken
+
+
+def test_a_database_that_goes_away_is_retried(store: TraceStore, served: str) -> None:
+    gate = Gate(store.database)
+    gate.open.set()
+    gate.failing.set()
+    writer = TrafficWriter(gate, served, flush_s=0.01)
+    writer.put(a_trajectory(0))
+    deadline = time.monotonic() + 10
+    while writer.status.error is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert writer.status.error == "cannot reach database x"
+    assert writer.status.pending == 1
+    gate.failing.clear()
+    assert writer.close().written == 1
+
+
+def test_two_writers_of_one_recording_lose_nothing(store: TraceStore, served: str) -> None:
+    first, second = TrafficWriter(store, served), TrafficWriter(store, served)
+    first.put(a_trajectory(0))
+    first.flush()
+    second.put(a_trajectory(1))
+    second.flush()
+    assert {first.close().written, second.close().written} == {1}
+    assert {r.trajectory.request_id for r in store.iterate(served)} == {"r0", "r1"}

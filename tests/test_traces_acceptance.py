@@ -1,0 +1,57 @@
+"""Survival sums against the definition, start by start."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from trace_values import a_panorama, a_trajectory, steps_of
+
+from traces.acceptance import Survival, compact, keep_probability, step_survival, survival
+from traces.schema import AGREE_YES, PROB_SCALE, Step
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("n", [0, 1, 7, 60])
+def test_coupled_survival_counts_runs_from_every_start(seed: int, n: int) -> None:
+    panorama = a_panorama(a_trajectory(seed, n=n), "small", seed=seed, gamma_max=9)
+    runs = []
+    for start in range(n):
+        run = 0
+        while run < 9 and start + run < n and panorama.agree[start + run] == AGREE_YES:
+            run += 1
+        runs.append(run)
+    got = survival(panorama, "coupled")
+    assert got.starts == n
+    assert got.survived == tuple(sum(r > j for r in runs) for j in range(9))
+    assert got.at_risk == tuple(sum(r >= j and s + j < n for s, r in enumerate(runs)) for j in range(9))
+    assert got.histogram == tuple(np.bincount(runs, minlength=10)) if n else tuple([0.0] * 10)
+    assert got.mean_accepted_length == pytest.approx(1 + np.mean(runs) if n else 0.0)
+
+
+def test_rejection_survival_is_the_expected_run() -> None:
+    panorama = a_panorama(a_trajectory(1, n=12), "small", gamma_max=4)
+    keep = panorama.accept / PROB_SCALE
+    want = [sum(np.prod(keep[s : s + j + 1]) for s in range(12 - j)) for j in range(4)]
+    assert survival(panorama, "rejection").survived == pytest.approx(want)
+    assert keep_probability(panorama, "rejection") == pytest.approx(keep)
+
+
+def test_tau_is_one_plus_the_sum_of_the_marginals_for_executed_rounds() -> None:
+    steps = steps_of(a_trajectory(2, n=200))
+    got = step_survival(steps)
+    assert got.mean_accepted_length == pytest.approx(sum(s.emitted for s in steps) / len(steps))
+    assert got.histogram == tuple(np.bincount([s.accepted for s in steps], minlength=5))
+    for j, share in enumerate(got.conditional):
+        reached = [s for s in steps if s.drafted > j and s.accepted >= j]
+        assert share == sum(s.accepted > j for s in reached) / len(reached)
+
+
+def test_survival_adds_up_over_different_depths() -> None:
+    a, b = step_survival([Step(0, 2, 3, 1, 2, 2)]), step_survival([Step(0, 4, 5, 4, 5, 4), Step(5, 0, 1, 0, 1, 0)])
+    assert a + b == Survival(3, (2, 2, 1, 1), (2, 1, 1, 1))
+    assert step_survival([]) + Survival() == Survival()
+    assert Survival().mean_accepted_length == 0.0
+
+
+def test_sums_are_stored_short() -> None:
+    assert compact([3.0, 0.0, 1 / 3]) == [3, 0, 0.333333]

@@ -1,0 +1,252 @@
+"""Queries, exports, transfers and pruning, on every database."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sqlite3
+import sys
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+from trace_values import PAIR, a_panorama, a_recording, a_trajectory, an_outcome, steps_of
+
+from db import CorruptedChunkError, NotFoundError, SchemaError, check, open_database
+from db.models import PanoramaChunkRow
+from traces.acceptance import Survival, keep_probability, step_survival, survival
+from traces.errors import TraceError
+from traces.export import export_rows
+from traces.prune import prune
+from traces.query import TraceFilter, acceptance_stats, executed_stats, list_recordings, request_rows
+from traces.schema import Sampling
+from traces.store import TraceStore
+from traces.transfer import export_recordings, import_recordings
+
+DAY = timedelta(days=1)
+NOW = datetime(2026, 5, 4, tzinfo=UTC)
+
+
+def at(store: TraceStore, moment: datetime) -> TraceStore:
+    return TraceStore(store.database, clock=lambda: moment)
+
+
+# --- questions
+
+
+def test_recordings_are_listed_newest_first_and_filtered(store: TraceStore) -> None:
+    old, new = a_recording(at(store, NOW - 3 * DAY), n=3), a_recording(at(store, NOW), n=6)
+    served = at(store, NOW + DAY).create_recording(PAIR, None, Sampling(), max_new_tokens=8, source="serve").id
+
+    def ids(**only: object) -> list[str]:
+        return [r.id for r in list_recordings(store.database, TraceFilter(**only))]  # type: ignore[arg-type]
+
+    assert ids() == [served, new, old]
+    assert ids(source="record") == [new, old]
+    assert ids(pair=PAIR[:6]) == [served, new, old]
+    assert ids(pair="0000") == []
+    assert ids(since=NOW - DAY) == [new]
+    assert ids(until=NOW) == [old]
+    assert ids(categories=("code",)) == [new, old]
+    assert ids(categories=("chat",)) == []
+    assert ids(recordings=(old,)) == [old]
+    assert ids(draft="small") == [new, old]
+    assert ids(draft="large") == []
+    assert ids(min_acceptance=0.99) == []
+    listed = list_recordings(store.database, TraceFilter(recordings=(new,)))[0]
+    assert (listed.n_requests, listed.n_output_tokens, listed.drafts) == (6, 360, {"small": 6})
+    with pytest.raises(NotFoundError, match="no recording 'rec-nothing'"):
+        ids(recordings=("rec-nothing",))
+
+
+def test_request_rows_say_what_each_request_was_like(store: TraceStore) -> None:
+    recording = a_recording(store, n=4, drafts=("small", "ngram"))
+    store.append_trajectory(recording, 9, a_trajectory(9))
+    rows = list(request_rows(store.database))
+    assert [(r.ordinal, r.draft) for r in rows] == [(i, d) for i in range(4) for d in ("ngram", "small")] + [(9, None)]
+    for row in rows[:-1]:
+        trajectory = a_trajectory(row.ordinal)
+        assert row.draft is not None
+        panorama = a_panorama(trajectory, row.draft, seed=row.ordinal)
+        assert row.acceptance == pytest.approx(keep_probability(panorama, "coupled").mean())
+        assert row.tau == pytest.approx(survival(panorama, "coupled").mean_accepted_length)
+        steps = steps_of(trajectory)
+        assert (row.rounds, row.accepted) == (len(steps), sum(s.accepted for s in steps))
+        assert row.seconds == pytest.approx(sum(s.round_s for s in steps))
+    low = sorted(r.acceptance for r in rows if r.draft == "small" and r.acceptance is not None)[1]
+    picked = list(request_rows(store.database, TraceFilter(draft="small", max_acceptance=low)))
+    assert len(picked) == 2
+    assert all(r.draft == "small" and r.acceptance is not None and r.acceptance <= low for r in picked)
+    assert {r.category for r in request_rows(store.database, TraceFilter(categories=("prose",)))} == {"prose"}
+
+
+@pytest.mark.parametrize("verifier", ["coupled", "rejection"])
+def test_acceptance_by_position_pools_every_start(store: TraceStore, verifier: str) -> None:
+    a_recording(store, n=6, drafts=("small", "ngram"), verifier=verifier)  # type: ignore[arg-type]
+    got = acceptance_stats(store.database, by=("draft", "category"))
+    assert [dict(s.group) for s in got] == [
+        {"draft": d, "category": c} for d in ("ngram", "small") for c in ("code", "math", "prose")
+    ]
+    for stats in got:
+        draft, category = (value for _, value in stats.group)
+        mine = [i for i in range(6) if ("code", "prose", "math")[i % 3] == category]
+        panoramas = [a_panorama(a_trajectory(i), draft, seed=i) for i in mine]
+        want = sum((survival(p, verifier) for p in panoramas), Survival())  # type: ignore[arg-type]
+        assert stats.requests == 2
+        assert stats.survival.survived == pytest.approx(want.survived, abs=1e-5)
+        assert stats.survival.mean_accepted_length == pytest.approx(1 + sum(stats.survival.marginal))
+        keep = np.concatenate([keep_probability(p, verifier) for p in panoramas])  # type: ignore[arg-type]
+        assert stats.acceptance == pytest.approx(keep.mean())
+    whole = acceptance_stats(store.database, TraceFilter(draft="small"), by=())
+    assert len(whole) == 1
+    assert whole[0].requests == 6
+    assert set(whole[0].to_json()) >= {"requests", "acceptance", "mean_accepted_length", "marginal", "conditional", "histogram"}
+
+
+def test_executed_rounds_have_their_own_statistics(store: TraceStore) -> None:
+    recording = a_recording(store, n=6)
+    (got,) = executed_stats(store.database, TraceFilter(recordings=(recording,)))
+    steps = [s for i in range(6) for s in steps_of(a_trajectory(i))]
+    assert got.survival == step_survival(steps)
+    assert got.acceptance == pytest.approx(sum(s.accepted for s in steps) / sum(s.drafted for s in steps))
+    assert [dict(s.group) for s in executed_stats(store.database, by=("category",))] == [
+        {"category": c} for c in ("code", "math", "prose")
+    ]
+    store.put_policy("p" * 12, {}, "l")
+    run = store.put_run(PAIR, "p" * 12, an_outcome(), device="cpu", dtype="float32", steps={"r0": steps_of(a_trajectory(0))})
+    (of_run,) = executed_stats(store.database, run=run)
+    assert of_run.survival == step_survival(steps_of(a_trajectory(0)))
+
+
+def test_statistics_of_nothing_are_empty(store: TraceStore) -> None:
+    assert acceptance_stats(store.database) == executed_stats(store.database) == list_recordings(store.database) == ()
+    assert list(request_rows(store.database)) == []
+
+
+# --- exports
+
+
+def test_rows_are_exported_as_json_csv_and_parquet(store: TraceStore, tmp_path: Path) -> None:
+    a_recording(store, n=4)
+    store.append_trajectory(store.resolve_recording("latest"), 9, a_trajectory(9))
+    rows = list(request_rows(store.database))
+    for ending in ("json", "csv", "parquet"):
+        assert export_rows(iter(rows), tmp_path / f"rows.{ending}") == 5
+    assert json.loads((tmp_path / "rows.json").read_text()) == [r.to_json() for r in rows]
+    with open(tmp_path / "rows.csv", newline="") as file:
+        read = list(csv.DictReader(file))
+    assert [float(r["acceptance"] or "nan") for r in read] == pytest.approx([r.acceptance or np.nan for r in rows], nan_ok=True)
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(tmp_path / "rows.parquet").to_pylist()
+    assert [(r["request_id"], r["tau"], r["recorded_at"]) for r in table] == [(r.request_id, r.tau, r.recorded_at) for r in rows]
+    assert export_rows([], tmp_path / "none.json") == 0
+    assert json.loads((tmp_path / "none.json").read_text()) == []
+
+
+def test_an_export_that_cannot_be_made_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TraceError, match=r"end it with \.json, \.csv or \.parquet"):
+        export_rows([], tmp_path / "rows.txt")
+    with pytest.raises(TraceError, match=r"cannot write .*No such file"):
+        export_rows([], tmp_path / "nowhere" / "rows.csv")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(TraceError, match=r"pip install 'spectune\[parquet\]'"):
+        export_rows([], tmp_path / "rows.parquet")
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- whole recordings
+
+
+def test_whole_recordings_move_between_databases_and_only_once(store: TraceStore, url: str, tmp_path: Path) -> None:
+    store.put_policy("abcdef123456", {"draft": "small"}, "l")
+    recording, other = a_recording(store, n=5, drafts=("small", "ngram")), a_recording(store, n=2)
+    file = tmp_path / "moved.spectune"
+    out = export_recordings(store.database, [recording[:10]], file)
+    assert (out.added, out.chunks) == ((recording,), 5 * 4)
+    assert [p.name for p in tmp_path.glob("*moved*")] == ["moved.spectune"]
+    with open_database(str(tmp_path / "second.db")) as database:
+        second = TraceStore(database)
+        assert import_recordings(database, file).added == (recording,)
+        again = import_recordings(database, file)
+        assert (again.added, again.present, again.chunks) == ((), (recording,), 0)
+        assert second.load(recording, steps=True) == store.load(recording, steps=True)
+        assert second.get_policy("abcdef123456").document == {"draft": "small"}
+        with pytest.raises(NotFoundError):
+            second.get_recording(other)
+    assert check(str(tmp_path / "second.db")).ok
+    # And back: nothing is new.
+    assert import_recordings(store.database, file).present == (recording,)
+
+
+def test_an_import_completes_what_a_killed_one_began(store: TraceStore, tmp_path: Path) -> None:
+    recording = a_recording(store, n=3)
+    file = tmp_path / "moved.spectune"
+    export_recordings(store.database, ["latest"], file)
+    prune(store.database, recordings=[recording])
+    assert import_recordings(store.database, file).added == (recording,)
+    with store.database.write() as session:
+        session.delete(session.get_one(PanoramaChunkRow, (recording, 1, "small", "chain")))
+    assert import_recordings(store.database, file).chunks == 1
+    assert store.load(recording).drafts == ("small",)
+
+
+def test_bad_files_are_refused_and_nothing_is_imported(store: TraceStore, tmp_path: Path) -> None:
+    recording = a_recording(store, n=3)
+    file = tmp_path / "moved.spectune"
+    export_recordings(store.database, [recording], file)
+    with pytest.raises(TraceError, match="exists already"):
+        export_recordings(store.database, [recording], file)
+    with pytest.raises(NotFoundError):
+        export_recordings(store.database, ["rec-none"], tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+    with pytest.raises(TraceError, match="there is no file"):
+        import_recordings(store.database, tmp_path / "none")
+    with sqlite3.connect(file) as connection:
+        connection.execute("UPDATE panorama_chunk SET data = x'00' WHERE ordinal = 1")
+    connection.close()
+    prune(store.database, recordings=[recording])
+    with pytest.raises(CorruptedChunkError, match=f"recording {recording}, request 1: its panorama chunk is damaged"):
+        import_recordings(store.database, file)
+    assert list_recordings(store.database) == ()
+    with sqlite3.connect(tmp_path / "strange.db") as connection:
+        connection.execute("CREATE TABLE t (x)")
+    connection.close()
+    with pytest.raises(SchemaError, match="not a spectune database"):
+        import_recordings(store.database, tmp_path / "strange.db")
+
+
+# --- pruning
+
+
+def test_pruning_by_age_and_number(store: TraceStore) -> None:
+    ids = [a_recording(at(store, NOW - i * DAY), n=2) for i in range(5)]
+    open_one = at(store, NOW - 9 * DAY).create_recording(PAIR, None, Sampling(), max_new_tokens=8).id
+    with pytest.raises(TraceError, match="say what to prune"):
+        prune(store.database)
+    plan = prune(store.database, before=NOW - DAY, keep_last=3, dry_run=True)
+    assert {p.recording for p in plan.removed} == set(ids[3:])
+    assert plan.size_bytes > 0
+    assert plan.to_json()["dry_run"] is True
+    assert len(list_recordings(store.database)) == 6
+    done = prune(store.database, before=NOW - DAY, keep_last=3, vacuum=True)
+    assert done.removed == plan.removed
+    assert {r.id for r in list_recordings(store.database)} == {*ids[:3], open_one}
+    assert prune(store.database, keep_last=0, pair="0000").removed == ()
+    assert {p.recording for p in prune(store.database, keep_last=1).removed} == set(ids[1:3])
+    assert prune(store.database, recordings=[open_one]).removed[0].requests == 0
+    assert store.load(ids[0]).drafts == ("small",)
+
+
+def test_what_a_publication_rests_on_is_spared(store: TraceStore) -> None:
+    by_evidence, by_run, free = (a_recording(at(store, NOW - i * DAY), n=2) for i in range(3))
+    store.put_policy("p" * 12, {}, "l")
+    run = store.put_run(PAIR, "p" * 12, an_outcome(), device="cpu", dtype="float32", recording_id=by_run)
+    store.publish(PAIR, "cpu", "p" * 12, actor="t", evidence={"search": {"recording": by_evidence}, "runs": [run]})
+    report = prune(store.database, before=NOW + DAY)
+    assert [p.recording for p in report.removed] == [free]
+    assert set(report.kept) == {by_evidence, by_run}
+    with pytest.raises(TraceError, match=f"recording {by_run} is evidence of a publication; use --force"):
+        prune(store.database, recordings=[by_run])
+    assert [p.recording for p in prune(store.database, recordings=[by_run], force=True).removed] == [by_run]
