@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
@@ -27,6 +27,12 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 DEFAULT_DB = "spectune.db"
+
+
+def with_context(command: F) -> F:
+    """click.pass_context, typed so that a command keeps its own signature."""
+    passed: Any = click.pass_context(command)
+    return cast(F, passed)
 
 
 class Door(click.Group):
@@ -54,7 +60,7 @@ class Door(click.Group):
     "--db", "db_url", envvar="SPECTUNE_DB", default=DEFAULT_DB, show_default=True, help="Database: a file, or postgresql://..."
 )
 @click.version_option(package_name="spectune", prog_name="spectune")
-@click.pass_context
+@with_context
 def main(ctx: click.Context, db_url: str) -> None:
     """Finds, proves and keeps the best speculative-decoding policy for your models, device and traffic.
 
@@ -251,7 +257,7 @@ def _rounds(request: str, steps: Any) -> Iterator[dict[str, Any]]:
 @click.option("--fresh", is_flag=True, help="Begin anew instead of resuming an unfinished recording.")
 @click.option("--resume", "retrace_id", metavar="ID", help="Make the panoramas a recording lacks, for every draft of the pair.")
 @json_option
-@click.pass_context
+@with_context
 def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     """Decode a workload, store the texts, and look around from every start of them.
 
@@ -325,7 +331,7 @@ def _same_pair(pair_id: str, pair: LoadedPair, recording: str) -> None:
 @click.option("--contexts", default="32,160,384", show_default=True, help="Context lengths to measure at, comma-separated.")
 @click.option("--repeats", type=click.IntRange(3), default=9, show_default=True)
 @json_option
-@click.pass_context
+@with_context
 def profile(ctx: click.Context, as_json: bool, gamma_max: int, contexts: str, repeats: int, **kw: Any) -> None:
     """Measure what every part of a round costs on this device.
 
@@ -369,7 +375,7 @@ def profile(ctx: click.Context, as_json: bool, gamma_max: int, contexts: str, re
 @click.option("--per-round", type=click.Path(dir_okay=False), help="Write one JSON line per round.")
 @click.option("--skip-corrupted", is_flag=True, help="Leave damaged chunks out instead of stopping at the first.")
 @json_option
-@click.pass_context
+@with_context
 def simulate(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     """Replay a recording under any policy: rounds and tokens exactly, seconds by a latency profile.
 
@@ -425,7 +431,7 @@ def _outcome_json(outcome: Outcome, policy: Policy) -> dict[str, Any]:
 @click.option("--record", "keep_texts", is_flag=True, help="Keep the texts as a recording, for `tune --recording` and schedules.")
 @click.option("--no-store", is_flag=True, help="Do not keep the run in the database.")
 @json_option
-@click.pass_context
+@with_context
 def run(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     """Execute a policy on a workload and measure it.
 
@@ -523,7 +529,7 @@ def _source(
 @click.option("--fresh", is_flag=True, help="Record and profile anew, whatever is stored.")
 @click.option("--no-publish", is_flag=True, help="Show the evidence, publish nothing.")
 @json_option
-@click.pass_context
+@with_context
 def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     """Find the fastest policy, prove it by execution, and publish it.
 
@@ -574,7 +580,7 @@ def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
 @click.option("--policy", "policy_name", default="active", show_default=True)
 @click.option("--no-compare", is_flag=True, help="Do not decode again autoregressively for comparison.")
 @json_option
-@click.pass_context
+@with_context
 def generate(ctx: click.Context, as_json: bool, prompt: str, **kw: Any) -> None:
     """Stream a text, showing which tokens were drafted and accepted and which the target supplied.
 
@@ -631,7 +637,7 @@ on_device = click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]),
 @pair_options
 @on_device
 @json_option
-@click.pass_context
+@with_context
 def policies_list(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     """Publications for a pair and device, newest first, and what runtimes acknowledged.
 
@@ -670,7 +676,7 @@ def policies_list(ctx: click.Context, as_json: bool, **kw: Any) -> None:
 @pair_options
 @on_device
 @json_option
-@click.pass_context
+@with_context
 def policies_show(ctx: click.Context, as_json: bool, policy_name: str, **kw: Any) -> None:
     """A policy document with every default spelled out, and the evidence it was published with.
 
@@ -707,7 +713,7 @@ def policies_show(ctx: click.Context, as_json: bool, policy_name: str, **kw: Any
 @pair_options
 @on_device
 @json_option
-@click.pass_context
+@with_context
 def policies_diff(ctx: click.Context, as_json: bool, left: str, right: str, **kw: Any) -> None:
     """What differs between two policies, key by key, defaults spelled out.
 
@@ -734,7 +740,7 @@ def policies_diff(ctx: click.Context, as_json: bool, left: str, right: str, **kw
 @pair_options
 @on_device
 @json_option
-@click.pass_context
+@with_context
 def policies_activate(ctx: click.Context, as_json: bool, policy_name: str, reason: str, **kw: Any) -> None:
     """Publish a policy: running decoders take it up between two rounds.
 
@@ -769,7 +775,7 @@ def _check_runs(store: TraceStore, policy: Policy, pair_id: str, drafts: tuple[s
 @pair_options
 @on_device
 @json_option
-@click.pass_context
+@with_context
 def policies_rollback(ctx: click.Context, as_json: bool, to: int | None, **kw: Any) -> None:
     """Publish an earlier policy again. Nothing is erased: the rollback is a new version.
 
@@ -814,7 +820,7 @@ def policies_rollback(ctx: click.Context, as_json: bool, to: int | None, **kw: A
 )
 @pair_options
 @on_device
-@click.pass_context
+@with_context
 def policies_export(ctx: click.Context, policy_name: str, engine: str, **kw: Any) -> None:
     """Print a policy as a document, or as another engine's settings where they can say the same.
 
@@ -870,7 +876,7 @@ def _filter(kw: dict[str, Any]) -> Any:
 @traces.command("list")
 @filter_options
 @json_option
-@click.pass_context
+@with_context
 def traces_list(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     """Recordings that hold a matching request, newest first.
 
@@ -890,7 +896,7 @@ def traces_list(ctx: click.Context, as_json: bool, **kw: Any) -> None:
 @click.argument("recording", default="latest")
 @click.option("--request", "request_id", help="One request: its text's rounds.")
 @json_option
-@click.pass_context
+@with_context
 def traces_show(ctx: click.Context, as_json: bool, recording: str, request_id: str | None) -> None:
     """One recording: what was asked, and its requests; or the rounds of one request.
 
@@ -911,22 +917,11 @@ def traces_show(ctx: click.Context, as_json: bool, recording: str, request_id: s
             if found is None:
                 raise TraceError(f"recording {name} has no request {request_id!r} (see `traces query --recording {name}`)")
             steps = [asdict(s) for s in found.steps]
-            columns = (
-                "start",
-                "drafted",
-                "verified",
-                "accepted",
-                "emitted",
-                "draft_steps",
-                "lag",
-                "draft_s",
-                "verify_s",
-                "round_s",
-            )
+            shown = ("start", "drafted", "verified", "accepted", "emitted", "draft_steps", "lag", "draft_s", "verify_s", "round_s")
             _emit(
                 as_json,
                 {"request": request_id, "output_ids": found.trajectory.output_ids.tolist(), "steps": steps},
-                lambda: rows_table(steps, columns, f"{request_id}: rounds"),
+                lambda: rows_table(steps, shown, f"{request_id}: rounds"),
             )
             return
         rows = [r.to_json() for r in request_rows(store.database, TraceFilter(recordings=(name,)))]
@@ -939,7 +934,7 @@ def traces_show(ctx: click.Context, as_json: bool, recording: str, request_id: s
 @click.option("--by", default="draft,category", show_default=True, help="Of draft, category, recording; comma-separated.")
 @click.option("--executed", is_flag=True, help="Over the rounds executed, not over every start of the panoramas.")
 @json_option
-@click.pass_context
+@with_context
 def traces_stats(ctx: click.Context, as_json: bool, by: str, executed: bool, **kw: Any) -> None:
     """Acceptance, overall and by position in the draft.
 
@@ -971,7 +966,7 @@ def traces_stats(ctx: click.Context, as_json: bool, by: str, executed: bool, **k
 @filter_options
 @click.option("--format", "kind", type=click.Choice(["table", "json", "csv"]), default="table", show_default=True)
 @json_option
-@click.pass_context
+@with_context
 def traces_query(ctx: click.Context, as_json: bool, kind: str, **kw: Any) -> None:
     """One row per request and draft.
 
@@ -997,7 +992,7 @@ def traces_query(ctx: click.Context, as_json: bool, kind: str, **kw: Any) -> Non
 @click.argument("path", type=click.Path(dir_okay=False))
 @filter_options
 @json_option
-@click.pass_context
+@with_context
 def traces_export(ctx: click.Context, as_json: bool, path: str, **kw: Any) -> None:
     """Rows to .json, .csv or .parquet; whole recordings, to be imported elsewhere, to .db.
 
@@ -1022,7 +1017,7 @@ def traces_export(ctx: click.Context, as_json: bool, path: str, **kw: Any) -> No
 @traces.command("import")
 @click.argument("path", type=click.Path(dir_okay=False))
 @json_option
-@click.pass_context
+@with_context
 def traces_import(ctx: click.Context, as_json: bool, path: str) -> None:
     """Add the recordings of an exported .db file; what is here already stays as it is.
 
@@ -1044,7 +1039,7 @@ def traces_import(ctx: click.Context, as_json: bool, path: str) -> None:
 @click.option("--force", is_flag=True, help="Remove even what a publication's evidence refers to.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 @json_option
-@click.pass_context
+@with_context
 def traces_prune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     """Remove old recordings; those that a publication rests on are spared.
 
@@ -1080,7 +1075,7 @@ def db() -> None:
 
 @db.command("upgrade")
 @json_option
-@click.pass_context
+@with_context
 def db_upgrade(ctx: click.Context, as_json: bool) -> None:
     """Bring the database to this program's schema (a new one is created).
 
@@ -1096,7 +1091,7 @@ def db_upgrade(ctx: click.Context, as_json: bool) -> None:
 
 @db.command("check")
 @json_option
-@click.pass_context
+@with_context
 def db_check(ctx: click.Context, as_json: bool) -> None:
     """Check integrity, foreign keys, schema and the checksum of every chunk; exit code 1 if anything is wrong.
 
@@ -1132,7 +1127,7 @@ def schedule() -> None:
 @workload_options
 @device_options
 @json_option
-@click.pass_context
+@with_context
 def schedule_add(ctx: click.Context, as_json: bool, name: str, **kw: Any) -> None:
     """Add a schedule; workers (`schedule run`, `schedule run-once`) do its jobs.
 
@@ -1185,7 +1180,7 @@ def schedule_add(ctx: click.Context, as_json: bool, name: str, **kw: Any) -> Non
 
 @schedule.command("list")
 @json_option
-@click.pass_context
+@with_context
 def schedule_list(ctx: click.Context, as_json: bool) -> None:
     """All schedules.
 
@@ -1208,7 +1203,7 @@ def schedule_list(ctx: click.Context, as_json: bool) -> None:
 @schedule.command("show")
 @click.argument("name")
 @json_option
-@click.pass_context
+@with_context
 def schedule_show(ctx: click.Context, as_json: bool, name: str) -> None:
     """One schedule, whole.
 
@@ -1226,7 +1221,7 @@ def _schedule_verb(verb: str, what: str, say: str) -> None:
     @schedule.command(verb, help=f"{what}\n\n\b\nExample:  cli.py schedule {verb} nightly")
     @click.argument("name")
     @json_option
-    @click.pass_context
+    @with_context
     def command(ctx: click.Context, as_json: bool, name: str) -> None:
         import optimizer.schedule as schedules
 
@@ -1244,7 +1239,7 @@ _schedule_verb("remove", "Remove a schedule and its history.", "is removed")
 @click.argument("name", required=False)
 @click.option("--limit", type=click.IntRange(1), default=50, show_default=True)
 @json_option
-@click.pass_context
+@with_context
 def schedule_history(ctx: click.Context, as_json: bool, name: str | None, limit: int) -> None:
     """Slots that fired, and what became of their jobs.
 
@@ -1281,7 +1276,7 @@ def schedule_history(ctx: click.Context, as_json: bool, name: str | None, limit:
 @schedule.command("run")
 @click.option("--poll", default="30s", show_default=True, help="How often to look for due slots.")
 @json_option
-@click.pass_context
+@with_context
 def schedule_run(ctx: click.Context, as_json: bool, poll: str) -> None:
     """Work: fire what is due and run its jobs, until SIGINT or SIGTERM. Any number of workers may share a database.
 
@@ -1295,7 +1290,7 @@ def schedule_run(ctx: click.Context, as_json: bool, poll: str) -> None:
 
 @schedule.command("run-once")
 @json_option
-@click.pass_context
+@with_context
 def schedule_run_once(ctx: click.Context, as_json: bool) -> None:
     """Fire what is due, run every waiting job, and end: for cron and systemd timers.
 

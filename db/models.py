@@ -14,6 +14,7 @@ from sqlalchemy import (
     JSON,
     BigInteger,
     CheckConstraint,
+    Double,
     ForeignKey,
     ForeignKeyConstraint,
     Index,
@@ -36,7 +37,7 @@ class Packed:
 
     schema_version: Mapped[int]
     codec: Mapped[str] = mapped_column(String(16))
-    sha256: Mapped[bytes] = mapped_column(LargeBinary(32))
+    sha256: Mapped[bytes] = mapped_column(LargeBinary)
     data: Mapped[bytes] = mapped_column(LargeBinary)
 
 
@@ -102,7 +103,7 @@ class TrajectoryRow(Packed, Base):
     rounds: Mapped[int]
     drafted: Mapped[int]
     accepted: Mapped[int]
-    seconds: Mapped[float]
+    seconds: Mapped[float] = mapped_column(Double)
     created_at: Mapped[datetime] = mapped_column(UtcDateTime, index=True)
 
 
@@ -124,7 +125,7 @@ class PanoramaChunkRow(Packed, Base):
     n: Mapped[int]
     agree_count: Mapped[int]
     none_count: Mapped[int]
-    acceptance: Mapped[float]
+    acceptance: Mapped[float] = mapped_column(Double)
     at_risk: Mapped[list[Any]] = mapped_column(JSON)
     survived: Mapped[list[Any]] = mapped_column(JSON)
 
@@ -205,7 +206,7 @@ class StepChunkRow(Packed, Base):
     drafted: Mapped[int]
     accepted: Mapped[int]
     emitted: Mapped[int]
-    seconds: Mapped[float]
+    seconds: Mapped[float] = mapped_column(Double)
     at_risk: Mapped[list[Any]] = mapped_column(JSON)
     survived: Mapped[list[Any]] = mapped_column(JSON)
 

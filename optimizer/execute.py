@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from traces.schema import Counts, LatencyProfile, Outcome, Request, RequestOutco
 class DecodeOptions:
     """How requests are decoded: everything their text depends on beside pair and prompt."""
 
-    sampling: Sampling = Sampling()
+    sampling: Sampling = field(default_factory=Sampling)
     max_new_tokens: int = 128
     verifier: Verifier = "coupled"
     stop_strings: tuple[str, ...] = ()

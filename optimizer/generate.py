@@ -64,7 +64,8 @@ def generate(
     console.print(
         Text.assemble(("accepted draft tokens", ACCEPTED), "  ", ("the target's own", OWN), f"   policy: {prepared.label}")
     )
-    line = f"{counts.emitted_tokens} tokens in {counts.rounds} rounds, tau {counts.mean_accepted_length:.2f}, {counts.tokens_per_s:.1f} tokens/s"
+    line = f"{counts.emitted_tokens} tokens in {counts.rounds} rounds, tau {counts.mean_accepted_length:.2f}, "
+    line += f"{counts.tokens_per_s:.1f} tokens/s"
     if compare and prepared.policy.speculates:
         plain = Decoder(pair, StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names)), options.verifier)
         again = plain.decode(request)

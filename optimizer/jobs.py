@@ -133,16 +133,15 @@ def gather(store: TraceStore, pair: LoadedPair, window: timedelta, sample: int, 
     rng = np.random.default_rng(0)
     picked = sorted(rng.permutation(len(found))[:sample].tolist())
     spec: dict[str, Any] = {"max_new_tokens": 0, "options": options, "source": "gathered"}
-    info = store.unfinished_recording(pair.id, None, Sampling(), **spec) if key else None
-    if info is None:
-        info = store.create_recording(pair.id, None, Sampling(), **spec)
-    have = store.recorded_ordinals(info.id)
+    begun = store.unfinished_recording(pair.id, None, Sampling(), **spec) if key else None
+    made = begun or store.create_recording(pair.id, None, Sampling(), **spec)
+    have = store.recorded_ordinals(made.id)
     seen: set[tuple[str, bytes]] = set()
     for ordinal, index in enumerate(picked):
         source, at = found[index]
         for request in store.iterate(source, drafts=(), ordinals=[at], steps=True):
             content = (request.trajectory.request_id, request.trajectory.output_ids.tobytes())
             if content not in seen and ordinal not in have:
-                store.append_trajectory(info.id, ordinal, request.trajectory, request.steps)
+                store.append_trajectory(made.id, ordinal, request.trajectory, request.steps)
             seen.add(content)
-    return info.id
+    return made.id

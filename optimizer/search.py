@@ -7,6 +7,7 @@ best of every enumerated family. Within a tie the simpler policy wins.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
-from optimizer.replay import ReplayTrace, replay
+from optimizer.replay import ReplayTrace, replay, run_replay
 from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from traces.errors import PolicyError
 from traces.schema import LatencyProfile, Outcome
@@ -126,7 +127,7 @@ def search(
     def evaluate(policy: Policy, origin: str) -> float:
         nonlocal best
         if policy.id not in done:
-            value = replay(trace, policy, profile).total.tokens_per_s
+            value = run_replay(trace, policy, profile).total.tokens_per_s
             done[policy.id] = Trial(policy, value, origin)
             best = max(best, value)
         return done[policy.id].value
@@ -141,7 +142,11 @@ def search(
         progress(i + 1, total, best)
     space = Space(tuple(drafts), gamma_max)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, group=True, n_startup_trials=40)
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore", optuna.exceptions.ExperimentalWarning
+        )  # `group` is marked so; its results are only judged
+        sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, group=True, n_startup_trials=40)
     study = optuna.create_study(direction="maximize", sampler=sampler)
     for trial in sorted(done.values(), key=lambda t: -t.value):
         params = space.params(trial.policy)

@@ -38,7 +38,7 @@ Progress = Callable[[str, int, int], None]
 class TuneOptions:
     """How a tuning is done. ``drafts`` empty means all of the pair's. ``budget_s`` bounds the executed comparison."""
 
-    options: DecodeOptions = DecodeOptions()
+    options: DecodeOptions = field(default_factory=DecodeOptions)
     drafts: tuple[str, ...] = ()
     gamma_max: int = 16
     trials: int = 400

@@ -16,7 +16,7 @@ VIEW_STEP = 64
 """Views are rounded up to a multiple of this, so that few shapes occur."""
 
 
-class SlotLayer(CacheLayerMixin):
+class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers carries no types
     """One layer's keys and values, ``[1, kv_heads, capacity, head_dim]``, allocated at the first pass."""
 
     is_compileable = True

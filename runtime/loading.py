@@ -32,7 +32,7 @@ class LoadedPair:
 
     @property
     def exact(self) -> bool:
-        return self.target.dtype == torch.float32
+        return bool(self.target.dtype == torch.float32)
 
     @property
     def draft_names(self) -> tuple[str, ...]:
@@ -46,7 +46,8 @@ class LoadedPair:
 
     @property
     def device(self) -> torch.device:
-        return self.target.device
+        where: torch.device = self.target.device
+        return where
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt as the target sees it (with the tokenizer's own special tokens)."""

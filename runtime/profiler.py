@@ -227,7 +227,7 @@ def _stop_costs(bench: _Bench) -> dict[str, float]:
         NoStop(),
         MaxProbStop(threshold=1e-9),
         JointProbStop(threshold=0.0),
-        EntropyStop(threshold=0.0, scale=1e-3),
+        EntropyStop(threshold=0.0, scale=1e-3, keep_last=True),
     ]
     if not bench.pair.drafts:
         return {stop.kind: 0.0 for stop in kinds}

@@ -160,7 +160,8 @@ def choose(logits: torch.Tensor, sampling: Sampling, noise: torch.Tensor | None,
         return Choice(tokens, None)
     if filtered:
         outer, inner = kept(x, sampling, FILTER_SLACK), kept(x, sampling, -FILTER_SLACK)
-        assert outer is not None and inner is not None
+        assert outer is not None
+        assert inner is not None
         wide = perturbed.masked_fill(~outer, -math.inf).topk(2, dim=-1)
         narrow = perturbed.masked_fill(~inner, -math.inf).argmax(-1)
         return Choice(tokens, (wide.values[:, 0] - wide.values[:, 1] < CHOICE_MARGIN) | (wide.indices[:, 0] != narrow))

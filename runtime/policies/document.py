@@ -37,7 +37,7 @@ class FixedWindow(_Block):
 
 class _AdaptiveWindow(_Block):
     gamma_max: GammaMax = 8
-    gamma_initial: Gamma | None = Field(None, description="first window of a request; default: half of gamma_max, rounded up")
+    gamma_initial: Gamma | None = Field(default=None, description="first window of a request; default: half of gamma_max, rounded up")
 
     @property
     def first(self) -> int:
@@ -128,7 +128,7 @@ class NoStop(_Block):
 
 
 class _Stop(_Block):
-    keep_last: bool = Field(True, description="whether the token that triggers the stop stays in the draft")
+    keep_last: bool = Field(default=True, description="whether the token that triggers the stop stays in the draft")
 
 
 class MaxProbStop(_Stop):

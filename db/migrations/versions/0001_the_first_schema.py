@@ -82,7 +82,7 @@ def upgrade() -> None:
         sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
         sa.Column("schema_version", sa.Integer(), nullable=False),
         sa.Column("codec", sa.String(length=16), nullable=False),
-        sa.Column("sha256", sa.LargeBinary(length=32), nullable=False),
+        sa.Column("sha256", sa.LargeBinary(), nullable=False),
         sa.Column("data", sa.LargeBinary(), nullable=False),
         sa.ForeignKeyConstraint(["pair_id"], ["pair.id"], name=op.f("fk_artifact_pair_id_pair")),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_artifact")),
@@ -228,7 +228,7 @@ def upgrade() -> None:
         sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
         sa.Column("schema_version", sa.Integer(), nullable=False),
         sa.Column("codec", sa.String(length=16), nullable=False),
-        sa.Column("sha256", sa.LargeBinary(length=32), nullable=False),
+        sa.Column("sha256", sa.LargeBinary(), nullable=False),
         sa.Column("data", sa.LargeBinary(), nullable=False),
         sa.ForeignKeyConstraint(["pair_id"], ["pair.id"], name=op.f("fk_study_pair_id_pair")),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_study")),
@@ -272,7 +272,7 @@ def upgrade() -> None:
         sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
         sa.Column("schema_version", sa.Integer(), nullable=False),
         sa.Column("codec", sa.String(length=16), nullable=False),
-        sa.Column("sha256", sa.LargeBinary(length=32), nullable=False),
+        sa.Column("sha256", sa.LargeBinary(), nullable=False),
         sa.Column("data", sa.LargeBinary(), nullable=False),
         sa.ForeignKeyConstraint(
             ["recording_id"], ["recording.id"], name=op.f("fk_trajectory_recording_id_recording"), ondelete="CASCADE"
@@ -298,7 +298,7 @@ def upgrade() -> None:
         sa.Column("survived", sa.JSON(), nullable=False),
         sa.Column("schema_version", sa.Integer(), nullable=False),
         sa.Column("codec", sa.String(length=16), nullable=False),
-        sa.Column("sha256", sa.LargeBinary(length=32), nullable=False),
+        sa.Column("sha256", sa.LargeBinary(), nullable=False),
         sa.Column("data", sa.LargeBinary(), nullable=False),
         sa.ForeignKeyConstraint(
             ["recording_id", "ordinal"],
@@ -326,7 +326,7 @@ def upgrade() -> None:
         sa.Column("survived", sa.JSON(), nullable=False),
         sa.Column("schema_version", sa.Integer(), nullable=False),
         sa.Column("codec", sa.String(length=16), nullable=False),
-        sa.Column("sha256", sa.LargeBinary(length=32), nullable=False),
+        sa.Column("sha256", sa.LargeBinary(), nullable=False),
         sa.Column("data", sa.LargeBinary(), nullable=False),
         sa.CheckConstraint("(recording_id IS NULL) <> (run_id IS NULL)", name=op.f("ck_step_chunk_one_owner")),
         sa.ForeignKeyConstraint(
