@@ -1,0 +1,150 @@
+"""The one idea: text does not depend on the policy. Tested on two architectures, at temperatures 0, 0.7 and 1."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pairs import make_pair
+from runtime.decoder import Decoder
+from runtime.loading import LoadedPair, load_pair
+from runtime.loop import StaticSource
+from runtime.pair import read_pair
+from runtime.policies.document import Policy, parse_policy
+from runtime.policies.prepared import prepare
+from traces.schema import LatencyProfile, Request, Sampling, Trajectory
+from synthetic import flat_profile
+
+PROMPTS = [
+    "def add(a, b):",
+    "The quick brown",
+    "Question: Bob has 9",
+    "for i in",
+    "x",
+    "hello world, the dog",
+    "return a + b\n",
+    "Ann buys 4 apples and",
+]
+SAMPLINGS = [
+    Sampling(),
+    Sampling(temperature=0.7, top_p=0.95, seed=3),
+    Sampling(temperature=1.0, seed=4),
+    Sampling(temperature=1.0, top_k=20, seed=5),
+]
+
+
+def policies(near: str, far: str) -> list[Policy]:
+    """Every window, every stop, every kind of draft."""
+    documents: list[dict[str, Any]] = [
+        {"draft": near, "window": {"kind": "fixed", "gamma": 1}},
+        {"draft": near, "window": {"kind": "fixed", "gamma": 5}},
+        {"draft": far, "window": {"kind": "fixed", "gamma": 16}},
+        {"draft": near, "window": {"kind": "analytic", "gamma_max": 8}},
+        {"draft": far, "window": {"kind": "analytic", "gamma_max": 8, "estimator": "exact", "history": 12}},
+        {"draft": far, "window": {"kind": "analytic", "gamma_max": 6, "estimator": "table", "gamma_min": 1}},
+        {"draft": near, "window": {"kind": "fsm", "gamma_max": 8}},
+        {"draft": far, "window": {"kind": "cache_fsm", "gamma_max": 8}},
+        {"draft": near, "window": {"kind": "q_learning", "gamma_max": 6, "seed": 1, "epsilon": 0.3}},
+        {"draft": near, "window": {"kind": "heuristic", "gamma_max": 12}},
+        {"draft": near, "window": {"kind": "fixed", "gamma": 12}, "stop": {"kind": "max_prob", "threshold": 0.4}},
+        {"draft": far, "window": {"kind": "fixed", "gamma": 12}, "stop": {"kind": "joint_prob", "threshold": 0.05}},
+        {"draft": near, "window": {"kind": "fixed", "gamma": 12}, "stop": {"kind": "entropy", "threshold": 0.3}},
+        {
+            "draft": near,
+            "window": {"kind": "q_learning", "gamma_max": 10, "memory": 2, "reward": "speed"},
+            "stop": {"kind": "joint_prob", "threshold": 0.1, "keep_last": False},
+        },
+        {"draft": "ngram", "window": {"kind": "fixed", "gamma": 8}},
+        {"draft": "ngram", "window": {"kind": "cache_fsm", "gamma_max": 10}},
+        {"draft": near, "window": {"kind": "fixed", "gamma": 0}},
+    ]
+    return [parse_policy(d) for d in documents]
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedPair]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    file = make_pair(tmp_path_factory.mktemp(request.param), request.param)
+    yield load_pair(read_pair(str(file)), device="cpu")
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def profile(pair: LoadedPair) -> LatencyProfile:
+    return flat_profile(pair.id, tuple(pair.drafts))
+
+
+def decode(pair: LoadedPair, policy: Policy, sampling: Sampling, profile: LatencyProfile | None = None) -> list[Trajectory]:
+    """All prompts under one policy, by one decoder."""
+    decoder = Decoder(pair, StaticSource(prepare(policy, pair.draft_names, profile=profile)))
+    found = []
+    for i, prompt in enumerate(PROMPTS):
+        request = decoder.request(Request(str(i), "c", (prompt,)), pair.encode(prompt), sampling, 36)
+        found.append(decoder.decode(request).trajectory)
+    return found
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: f"T{s.temperature}k{s.top_k}p{s.top_p}")
+def test_text_is_the_same_under_every_policy(pair: LoadedPair, profile: LatencyProfile, sampling: Sampling) -> None:
+    """Token ids are identical to autoregression's with the same seed, for every window, stop and draft."""
+    plain = decode(pair, Policy(), sampling)
+    near, far = pair.drafts
+    for policy in policies(near, far):
+        assert decode(pair, policy, sampling, profile) == plain, policy.label()
+
+
+def test_greedy_autoregression_is_generates(pair: LoadedPair) -> None:
+    """At temperature 0 our loop gives what transformers' own ``generate`` gives."""
+    ours = decode(pair, Policy(), Sampling())
+    reference = type(pair.target.model).from_pretrained(pair.spec.target, dtype=torch.float32)
+    for prompt, trajectory in zip(PROMPTS, ours, strict=True):
+        ids = torch.tensor([pair.encode(prompt)])
+        out = reference.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=36, pad_token_id=0)
+        assert trajectory.output_ids.tolist() == out[0, ids.shape[1] :].tolist()
+
+
+def test_text_is_a_function_of_seed_and_request(pair: LoadedPair) -> None:
+    """Another seed gives another text; order and other requests do not matter."""
+    one = decode(pair, Policy(), Sampling(temperature=1.0, seed=1))
+    two = decode(pair, Policy(), Sampling(temperature=1.0, seed=2))
+    assert one != two
+    decoder = Decoder(pair, StaticSource(prepare(Policy(), pair.draft_names)))
+    last = Request(str(len(PROMPTS) - 1), "c", (PROMPTS[-1],))
+    alone = decoder.decode(decoder.request(last, pair.encode(PROMPTS[-1]), Sampling(temperature=1.0, seed=1), 36))
+    assert alone.trajectory == one[-1]
+
+
+def test_eos_budget_and_stop_strings_end_texts(pair: LoadedPair) -> None:
+    """A text ends at EOS, at its budget, or at the token that completes a stop string, alike under every policy."""
+    near = next(iter(pair.drafts))
+    plain = decode(pair, Policy(), Sampling(temperature=1.0, seed=9))
+    text = pair.text(plain[0].output_ids.tolist())
+    stop = text[4:6]
+    ends = set()
+    for policy in (Policy(), parse_policy({"draft": near, "window": {"kind": "fixed", "gamma": 7}})):
+        decoder = Decoder(pair, StaticSource(prepare(policy, pair.draft_names)))
+        request = decoder.request(
+            Request("0", "c", (PROMPTS[0],)), pair.encode(PROMPTS[0]), Sampling(temperature=1.0, seed=9), 36, (stop,)
+        )
+        done = decoder.decode(request).trajectory
+        assert done.finish == "stop"
+        assert stop in pair.text(done.output_ids.tolist())
+        assert stop not in pair.text(done.output_ids.tolist()[:-1])
+        ends.add(tuple(done.output_ids.tolist()))
+    assert len(ends) == 1
+    for trajectory in plain:
+        ended = trajectory.output_ids[-1] in pair.eos_ids
+        assert trajectory.finish == ("eos" if ended else "length")
+        assert ended or len(trajectory.output_ids) == 36
+
+
+def test_weights_in_float16_are_computed_in_float32(tmp_path: Path) -> None:
+    """Checkpoints of lower precision load as float32 on a CPU, where parity is exact."""
+    loaded = load_pair(read_pair(str(make_pair(tmp_path))), device="cpu")
+    assert loaded.exact
+    assert loaded.target.dtype == torch.float32
