@@ -18,6 +18,7 @@ import click
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from optimizer.execute import DecodeOptions
     from runtime.loading import LoadedPair
     from runtime.loop import PolicySource
     from runtime.policies.document import Policy
@@ -45,7 +46,7 @@ class Door(click.Group):
         try:
             return super().invoke(ctx)
         except (SpectuneError, DatabaseError) as error:
-            click.echo(f"error: {error}", err=True)
+            click.echo(f"error: {' '.join(str(error).splitlines())}", err=True)
             ctx.exit(2)
         except KeyboardInterrupt:
             click.echo("interrupted; what was committed is kept, the same command goes on from there", err=True)
@@ -55,11 +56,24 @@ class Door(click.Group):
             ctx.exit(1)
 
 
+def _show_version(ctx: click.Context, _param: click.Parameter, wanted: bool) -> None:
+    if not wanted or ctx.resilient_parsing:
+        return
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        found = version("spectune")
+    except PackageNotFoundError:
+        found = "not installed, run from its source folder"
+    click.echo(f"spectune, {found}")
+    ctx.exit()
+
+
 @click.group(cls=Door, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.option(
     "--db", "db_url", envvar="SPECTUNE_DB", default=DEFAULT_DB, show_default=True, help="Database: a file, or postgresql://..."
 )
-@click.version_option(package_name="spectune", prog_name="spectune")
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Show the version and exit.")
 @with_context
 def main(ctx: click.Context, db_url: str) -> None:
     """Finds, proves and keeps the best speculative-decoding policy for your models, device and traffic.
@@ -198,9 +212,11 @@ class Meter:
 
 
 def _policy(store: TraceStore, name: str, pair_id: str, device: str) -> Policy:
-    """A policy by built-in name, file, inline JSON, id, or ``active``."""
+    """A policy by built-in name, file, inline JSON, id, or ``active``. Raises PolicyError."""
+    from db.errors import NotFoundError
     from optimizer.inputs import named_policy
     from runtime.policies.document import AUTOREGRESSIVE, parse_policy
+    from traces.errors import PolicyError
 
     found = named_policy(name)
     if found is not None:
@@ -211,7 +227,13 @@ def _policy(store: TraceStore, name: str, pair_id: str, device: str) -> Policy:
             click.echo(f"no policy is published for pair {pair_id} on {device}; decoding autoregressively", err=True)
             return AUTOREGRESSIVE
         return parse_policy(dict(active.document), where=f"publication {active.version}")
-    return parse_policy(dict(store.get_policy(name).document), where=f"policy {name}")
+    try:
+        stored = store.get_policy(name)
+    except NotFoundError as error:
+        raise PolicyError(
+            f"--policy {name}: neither a file, a JSON document, 'active' nor 'autoregressive', and {error} (see `policies list`)"
+        ) from None
+    return parse_policy(dict(stored.document), where=f"policy {name}")
 
 
 def _profile(store: TraceStore, wanted: str | None, pair_id: str, device: str, dtype: str | None = None) -> tuple[str, Any]:
@@ -229,14 +251,31 @@ def _write_rounds(path: str, rows: Iterator[dict[str, Any]]) -> None:
     from traces.errors import SpectuneError
 
     target = Path(path)
-    draft = target.with_name(f".{target.name}.part")
+    part = target.with_name(f".{target.name}.part")
     try:
-        with draft.open("w", encoding="utf-8") as file:
+        with part.open("w", encoding="utf-8") as file:
             for row in rows:
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        draft.replace(target)
+        part.replace(target)
     except OSError as error:
         raise SpectuneError(f"{path}: cannot be written ({error.strerror})") from None
+    finally:
+        if part.parent.is_dir():
+            part.unlink(missing_ok=True)
+
+
+def _check_writable(*options: tuple[str, str | None]) -> None:
+    """Raises SpectuneError for an (option, path) that cannot be written, before the work is done whose result would go there."""
+    from traces.errors import SpectuneError
+
+    for option, path in options:
+        if path is None:
+            continue
+        folder = Path(path).resolve().parent
+        if not folder.is_dir():
+            raise SpectuneError(f"{option} {path}: there is no folder {folder}; make it, or name another file")
+        if not os.access(folder, os.W_OK):
+            raise SpectuneError(f"{option} {path}: folder {folder} is not writable; name another file")
 
 
 def _rounds(request: str, steps: Any) -> Iterator[dict[str, Any]]:
@@ -286,9 +325,14 @@ def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
                 info = store.get_recording(recording)
             else:
                 device = pair.device.type
-                policy = _quietly(lambda: _policy(store, kw["policy_name"], pair.id, device), kw["policy_name"])
                 _, profile = _profile(store, None, pair.id, device)
-                source = StaticSource(prepare(policy, pair.draft_names, profile=profile))
+                if kw["policy_name"] == "active":
+                    from optimizer.serving import last_good
+
+                    prepared = last_good(store, pair, profile, options.verifier, options.sampling)
+                else:
+                    prepared = prepare(_policy(store, kw["policy_name"], pair.id, device), pair.draft_names, profile=profile)
+                source = StaticSource(prepared)
                 wanted = RecordRequest(workload, options, pair.draft_names, kw["gamma_max"])
                 info = do_record(store, pair, wanted, source, fresh=kw["fresh"], progress=meter)
     data = {"recording": info.id, "pair": info.pair_id, **info.to_json()}
@@ -297,22 +341,6 @@ def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         data,
         f"recording {info.id}: {info.n_requests} requests, {info.n_output_tokens} tokens, panoramas of {', '.join(info.drafts)}",
     )
-
-
-def _quietly(find: Callable[[], Policy], name: str) -> Policy:
-    """The active policy if there is one; recording needs none, so its absence is not worth a line."""
-    from runtime.policies.document import AUTOREGRESSIVE
-
-    if name != "active":
-        return find()
-    stderr, sys.stderr = sys.stderr, open(os.devnull, "w")  # noqa: SIM115
-    try:
-        return find()
-    except Exception:
-        return AUTOREGRESSIVE
-    finally:
-        sys.stderr.close()
-        sys.stderr = stderr
 
 
 def _same_pair(pair_id: str, pair: LoadedPair, recording: str) -> None:
@@ -382,8 +410,9 @@ def simulate(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     \b
     Example:  cli.py simulate --policy '{"draft": "small", "window": {"kind": "fixed", "gamma": 4}}'
     """
-    from traces.errors import TraceError
+    from traces.errors import PolicyError, TraceError
 
+    _check_writable(("--per-round", kw["per_round"]))
     with _store(ctx, create=False) as store:
         recording = store.resolve_recording(kw["recording"])
         info = store.get_recording(recording)
@@ -391,6 +420,11 @@ def simulate(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         policy = _policy(store, kw["policy_name"], info.pair_id, device)
         _, found = _profile(store, kw["profile_id"], info.pair_id, device)
         drafts = [policy.draft] if policy.speculates else []
+        if policy.speculates and policy.draft not in info.drafts:
+            raise PolicyError(
+                f"draft: recording {recording} has no panorama of draft {policy.draft!r}; it has: "
+                f"{', '.join(sorted(info.drafts)) or 'none'}; `record --resume {recording}` makes those of every draft of its pair"
+            )
         loaded = store.load(recording, drafts, skip_corrupted=kw["skip_corrupted"])
     for skipped in loaded.skipped:
         click.echo(f"left out: request {skipped.ordinal} of {skipped.recording}: {skipped.problem}", err=True)
@@ -441,6 +475,7 @@ def run(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     Example:  cli.py run --policy policy.json --workload demo --limit 32 --outputs texts.jsonl
     """
     options = _decode_options(kw)
+    _check_writable(("--outputs", kw["outputs"]), ("--per-round", kw["per_round"]))
     workload = _workload(kw)
     with _store(ctx) as store:
         pair = _load(kw)
@@ -450,8 +485,7 @@ def run(ctx: click.Context, as_json: bool, **kw: Any) -> None:
 
         encoded = encode(pair, workload, options)
         _, found = _profile(store, kw["profile_id"], pair.id, pair.device.type)
-        policy = _policy(store, kw["policy_name"], pair.id, pair.device.type)
-        with _source(store, pair, policy, found, follow=kw["policy_name"] == "active") as source, Meter() as meter:
+        with _source(store, pair, kw["policy_name"], found, options) as source, Meter() as meter:
             decoded = []
             for done in execute(pair, source, encoded):
                 decoded.append(done)
@@ -498,18 +532,23 @@ def _keep_run(store: TraceStore, pair: LoadedPair, policy: Policy, result: Outco
 
 @contextmanager
 def _source(
-    store: TraceStore, pair: LoadedPair, policy: Policy, profile: LatencyProfile | None, *, follow: bool
+    store: TraceStore, pair: LoadedPair, name: str, profile: LatencyProfile | None, options: DecodeOptions
 ) -> Iterator[PolicySource]:
-    """A policy source: the policy for ever, or with ``follow`` whatever is published."""
+    """A policy source: the policy named for ever, or for ``active`` whatever is published, now and later."""
     from runtime.loop import StaticSource
     from runtime.policies.prepared import prepare
 
-    if not follow:
+    if name != "active":
+        policy = _policy(store, name, pair.id, pair.device.type)
         yield StaticSource(prepare(policy, pair.draft_names, profile=profile))
         return
     from optimizer.serving import watch
 
-    with watch(store, pair, policy, profile) as source:
+    if not store.active_version(pair.id, pair.device.type):
+        click.echo(f"no policy is published for pair {pair.id} on {pair.device.type}; decoding autoregressively", err=True)
+    with watch(store, pair, None, profile, verifier=options.verifier, sampling=options.sampling) as source:
+        if source.last_error:
+            click.echo(f"publication {source.seen} is refused: {source.last_error}; using {source.current().label}", err=True)
         yield source
 
 
@@ -820,9 +859,10 @@ def policies_rollback(ctx: click.Context, as_json: bool, to: int | None, **kw: A
 )
 @pair_options
 @on_device
+@json_option
 @with_context
-def policies_export(ctx: click.Context, policy_name: str, engine: str, **kw: Any) -> None:
-    """Print a policy as a document, or as another engine's settings where they can say the same.
+def policies_export(ctx: click.Context, as_json: bool, policy_name: str, engine: str, **kw: Any) -> None:
+    """Print a policy as a document, or as another engine's settings where they can say the same (JSON either way).
 
     \b
     Example:  cli.py policies export active > policy.json
@@ -836,7 +876,8 @@ def policies_export(ctx: click.Context, policy_name: str, engine: str, **kw: Any
         policy = _policy(store, policy_name, spec.id, device)
     from optimizer.export import engine_settings
 
-    click.echo(json.dumps(policy.spelled_out() if engine == "spectune" else engine_settings(policy, spec, engine), indent=2))
+    data = policy.spelled_out() if engine == "spectune" else engine_settings(policy, spec, engine)
+    click.echo(json.dumps(data, indent=None if as_json else 2))
 
 
 @main.group()

@@ -17,7 +17,6 @@ from optimizer.tune import Progress, Tuned, TuneOptions, tune, tune_recording
 from runtime.loading import LoadedPair, load_pair
 from runtime.pair import PairSpec
 from traces.errors import TraceError
-from traces.query import TraceFilter, list_recordings
 from traces.schema import Sampling
 from traces.store import TraceStore
 
@@ -123,16 +122,15 @@ def gather(store: TraceStore, pair: LoadedPair, window: timedelta, sample: int, 
     Doing it again with the same ``key`` finds the recording made before. Raises TraceError when nothing was recorded.
     """
     options = {**recording_options(pair, DecodeOptions()), "gathered": key}
-    since = store.clock() - window
-    found: list[tuple[str, int]] = []
-    for info in list_recordings(store.database, TraceFilter(pair=pair.id, since=since)):
-        if info.source != "gathered":
-            found += [(info.id, ordinal) for ordinal in sorted(store.recorded_ordinals(info.id))]
+    spec: dict[str, Any] = {"max_new_tokens": 0, "options": options, "source": "gathered"}
+    ready = store.finished_recording(pair.id, None, Sampling(), **spec) if key else None
+    if ready is not None:
+        return ready.id
+    found = store.recorded_since(pair.id, store.clock() - window, sources=("record", "serve"))
     if not found:
         raise TraceError(f"nothing was recorded with pair {pair.id} in the last {window}; run `record`, or `run --record`")
     rng = np.random.default_rng(0)
     picked = sorted(rng.permutation(len(found))[:sample].tolist())
-    spec: dict[str, Any] = {"max_new_tokens": 0, "options": options, "source": "gathered"}
     begun = store.unfinished_recording(pair.id, None, Sampling(), **spec) if key else None
     made = begun or store.create_recording(pair.id, None, Sampling(), **spec)
     have = store.recorded_ordinals(made.id)
@@ -144,4 +142,5 @@ def gather(store: TraceStore, pair: LoadedPair, window: timedelta, sample: int, 
             if content not in seen and ordinal not in have:
                 store.append_trajectory(made.id, ordinal, request.trajectory, request.steps)
             seen.add(content)
+    store.finish_recording(made.id)
     return made.id

@@ -25,7 +25,7 @@ from optimizer.outcomes import Chains, Index, Words, check_reach, first_occurren
 from runtime.policies.document import Policy
 from runtime.policies.jit import compiled
 from runtime.policies.machines import advance, reset
-from runtime.policies.prepared import prepare
+from runtime.policies.prepared import QTables, prepare
 from runtime.policies.stops import CompiledStop
 from runtime.policies.windows import WindowController
 from traces.errors import PolicyError, TraceError
@@ -195,14 +195,16 @@ def run_replay(
     *,
     per_round: bool = False,
     controller: WindowController | None = None,
+    q_tables: QTables | None = None,
 ) -> Replay:
     """:func:`replay` with arrays instead of values, and on request every round. Releases the GIL while it runs.
 
     ``controller`` goes on from an earlier session's state (it is copied); by default the policy's window starts anew.
+    ``q_tables`` finds the Q-table of a window that names an artifact.
     """
     if profile is None and not policy.replays_exactly:
         raise PolicyError("window.costs 'recent' reads the clock, which a replay takes from a latency profile: give one")
-    prepared = prepare(policy, [policy.draft], profile=profile)
+    prepared = prepare(policy, [policy.draft], profile=profile, q_tables=q_tables)
     window = (prepared.controller if controller is None else controller).fork()
     words = trace.outcomes(policy, prepared.stop)
     model, before = (_FREE, np.zeros(len(trace.trajectories))) if profile is None else trace.costs(policy, profile)

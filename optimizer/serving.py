@@ -10,11 +10,11 @@ from typing import Literal
 
 from db.errors import DatabaseError
 from runtime.loading import LoadedPair
-from runtime.policies.document import Policy, parse_policy
-from runtime.policies.prepared import PreparedPolicy, prepare
+from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
+from runtime.policies.prepared import PreparedPolicy, check_verifier, prepare
 from runtime.reload import Published, WatchedSource
 from traces.errors import PolicyError
-from traces.schema import LatencyProfile
+from traces.schema import LatencyProfile, Sampling, Verifier
 from traces.store import TraceStore
 
 
@@ -23,20 +23,41 @@ def node_name() -> str:
     return f"{socket.gethostname()}:{os.getpid()}"
 
 
+def last_good(
+    store: TraceStore,
+    pair: LoadedPair,
+    profile: LatencyProfile | None,
+    verifier: Verifier = "coupled",
+    sampling: Sampling | None = None,
+) -> PreparedPolicy:
+    """The newest publication for this pair and device that this runtime can execute, or autoregression when there is none."""
+    for publication in store.list_publications(pair.id, pair.device.type):
+        try:
+            policy = parse_policy(dict(publication.document), where=f"publication {publication.version}")
+            check_verifier(policy, verifier, sampling or Sampling())
+            return prepare(policy, pair.draft_names, profile=profile)
+        except PolicyError:
+            continue
+    return prepare(AUTOREGRESSIVE, pair.draft_names)
+
+
 @contextmanager
 def watch(
     store: TraceStore,
     pair: LoadedPair,
-    initial: Policy,
+    initial: Policy | None,
     profile: LatencyProfile | None,
     *,
+    verifier: Verifier = "coupled",
+    sampling: Sampling | None = None,
     interval_s: float = 1.0,
     node: str | None = None,
 ) -> Iterator[WatchedSource]:
     """A policy source that follows the publications for this pair and device.
 
-    ``initial`` is in force until the first look, which happens before this returns. A publication that cannot be prepared (an unknown
-    draft, a window that needs costs and has none) is acknowledged as refused. Raises PolicyError when ``initial`` cannot run.
+    ``initial`` (None: the last good publication) is in force until the first look, which happens before this returns. A publication
+    that cannot be prepared (an unknown draft, a window that needs costs and has none) or that ``verifier`` would make lossy is
+    acknowledged as refused. Raises PolicyError when ``initial`` cannot run.
     """
     device, who = pair.device.type, node or node_name()
 
@@ -56,6 +77,7 @@ def watch(
             return Published(active.version, None, str(error))
 
     def ready(policy: Policy, version: int) -> PreparedPolicy:
+        check_verifier(policy, verifier, sampling or Sampling())
         return prepare(policy, pair.draft_names, profile=latest_profile(), version=version)
 
     def acknowledge(version: int, status: Literal["applied", "refused"], reason: str) -> None:
@@ -65,7 +87,9 @@ def watch(
         return source.seen
 
     source = WatchedSource(
-        prepare(initial, pair.draft_names, profile=profile),
+        last_good(store, pair, profile, verifier, sampling)
+        if initial is None
+        else prepare(initial, pair.draft_names, profile=profile),
         fetch,
         ready,
         acknowledge,

@@ -111,8 +111,8 @@ def _tokenizer(path: str) -> Any:
         return None
     try:
         return AutoTokenizer.from_pretrained(folder if is_local(path) else path)
-    except (OSError, ValueError, KeyError) as error:
-        raise PairError(f"tokenizer of {path}: {str(error).splitlines()[0]}") from None
+    except Exception as error:  # the border: transformers and tokenizers each have errors of their own
+        raise PairError(f"tokenizer of {path}: {(str(error).splitlines() or [type(error).__name__])[0]}") from None
 
 
 def _same_tokenizer(name: str, own: Any, target: Any) -> None:

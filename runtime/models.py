@@ -127,8 +127,9 @@ def load_model(path: str, *, name: str, device: torch.device, dtype: torch.dtype
     """Loads a checkpoint folder or hub name. Raises PairError, in one line, when there is none or it is not a causal LM."""
     content = identity(path)
     transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
     try:
         model = AutoModelForCausalLM.from_pretrained(Path(path).expanduser() if is_local(path) else path, dtype=dtype)
-    except (OSError, ValueError, KeyError) as error:
-        raise PairError(f"{name}: cannot load {path}: {str(error).splitlines()[0]}") from None
+    except Exception as error:  # the border: safetensors, transformers and torch each have errors of their own
+        raise PairError(f"{name}: cannot load {path}: {(str(error).splitlines() or [type(error).__name__])[0]}") from None
     return CausalModel(model.to(device), name, content)

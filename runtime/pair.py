@@ -114,7 +114,12 @@ def identity(path: str) -> str:
     if not (folder / "config.json").is_file():
         raise PairError(f"no model at {path} (a folder with config.json and weights is expected)")
     h = hashlib.sha256()
-    config = json.loads((folder / "config.json").read_text())
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise PairError(f"{folder / 'config.json'}: not JSON ({error})") from None
+    if not isinstance(config, dict):
+        raise PairError(f"{folder / 'config.json'}: a model's configuration is a JSON object, not {type(config).__name__}")
     for key in ("_name_or_path", "transformers_version"):
         config.pop(key, None)
     h.update(json.dumps(config, sort_keys=True).encode())

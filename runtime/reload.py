@@ -34,7 +34,7 @@ class WatchedSource:
 
     ``fetch`` returns the newest publication, or None while there is none; ``prepare`` makes a policy ready to run and raises a
     SpectuneError when this runtime cannot; ``acknowledge`` records what became of it. A database that cannot be reached is tried again
-    at the next poll: the last good policy goes on.
+    at the next poll, an acknowledgement as well: the last good policy goes on.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class WatchedSource:
         self._fetch, self._prepare, self._acknowledge = fetch, prepare, acknowledge
         self._interval_s, self._retry = interval_s, retry
         self.seen = initial.version
+        self._unsaid: tuple[int, Literal["applied", "refused"], str] | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self.last_error = ""
@@ -59,22 +60,31 @@ class WatchedSource:
         return self._current
 
     def poll(self) -> bool:
-        """Looks once; True if a new policy is in force."""
+        """Looks once; True if a new policy is in force. An acknowledgement that failed is made first."""
+        self._say()
         published = self._fetch()
         if published is None or published.version == self.seen:
             return False
-        self.seen = published.version
         try:
             if published.policy is None:
                 raise SpectuneError(published.problem)
             ready = self._prepare(published.policy, published.version)
         except SpectuneError as error:
             self.last_error = str(error)
-            self._acknowledge(published.version, "refused", str(error))
+            self._settle(published.version, "refused", str(error))
             return False
-        self._current = ready
-        self._acknowledge(published.version, "applied", "")
+        self._current, self.last_error = ready, ""
+        self._settle(published.version, "applied", "")
         return True
+
+    def _settle(self, version: int, status: Literal["applied", "refused"], reason: str) -> None:
+        self.seen, self._unsaid = version, (version, status, reason)
+        self._say()
+
+    def _say(self) -> None:
+        if self._unsaid is not None:
+            self._acknowledge(*self._unsaid)
+            self._unsaid = None
 
     def __enter__(self) -> WatchedSource:
         self._thread = threading.Thread(target=self._watch, name="policy-watch", daemon=True)

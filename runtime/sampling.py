@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -45,17 +46,24 @@ def _signed(x: int) -> int:
 _C1, _C2, _C3 = (_signed(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
-def gumbel_row(key: int, vocab_size: int, device: torch.device) -> torch.Tensor:
-    """Gumbel(0, 1) noise, float32 ``[vocab_size]``: SplitMix64 of (key, token id), in float64 up to the last cast.
+@lru_cache(maxsize=8)
+def _weyl(vocab_size: int, device: torch.device) -> torch.Tensor:
+    """Token ids times the Weyl constant, int64 ``[vocab_size]``."""
+    return torch.arange(vocab_size, dtype=torch.int64, device=device) * _C1
 
-    Raises nothing; equal arguments give equal bits on one device.
+
+def gumbel_row(key: int, vocab_size: int, device: torch.device) -> torch.Tensor:
+    """Gumbel(0, 1) noise, float32 ``[vocab_size]``: SplitMix64 of (key, token id); equal arguments give equal bits on one device.
+
+    The uniform is taken from the small side, where float32 is fine: -log(-log1p(-w)) resolves the upper tail, which decides who wins,
+    to 2 ** -33.
     """
-    x = torch.arange(vocab_size, dtype=torch.int64, device=device) * _C1 + _signed(key)
+    x = _weyl(vocab_size, device) + _signed(key)
     x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _C2
     x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _C3
-    x = x ^ ((x >> 31) & ((1 << 33) - 1))
-    u = ((x >> 11) & ((1 << 53) - 1)).double().add_(0.5).mul_(2.0**-53)
-    return u.log_().neg_().log_().neg_().float()
+    w = ((x >> 32) & 0xFFFFFFFF).float().add_(0.5).mul_(2.0**-32)
+    # The largest 32-bit values round to 1 in float32; the largest number below 1 stands for them.
+    return w.clamp_max_(1.0 - 2.0**-24).neg_().log1p_().neg_().log_().neg_()
 
 
 def uniform(key: int) -> float:

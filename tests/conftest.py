@@ -83,3 +83,11 @@ def database(url: str) -> Iterator[Database]:
 def store(database: Database) -> TraceStore:
     """A store over :func:`database`."""
     return TraceStore(database)
+
+
+@pytest.fixture(scope="session")
+def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pair file of a tiny pair (:func:`pairs.make_pair`) with drafts ``near`` and ``far`` and a context of 512 tokens."""
+    from pairs import make_pair
+
+    return make_pair(tmp_path_factory.mktemp("pair"))

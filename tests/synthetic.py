@@ -21,10 +21,10 @@ def flat_profile(pair_id: str, drafts: Iterable[str]) -> LatencyProfile:
         dtype="float32",
         verify=verify,
         prefill=prefill,
-        draft_step={n: step for n in names},
-        draft_prefill={n: prefill for n in names},
+        draft_step=dict.fromkeys(names, step),
+        draft_prefill=dict.fromkeys(names, prefill),
         overhead_s=1e-4,
-        draft_phase_s={n: 1e-5 for n in names},
+        draft_phase_s=dict.fromkeys(names, 1e-05),
         stop_step_s={"none": 0.0, "max_prob": 1e-5, "joint_prob": 1e-5, "entropy": 2e-5},
         check={"accepted": True, "median_error": 0.0},
     )

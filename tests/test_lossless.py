@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-
 from pairs import make_pair
+from synthetic import flat_profile
+
 from runtime.decoder import Decoder
 from runtime.loading import LoadedPair, load_pair
 from runtime.loop import StaticSource
@@ -17,7 +18,6 @@ from runtime.pair import read_pair
 from runtime.policies.document import Policy, parse_policy
 from runtime.policies.prepared import prepare
 from traces.schema import LatencyProfile, Request, Sampling, Trajectory
-from synthetic import flat_profile
 
 PROMPTS = [
     "def add(a, b):",

@@ -19,6 +19,9 @@ from traces.schema import Sampling
 
 Clock = Callable[[], datetime]
 _TRIES = 20
+_HINTS = {"recording": "; `traces list` shows those there are", "latency profile": "; `profile` measures one and prints its id"}
+_MAKERS = {"recording": "; `record` makes one", "latency profile": "; `profile` measures one"}
+"""What to do, for messages, when nothing is found."""
 
 
 def utc_now() -> datetime:
@@ -57,7 +60,7 @@ def resolve(
     if text == "latest":
         found = session.execute(select(column).order_by(newest.desc(), column).limit(1)).scalar()
         if found is None:
-            raise NotFoundError(f"there is no {what} yet")
+            raise NotFoundError(f"there is no {what} yet{_MAKERS.get(what, '')}")
         return found
     exact = session.execute(select(column).where(column == text)).scalar()
     if exact is not None:
@@ -67,7 +70,7 @@ def resolve(
         return near[0]
     if near and text:
         raise NotFoundError(f"{what} {text!r} is ambiguous: {', '.join(sorted(near))}...")
-    raise NotFoundError(f"there is no {what} {text!r}")
+    raise NotFoundError(f"there is no {what} {text!r}{_HINTS.get(what, '')}")
 
 
 def chunk_values(chunk: Chunk) -> dict[str, Any]:

@@ -30,6 +30,10 @@ def parse_request(data: Any, where: str, *, all_turns: bool = False) -> list[Req
     if empty is not None and (all_turns or empty == 0):
         raise WorkloadError(f"{where}: turn {empty} is empty")
     name, category = str(data["id"]), str(data.get("category", "all"))
+    try:
+        "".join((name, category, *turns)).encode()
+    except UnicodeEncodeError:
+        raise WorkloadError(f"{where}: half of a surrogate pair (\\ud800 to \\udfff alone), which is no text") from None
     if not all_turns:
         return [Request(name, category, (turns[0],))]
     return [Request(name if i == 0 else f"{name}/{i}", category, (t,)) for i, t in enumerate(turns)]
@@ -59,7 +63,9 @@ def read_workload(paths: Sequence[str], *, all_turns: bool = False) -> Workload:
             if not file.is_file():
                 raise WorkloadError(f"--workload {path}: no such file (write 'demo' or the path of a JSONL file)")
             try:
-                text = file.read_text(encoding="utf-8")
+                text = file.read_text(encoding="utf-8-sig")
+            except OSError as error:
+                raise WorkloadError(f"--workload {path}: cannot be read ({error.strerror})") from None
             except UnicodeDecodeError as error:
                 raise WorkloadError(f"{path}: not UTF-8 text (byte {error.start})") from None
             for number, line in enumerate(text.split("\n"), 1):
@@ -67,7 +73,7 @@ def read_workload(paths: Sequence[str], *, all_turns: bool = False) -> Workload:
                     continue
                 try:
                     data = json.loads(line)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise WorkloadError(f"{path}:{number}: not JSON ({error})") from None
                 yield f"{path}:{number}", data
 

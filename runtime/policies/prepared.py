@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
 
 from runtime.policies.document import CacheFsmWindow, Policy
 from runtime.policies.stops import CompiledStop, compile_stop
@@ -54,12 +57,22 @@ def check_verifier(policy: Policy, verifier: Verifier, sampling: Sampling) -> No
         )
 
 
+QTables = Callable[[str], npt.NDArray[np.float64]]
+"""Finds the Q-table of an artifact id; raises PolicyError when there is none."""
+
+
 def prepare(
-    policy: Policy, drafts: Collection[str], *, profile: LatencyProfile | None = None, version: int = 0
+    policy: Policy,
+    drafts: Collection[str],
+    *,
+    profile: LatencyProfile | None = None,
+    version: int = 0,
+    q_tables: QTables | None = None,
 ) -> PreparedPolicy:
     """Compiles a policy for a pair whose drafts are ``drafts``.
 
-    Raises PolicyError when the draft is unknown, or the window needs costs and there is no profile.
+    ``q_tables`` finds stored Q-tables for windows that name an artifact. Raises PolicyError when the draft is unknown, the window
+    needs costs and there is no profile, or its artifact cannot be had or has another shape.
     """
     if policy.draft != "none" and policy.draft not in drafts:
         known = ", ".join(sorted(drafts))
@@ -70,9 +83,18 @@ def prepare(
     return PreparedPolicy(
         policy=policy,
         policy_id=policy.id,
-        controller=WindowController(compile_window(policy.window, costs)),
+        controller=WindowController(compile_window(policy.window, costs, q_table=_q_table(policy, q_tables))),
         stop=compile_stop(policy.stop),
         needs_cache=isinstance(policy.window, CacheFsmWindow),
         version=version,
         label=policy.label(),
     )
+
+
+def _q_table(policy: Policy, q_tables: QTables | None) -> npt.NDArray[np.float64] | None:
+    name = getattr(policy.window, "artifact", None)
+    if name is None:
+        return None
+    if q_tables is None:
+        raise PolicyError(f"window.artifact: the Q-table {name!r} cannot be looked up here; give a database that holds it")
+    return q_tables(name)

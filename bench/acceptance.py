@@ -1,0 +1,79 @@
+"""The full-size checks, one after another, resumable: what is done is not done again unless --fresh.
+
+    python bench/acceptance.py [--only NAME ...] [--fresh] [--list]
+
+Every check writes its figures to ``bench/results/acceptance-NAME.json`` and says whether it holds. Progress is kept in
+``.acceptance/``; a check that was interrupted is begun again, those that ended are not. Exit code 1 if any fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "bench")]
+STATE = ROOT / ".acceptance"
+RESULTS = ROOT / "bench" / "results"
+
+
+def main() -> int:
+    """Runs the checks that are asked for, prints a table, returns the exit code."""
+    from checks import CHECKS
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", metavar="NAME", choices=list(CHECKS), help="run these checks alone")
+    parser.add_argument("--fresh", action="store_true", help="forget what earlier runs did")
+    parser.add_argument("--list", action="store_true", help="list the checks")
+    wanted = parser.parse_args()
+    if wanted.list:
+        for name, check in CHECKS.items():
+            print(f"{name:16} {(check.__doc__ or '').splitlines()[0]}")
+        return 0
+    names = wanted.only or list(CHECKS)
+    STATE.mkdir(exist_ok=True)
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    failed = []
+    for name in names:
+        mark = STATE / f"{name}.done"
+        if wanted.fresh:
+            mark.unlink(missing_ok=True)
+        if not mark.exists():
+            print(f"{name}: {(CHECKS[name].__doc__ or '').splitlines()[0]}", flush=True)
+            began = time.time()
+            figures: dict[str, Any] = CHECKS[name](STATE)
+            figures["seconds"] = round(time.time() - began, 1)
+            figures["environment"] = environment()
+            (RESULTS / f"acceptance-{name}.json").write_text(json.dumps(figures, indent=1) + "\n")
+            mark.write_text("ok" if figures["holds"] else "failed")
+        ok = mark.read_text() == "ok"
+        failed += [] if ok else [name]
+        figures = json.loads((RESULTS / f"acceptance-{name}.json").read_text())
+        print(f"{name:16} {'holds' if ok else 'DOES NOT HOLD':14} {figures['seconds']:7.0f} s  {figures['summary']}", flush=True)
+    return 1 if failed else 0
+
+
+def environment() -> dict[str, Any]:
+    """What the figures were measured in."""
+    import torch
+    import transformers
+
+    return {
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "load_before": os.getloadavg()[0],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

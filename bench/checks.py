@@ -1,0 +1,335 @@
+"""The checks behind ``bench/acceptance.py``: each returns its figures, a one-line ``summary`` and whether it ``holds``."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pairs import make_pair
+from scipy.stats import kendalltau
+
+from db.database import open_database
+from optimizer.execute import DecodeOptions, Encoded, compare, encode, run
+from optimizer.inputs import load_workload
+from optimizer.record import RecordRequest, record
+from optimizer.replay import ReplayTrace, run_replay
+from optimizer.tune import TuneOptions, profile_for, tune
+from runtime.loading import LoadedPair, load_pair
+from runtime.loop import StaticSource
+from runtime.pair import PairSpec, read_pair
+from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
+from runtime.policies.prepared import prepare
+from runtime.profiler import measure_profile
+from traces.schema import LatencyProfile, Sampling, Step
+from traces.store import TraceStore
+
+ROOT = Path(__file__).resolve().parent.parent
+GAMMA_MAX = 16
+CATEGORIES = ("code", "prose", "math")
+Check = Callable[[Path], dict[str, Any]]
+
+
+def kinds(first: str, second: str) -> list[Policy]:
+    """Thirty-two policies: every window, stop and draft kind, small and large parameters."""
+    documents: list[dict[str, Any]] = []
+    for draft in (first, second):
+        documents += [{"draft": draft, "window": {"kind": "fixed", "gamma": g}} for g in (1, 2, 4, 8)]
+        documents += [
+            {"draft": draft, "window": {"kind": "analytic", "gamma_max": 8}},
+            {"draft": draft, "window": {"kind": "analytic", "gamma_max": 12, "history": 16, "estimator": "table"}},
+            {"draft": draft, "window": {"kind": "fsm", "gamma_max": 6}},
+            {"draft": draft, "window": {"kind": "cache_fsm", "gamma_max": 6}},
+            {"draft": draft, "window": {"kind": "q_learning", "gamma_max": 6, "seed": 1}},
+            {"draft": draft, "window": {"kind": "heuristic", "gamma_max": 12}},
+            {"draft": draft, "window": {"kind": "fixed", "gamma": 12}, "stop": {"kind": "max_prob", "threshold": 0.4}},
+            {"draft": draft, "window": {"kind": "fixed", "gamma": 12}, "stop": {"kind": "joint_prob", "threshold": 0.2}},
+            {"draft": draft, "window": {"kind": "fixed", "gamma": 12}, "stop": {"kind": "entropy", "threshold": 0.4}},
+            {
+                "draft": draft,
+                "window": {"kind": "analytic", "gamma_max": 10, "estimator": "exact"},
+                "stop": {"kind": "max_prob", "threshold": 0.2, "keep_last": False},
+            },
+        ]
+    documents += [
+        {"draft": "ngram", "window": {"kind": "fixed", "gamma": 4}},
+        {"draft": "ngram", "window": {"kind": "fsm", "gamma_max": 8}},
+        {"draft": "ngram", "window": {"kind": "cache_fsm", "gamma_max": 8}},
+    ]
+    return [AUTOREGRESSIVE, *(parse_policy(d) for d in documents)]
+
+
+def demo() -> LoadedPair:
+    """The pair that ships, in float32 on the CPU."""
+    return load_pair(read_pair("demo"), device="cpu")
+
+
+def texts(pair: LoadedPair, policy: Policy, encoded: Encoded, profile: LatencyProfile) -> list[list[int]]:
+    source = StaticSource(prepare(policy, pair.draft_names, profile=profile))
+    return [d.trajectory.output_ids.tolist() for d in run(pair, source, encoded)]
+
+
+def _stored(path: Path) -> TraceStore:
+    return TraceStore(open_database(str(path)))
+
+
+def _profile(state: Path, pair: LoadedPair) -> LatencyProfile:
+    return profile_for(_stored(state / "profiles.db"), pair, pair.draft_names, TuneOptions(gamma_max=GAMMA_MAX)).profile
+
+
+def lossless(state: Path) -> dict[str, Any]:
+    """Text under 14 policies equals autoregression's: 210 prompts, temperatures 0, 0.7 and 1; and transformers' own."""
+    import torch
+
+    pair = demo()
+    profile = _profile(state, pair)
+    chosen = [p for i, p in enumerate(kinds("small", "medium")) if i in (3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 16, 19, 30)]
+    workload = load_workload(["demo"], limit=210)
+    rows = []
+    differences = 0
+    for sampling in (Sampling(), Sampling(0.7, top_p=0.95, seed=1), Sampling(1.0, seed=2)):
+        encoded = encode(pair, workload, DecodeOptions(sampling, 20))
+        plain = texts(pair, AUTOREGRESSIVE, encoded, profile)
+        if sampling.greedy:
+            reference = type(pair.target.model).from_pretrained(pair.spec.target, dtype=torch.float32)
+            outside = 0
+            for (_, request), ours in zip(encoded.items, plain, strict=True):
+                ids = torch.tensor([request.prompt_ids])
+                out = reference.generate(
+                    ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20, pad_token_id=0
+                )
+                outside += out[0, ids.shape[1] :].tolist() != ours
+        for policy in chosen:
+            differ = sum(a != b for a, b in zip(texts(pair, policy, encoded, profile), plain, strict=True))
+            differences += differ
+            rows.append({"policy": policy.label(), "temperature": sampling.temperature, "prompts": len(plain), "differ": differ})
+            print(f"  T={sampling.temperature} {policy.label()}: {differ} of {len(plain)} differ", flush=True)
+    return {
+        "holds": differences == 0 and outside == 0,
+        "summary": f"{differences} differences in {sum(r['prompts'] for r in rows)} texts ({len(chosen)} policies, "
+        f"{len(workload.requests)} prompts, 3 temperatures); {outside} against transformers' generate",
+        "rows": rows,
+        "differs_from_generate": outside,
+    }
+
+
+def parity(state: Path) -> dict[str, Any]:
+    """simulate = run on every round: 32 policies x 64 requests on the demo pair, and on a GPT-2 style pair."""
+    rows = []
+    for name in ("demo", "gpt2"):
+        folder = state / "gpt2"
+        folder.mkdir(exist_ok=True)
+        pair = demo() if name == "demo" else load_pair(read_pair(str(make_pair(folder, "gpt2"))), device="cpu")
+        rows += _parity(state / f"parity-{name}.db", pair, name)
+    mismatches = sum(r["mismatches"] for r in rows)
+    return {
+        "holds": mismatches == 0,
+        "summary": f"{mismatches} mismatches in {sum(r['rounds'] for r in rows)} rounds ({len(rows)} policy-pair combinations x 64)",
+        "rows": rows,
+    }
+
+
+def _parity(path: Path, pair: LoadedPair, name: str) -> list[dict[str, Any]]:
+    path.unlink(missing_ok=True)
+    profile = measure_profile(pair, gamma_max=GAMMA_MAX, repeats=3)
+    first, second = list(pair.drafts)[:2]
+    rows = []
+    with open_database(str(path)) as database:
+        store = TraceStore(database)
+        for sampling, policies in (
+            (Sampling(), kinds(first, second)[::2]),
+            (Sampling(1.0, seed=5), kinds(first, second)[1::2]),
+        ):
+            workload = load_workload(["demo"], limit=64)
+            if name != "demo":
+                short = tuple(replace(r, turns=(r.turns[0][:200],)) for r in workload.requests)
+                workload = replace(workload, requests=short)
+            options = DecodeOptions(sampling, 24)
+            info = record(
+                store,
+                pair,
+                RecordRequest(workload, options, pair.draft_names, GAMMA_MAX),
+                StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names)),
+            )
+            loaded = store.load(info.id)
+            trace = ReplayTrace(loaded.trajectories, {d: loaded.panoramas(d) for d in pair.draft_names})
+            encoded = encode(pair, workload, options)
+            for policy in policies:
+                replayed = run_replay(trace, policy, profile, per_round=True).steps()
+                source = StaticSource(prepare(policy, pair.draft_names, profile=profile))
+                wrong = rounds = 0
+                for decoded, steps in zip(run(pair, source, encoded), replayed, strict=True):
+                    wrong += _mismatches(decoded.steps, steps)
+                    rounds += len(steps)
+                rows.append({"pair": name, "policy": policy.label(), "rounds": rounds, "mismatches": wrong, "requests": 64})
+                print(f"  {name} T={sampling.temperature} {policy.label()}: {wrong} of {rounds} rounds", flush=True)
+    return rows
+
+
+def _mismatches(executed: Sequence[Step], replayed: Sequence[Step]) -> int:
+    keys = [[(s.start, s.drafted, s.verified, s.accepted) for s in steps] for steps in (executed, replayed)]
+    return sum(a != b for a, b in zip(*keys, strict=False)) + abs(len(executed) - len(replayed))
+
+
+def fidelity(state: Path) -> dict[str, Any]:
+    """Predicted against measured tokens/s of 32 policies in one interleaved run on the demo pair."""
+    pair = demo()
+    path = state / "fidelity.db"
+    path.unlink(missing_ok=True)
+    store = _stored(path)
+    workload = load_workload(["demo"], limit=30)
+    options = DecodeOptions(Sampling(), 64)
+    info = record(
+        store,
+        pair,
+        RecordRequest(workload, options, pair.draft_names, GAMMA_MAX),
+        StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names)),
+    )
+    loaded = store.load(info.id)
+    trace = ReplayTrace(loaded.trajectories, {d: loaded.panoramas(d) for d in pair.draft_names})
+    profile = profile_for(store, pair, pair.draft_names, TuneOptions(gamma_max=GAMMA_MAX, fresh=True)).profile
+    policies = kinds("small", "medium")
+    compared = compare(pair, policies, encode(pair, workload, options), profile=profile, repeats=2)
+    rows = []
+    for policy in policies:
+        measured = compared.outcomes[policy.id].total
+        predicted = run_replay(trace, policy, profile).total
+        rows.append(
+            {
+                "policy": policy.label(),
+                "tau": measured.mean_accepted_length,
+                "predicted_tokens_per_s": predicted.tokens_per_s,
+                "measured_tokens_per_s": measured.tokens_per_s,
+                "error": predicted.tokens_per_s / measured.tokens_per_s - 1,
+                "rounds_equal": predicted.rounds == measured.rounds,
+            }
+        )
+    errors = np.abs([r["error"] for r in rows])
+    tau = float(kendalltau([r["predicted_tokens_per_s"] for r in rows], [r["measured_tokens_per_s"] for r in rows]).statistic)
+    median, p90 = float(np.median(errors)), float(np.quantile(errors, 0.9))
+    return {
+        "holds": median <= 0.05 and p90 <= 0.10 and tau >= 0.9,
+        "summary": f"median error {100 * median:.1f}%, 90th percentile {100 * p90:.1f}%, Kendall tau {tau:.3f} over {len(rows)} policies",
+        "median_error": median,
+        "p90_error": p90,
+        "kendall_tau": tau,
+        "profile_check": dict(profile.check),
+        "rows": sorted(rows, key=lambda r: -r["measured_tokens_per_s"]),
+    }
+
+
+def regret(state: Path) -> dict[str, Any]:
+    """The published winner against the best of gamma 0..12 of every draft, executed exhaustively, on three workloads."""
+    pair = demo()
+    rows = []
+    for category in CATEGORIES:
+        path = state / f"regret-{category}.db"
+        path.unlink(missing_ok=True)
+        store = _stored(path)
+        workload = load_workload(["demo"], categories=[category], limit=50)
+        options = DecodeOptions(Sampling(), 64)
+        tuned = tune(store, pair, workload, TuneOptions(options=options, trials=300, budget_s=90))
+        published = store.active_publication(pair.id, "cpu")
+        assert published is not None
+        winner = parse_policy(dict(published.document))
+        profile = store.get_profile(tuned.profile).profile
+        exhaustive = [AUTOREGRESSIVE]
+        for draft in pair.draft_names:
+            exhaustive += [parse_policy({"draft": draft, "window": {"kind": "fixed", "gamma": g}}) for g in range(1, 13)]
+        held_out = replace(workload, requests=load_workload(["demo"], categories=[category]).requests[50:66])
+        compared = compare(pair, [winner, *exhaustive], encode(pair, held_out, options), profile=profile, repeats=2)
+        speeds = {p.label(): compared.outcomes[p.id].total.tokens_per_s for p in exhaustive}
+        best = max(speeds, key=lambda k: speeds[k])
+        own = compared.outcomes[winner.id].total.tokens_per_s
+        rows.append(
+            {
+                "workload": category,
+                "winner": winner.label(),
+                "winner_tokens_per_s": own,
+                "best_fixed": best,
+                "best_fixed_tokens_per_s": speeds[best],
+                "autoregressive_tokens_per_s": speeds["autoregressive"],
+                "share_of_best": own / speeds[best],
+                "speedup": own / speeds["autoregressive"],
+                "exhaustive": speeds,
+            }
+        )
+        print(f"  {category}: {winner.label()} {own:.1f}, best fixed {best} {speeds[best]:.1f}", flush=True)
+    worthless = _no_gain(state, pair)
+    least = min(r["share_of_best"] for r in rows)
+    return {
+        "holds": least >= 0.99 and worthless["speculates"] is False,
+        "summary": f"winner at {100 * least:.1f}% or more of the best fixed gamma on {len(rows)} workloads; where speculation does "
+        f"not pay it published {worthless['published']}",
+        "rows": rows,
+        "no_gain": worthless,
+    }
+
+
+def _no_gain(state: Path, pair: LoadedPair) -> dict[str, Any]:
+    """A workload where speculation cannot pay: the only draft is as large as the target."""
+    path = state / "regret-none.db"
+    path.unlink(missing_ok=True)
+    store = _stored(path)
+    twin = load_pair(PairSpec("twin", pair.spec.target, (("twin", pair.spec.target),)), device="cpu")
+    options = DecodeOptions(Sampling(), 32)
+    workload = load_workload(["demo"], limit=24)
+    tune(store, twin, workload, TuneOptions(options=options, drafts=("twin",), trials=100, gamma_max=8, budget_s=60))
+    published = store.active_publication(twin.id, "cpu")
+    assert published is not None
+    policy = parse_policy(dict(published.document))
+    return {"published": policy.label(), "speculates": policy.speculates}
+
+
+def kills(state: Path) -> dict[str, Any]:
+    """kill -9 at 50 random moments of record and tune: the database stays sound, both resume, nothing committed is lost."""
+    from kill_driver import run_kills
+
+    folder = state / "kills"
+    folder.mkdir(exist_ok=True)
+    pair = make_pair(folder, "llama")
+    figures: dict[str, Any] = run_kills(pair, folder, count=50, seed=0)
+    return {"holds": bool(figures["holds"]), "summary": figures["summary"], **figures}
+
+
+def schedules(state: Path) -> dict[str, Any]:
+    """8 workers x 200 due slots on SQLite and PostgreSQL, takeover of a dead worker, daylight saving by table."""
+    return _pytest(["tests/test_schedule_times.py", "tests/test_schedule_store.py", "tests/test_schedule_workers.py"])
+
+
+def verifiers(state: Path) -> dict[str, Any]:
+    """Both verifiers' laws against the exact law by chi-square; a biased verifier fails the same test."""
+    return _pytest(["tests/test_verifiers.py"])
+
+
+def _pytest(files: Sequence[str]) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    last = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr[-200:]
+    counted = re.search(r"(\d+) passed", last)
+    return {"holds": done.returncode == 0, "summary": last, "passed": int(counted[1]) if counted else 0}
+
+
+CHECKS: dict[str, Check] = {
+    "fidelity": fidelity,
+    "regret": regret,
+    "parity": parity,
+    "lossless": lossless,
+    "kills": kills,
+    "schedules": schedules,
+    "verifiers": verifiers,
+}
+
+if __name__ == "__main__":
+    print(json.dumps({name: check.__doc__ for name, check in CHECKS.items()}, indent=1))

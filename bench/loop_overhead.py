@@ -1,0 +1,170 @@
+"""What is not model time: loop, controller and bookkeeping as a share of a round, recording as a share of a decode, bytes on disk.
+
+    python bench/loop_overhead.py [--requests 12] [--max-new-tokens 96] [--out bench/results/loop_overhead.json]
+
+Model time is what the transformers modules take inside a round (passes of target and draft, timed at the module); the rest of the
+round is ours: tensors and masks made ready, choices, noise, near ties, windows, commits. Blocks with and without are interleaved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT)]
+
+from db.database import open_database  # noqa: E402
+from optimizer.execute import DecodeOptions, encode, warm  # noqa: E402
+from optimizer.inputs import load_workload  # noqa: E402
+from optimizer.record import RecordRequest, record  # noqa: E402
+from runtime.decoder import Decoder  # noqa: E402
+from runtime.loading import LoadedPair, load_pair  # noqa: E402
+from runtime.loop import StaticSource  # noqa: E402
+from runtime.models import CausalModel  # noqa: E402
+from runtime.pair import read_pair  # noqa: E402
+from runtime.policies.document import Policy, parse_policy  # noqa: E402
+from runtime.policies.prepared import prepare  # noqa: E402
+from traces.schema import Sampling  # noqa: E402
+from traces.store import TraceStore  # noqa: E402
+
+POLICIES = [
+    {},
+    {"draft": "small", "window": {"kind": "fixed", "gamma": 4}},
+    {"draft": "small", "window": {"kind": "cache_fsm", "gamma_max": 8}},
+    {"draft": "small", "window": {"kind": "q_learning", "gamma_max": 8}},
+    {"draft": "medium", "window": {"kind": "fixed", "gamma": 8}, "stop": {"kind": "max_prob", "threshold": 0.4}},
+]
+
+
+class ModelClock:
+    """Seconds spent inside the models' own modules (decoder stack and head)."""
+
+    def __init__(self, models: list[CausalModel]) -> None:
+        self.seconds = 0.0
+        for model in models:
+            for name in ("_decoder",):
+                self._wrap(model, name)
+            head = model.model.get_output_embeddings()
+            head.register_forward_pre_hook(self._enter)
+            head.register_forward_hook(self._leave)
+        self._began = 0.0
+
+    def _wrap(self, model: CausalModel, name: str) -> None:
+        module = getattr(model, name)
+        module.register_forward_pre_hook(self._enter)
+        module.register_forward_hook(self._leave)
+
+    def _enter(self, *_: Any) -> None:
+        self._began = time.perf_counter()
+
+    def _leave(self, *_: Any) -> None:
+        self.seconds += time.perf_counter() - self._began
+
+
+def share_of_rounds(pair: LoadedPair, clock: ModelClock, requests: int, tokens: int) -> list[dict[str, Any]]:
+    """Per policy and temperature: median seconds of a round, and the share of it that is not model time."""
+    rows = []
+    for temperature in (0.0, 1.0):
+        options = DecodeOptions(Sampling(temperature), tokens)
+        encoded = encode(pair, load_workload(["demo"], limit=requests), options)
+        warm(pair, encoded)
+        for document in POLICIES:
+            policy: Policy = parse_policy(document)
+            decoder = Decoder(pair, StaticSource(prepare(policy, pair.draft_names)))
+            shares, lengths = [], []
+            for _, request in encoded.items:
+                before = 0.0
+                for n, item in enumerate(decoder.rounds(request)):
+                    if n:
+                        shares.append(1 - (clock.seconds - before) / item.step.round_s)
+                        lengths.append(item.step.round_s)
+                    before = clock.seconds
+            rows.append(
+                {
+                    "policy": policy.label(),
+                    "temperature": temperature,
+                    "round_ms": 1e3 * statistics.median(lengths),
+                    "not_model_share": statistics.median(shares),
+                    "not_model_us": 1e6 * statistics.median(s * r for s, r in zip(shares, lengths, strict=True)),
+                    "rounds": len(shares),
+                }
+            )
+    return rows
+
+
+def cost_of_recording(pair: LoadedPair, requests: int, tokens: int) -> dict[str, Any]:
+    """A decode with and without storing it, request by request in turn; and what panoramas weigh on disk."""
+    workload = load_workload(["demo"], limit=requests)
+    options = DecodeOptions(Sampling(1.0), tokens)
+    encoded = encode(pair, workload, options)
+    policy = parse_policy({"draft": "small", "window": {"kind": "fixed", "gamma": 3}})
+    decoder = Decoder(pair, StaticSource(prepare(policy, pair.draft_names)))
+    with tempfile.TemporaryDirectory() as folder, open_database(f"{folder}/a.db") as database:
+        store = TraceStore(database)
+        store.put_pair(pair.id, "demo", pair.spec.to_json())
+        info = store.create_recording(pair.id, None, options.sampling, max_new_tokens=tokens)
+        decode_s, store_s = [], []
+        for i, (_, request) in enumerate(encoded.items):
+            began = time.perf_counter()
+            decoded = decoder.decode(request)
+            decode_s.append(time.perf_counter() - began)
+            began = time.perf_counter()
+            store.append_trajectory(info.id, i, decoded.trajectory, decoded.steps)
+            store_s.append(time.perf_counter() - began)
+    sizes: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in pair.draft_names:
+            with open_database(f"{folder}/{name}.db") as database:
+                store = TraceStore(database)
+                source = StaticSource(prepare(policy, pair.draft_names))
+                record(store, pair, RecordRequest(workload, options, (), 16), source)
+                database.vacuum()
+                before = _size(folder, name)
+                info = record(store, pair, RecordRequest(workload, options, (name,), 16), source, reuse_complete=True)
+                database.vacuum()
+                sizes[name] = (_size(folder, name) - before) / info.n_output_tokens
+    return {
+        "recording_share": statistics.median(store_s) / statistics.median(decode_s),
+        "append_ms": 1e3 * statistics.median(store_s),
+        "decode_ms": 1e3 * statistics.median(decode_s),
+        "panorama_bytes_per_position": sizes,
+        "tokens": tokens,
+    }
+
+
+def _size(folder: str, name: str) -> int:
+    return sum(p.stat().st_size for p in Path(folder).glob(f"{name}.db*"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=12)
+    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--out", default=str(ROOT / "bench" / "results" / "loop_overhead.json"))
+    wanted = parser.parse_args()
+    pair = load_pair(read_pair("demo"), device="cpu")
+    recording = cost_of_recording(pair, wanted.requests, wanted.max_new_tokens)
+    clock = ModelClock([pair.target, *pair.drafts.values()])
+    rows = share_of_rounds(pair, clock, wanted.requests, wanted.max_new_tokens)
+    for row in rows:
+        print(
+            f"T={row['temperature']:.0f} {row['policy']:44} round {row['round_ms']:6.2f} ms, not the models "
+            f"{100 * row['not_model_share']:5.1f}% ({row['not_model_us']:.0f} us)"
+        )
+    print(
+        f"recording adds {100 * recording['recording_share']:.2f}% to a decode; panoramas, bytes per position: "
+        + ", ".join(f"{k} {v:.1f}" for k, v in recording["panorama_bytes_per_position"].items())
+    )
+    Path(wanted.out).parent.mkdir(parents=True, exist_ok=True)
+    Path(wanted.out).write_text(json.dumps({"rounds": rows, **recording}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

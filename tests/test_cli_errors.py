@@ -1,0 +1,511 @@
+"""A user's mistake costs one clear line: what, where, how to mend it; exit code 2, nothing on stdout, nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import torch
+from doors import CLI, ROOT, Door, lines, write_workload
+from pairs import tiny_model, tokenizer
+
+import cli
+
+FIXED = '{"draft": "near", "window": {"kind": "fixed", "gamma": 3}}'
+ANALYTIC = '{"draft": "near", "window": {"kind": "analytic", "gamma_max": 4}}'
+SHORT = ("--max-new-tokens", 12)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory, tiny_pair: Path) -> Path:
+    """A database with one recording of four requests, and no profile."""
+    folder = tmp_path_factory.mktemp("recorded")
+    workload = write_workload(folder / "four.jsonl", 4)
+    door = Door(str(folder / "spectune.db"))
+    door.json("record", "--pair", tiny_pair, "--workload", workload, *SHORT, "--gamma-max", 4)
+    return folder / "spectune.db"
+
+
+@pytest.fixture
+def door(tmp_path: Path, recorded: Path, tiny_pair: Path, monkeypatch: pytest.MonkeyPatch) -> Door:
+    """The command line in a folder of its own: a copy of the recorded database, a good workload, nothing else."""
+    shutil.copyfile(recorded, tmp_path / "spectune.db")
+    write_workload(tmp_path / "good.jsonl", 4)
+    monkeypatch.chdir(tmp_path)
+    return Door("spectune.db", str(tiny_pair))
+
+
+def contents(database: Path) -> dict[str, list[Any]]:
+    """Every row of every table."""
+    connection = sqlite3.connect(database)
+    try:
+        tables = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        return {table: connection.execute(f'SELECT * FROM "{table}"').fetchall() for table in tables}
+    finally:
+        connection.close()
+
+
+def refused(door: Door, *arguments: object) -> str:
+    """The one line that a command is refused with; asserts everything that a refusal promises."""
+    here = Path.cwd()
+    file = here / "spectune.db"
+    before = contents(file)
+    files = {f.name for f in here.iterdir()} | {"spectune.db-wal", "spectune.db-shm"}
+    found = door.call(*arguments)
+    assert found.exit_code == 2, found.output
+    assert found.stdout == ""
+    assert found.stderr.startswith("error: ")
+    assert found.stderr.count("\n") == 1, found.stderr
+    assert found.stderr.endswith("\n")
+    assert contents(file) == before
+    assert {f.name for f in here.iterdir()} <= files
+    return found.stderr.strip()
+
+
+# --------------------------------------------------------------------------------------------------------- workloads
+
+
+@pytest.mark.parametrize("command", ["record", "run", "tune"])
+def test_malformed_json_names_file_and_line(door: Door, command: str) -> None:
+    Path("bad.jsonl").write_text('{"id": "a", "turns": ["x"]}\n\n{"id": "b", "turns": ["x"\n')
+    line = refused(door, command, "--pair", door.pair, "--workload", "good.jsonl", "--workload", "bad.jsonl")
+    assert "bad.jsonl:3: not JSON" in line
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (b'{"turns": ["x"]}', "bad.jsonl:1: key 'id' is missing"),
+        (b'{"id": "a"}', "bad.jsonl:1: key 'turns' is missing"),
+        (b'{"id": "a", "turns": []}', "bad.jsonl:1: 'turns' must be a list of at least one string"),
+        (b'{"id": "a", "turns": "x"}', "'turns' must be a list"),
+        (b'{"id": "a", "turns": [" "]}', "bad.jsonl:1: turn 0 is empty"),
+        (b'{"id": null, "turns": ["x"]}', "'id' must be a string"),
+        (b'["a", "x"]', "bad.jsonl:1: expected an object"),
+        (b'{"id": "a", "turns": ["x"]}\n{"id": "a", "turns": ["y"]}', "bad.jsonl:2: the id 'a' was used at bad.jsonl:1"),
+        (b'{"id": "a", "turns": ["\\ud800"]}', "bad.jsonl:1: half of a surrogate pair"),
+        (b"", "the workload is empty"),
+        (b"\n \n", "the workload is empty"),
+        (b"\xff\xfe", "not UTF-8"),
+        (b"[" * 100_000, "bad.jsonl:1: not JSON"),
+    ],
+)
+def test_malformed_workloads(door: Door, text: bytes, says: str) -> None:
+    Path("bad.jsonl").write_bytes(text)
+    assert says in refused(door, "record", "--pair", door.pair, "--workload", "bad.jsonl")
+
+
+def test_a_workload_that_is_not_there(door: Door) -> None:
+    assert "--workload nowhere.jsonl: no such file" in refused(door, "run", "--pair", door.pair, "--workload", "nowhere.jsonl")
+    assert "cannot be mixed" in refused(door, "run", "--workload", "demo", "--workload", "good.jsonl")
+
+
+def test_a_category_that_is_not_there_lists_those_there_are(door: Door) -> None:
+    line = refused(door, "run", "--pair", door.pair, "--workload", "good.jsonl", "--category", "c")
+    assert "no such category" in line
+    assert "it has: a, b" in line
+
+
+@pytest.mark.parametrize("command", ["record", "run", "tune"])
+def test_a_prompt_longer_than_the_context_is_refused_before_anything_is_decoded(door: Door, command: str) -> None:
+    rows = [{"id": "short", "turns": ["x"]}, {"id": "long", "turns": ["many words " * 300]}]
+    Path("long.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    line = refused(door, command, "--pair", door.pair, "--workload", "long.jsonl", *SHORT)
+    assert "request long" in line
+    assert "exceed the context of 512" in line
+    assert "--max-new-tokens" in line
+
+
+def test_a_text_longer_than_the_context_is_refused(door: Door) -> None:
+    assert "exceed the context" in refused(door, "generate", "x", "--pair", door.pair, "--max-new-tokens", 600)
+    assert "the prompt is empty" in refused(door, "generate", " ", "--pair", door.pair)
+
+
+def test_a_tokenizer_that_warns_of_long_texts_adds_no_line(door: Door, tmp_path: Path) -> None:
+    pair = shutil.copytree(Path(door.pair).parent, tmp_path / "pair")
+    config = pair / "target" / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_max_length": 512}))
+    assert "exceed the context" in refused(door, "generate", "many words " * 300, "--pair", pair)
+
+
+# ------------------------------------------------------------------------------------------------------------- pairs
+
+
+@pytest.fixture
+def broken(door: Door, tmp_path: Path) -> Callable[[str], Path]:
+    """Makes a copy of the pair, to be broken, and returns the folder."""
+
+    def copy(name: str) -> Path:
+        return Path(shutil.copytree(Path(door.pair).parent, tmp_path / name))
+
+    return copy
+
+
+def test_missing_models(door: Door, broken: Callable[[str], Path]) -> None:
+    folder = broken("pair")
+    rest = ("--workload", "good.jsonl")
+    assert "--pair none.json: no such pair file" in refused(door, "run", "--pair", "none.json", *rest)
+    assert "no model at ./none" in refused(door, "run", "--target", "./none", *rest)
+    assert "no model at ./none" in refused(door, "run", "--target", folder / "target", "--draft", "a=./none", *rest)
+    assert "write --draft NAME=PATH" in refused(door, "run", "--target", folder / "target", "--draft", "near", *rest)
+    assert "is used twice" in refused(
+        door, "run", "--target", folder / "target", "--draft", "a=pair/near", "--draft", "a=pair/far", *rest
+    )
+    assert "'ngram' is reserved" in refused(door, "run", "--target", folder / "target", "--draft", "ngram=pair/near", *rest)
+    assert "--draft needs --target" in refused(door, "run", "--draft", "a=pair/near", *rest)
+    assert "not both" in refused(door, "run", "--pair", door.pair, "--target", "pair/target", *rest)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("pair.json", "{", "not JSON"),
+        ("pair.json", "[]", "a pair file is"),
+        ("pair.json", '{"target": "target", "draft": {}}', "unknown key 'draft'; known keys: drafts, name, target"),
+        ("pair.json", '{"target": "target", "drafts": {"near": "nowhere/at/all"}}', "no model at nowhere/at/all"),
+        ("target/config.json", "{", "config.json: not JSON"),
+        ("target/config.json", "[]", "is a JSON object"),
+        ("target/config.json", '{"model_type": "unheard-of"}', "target: cannot load"),
+        ("near/model.safetensors", "no weights", "near: cannot load"),
+        ("target/tokenizer.json", "{", "tokenizer of"),
+    ],
+)
+def test_malformed_pairs(door: Door, broken: Callable[[str], Path], name: str, text: str, says: str) -> None:
+    folder = broken("pair")
+    (folder / name).write_text(text)
+    assert says in refused(door, "run", "--pair", folder / "pair.json", "--workload", "good.jsonl")
+
+
+def test_a_checkpoint_without_weights(door: Door, broken: Callable[[str], Path]) -> None:
+    folder = broken("pair")
+    (folder / "far" / "model.safetensors").unlink()
+    assert "far: cannot load" in refused(door, "run", "--pair", folder, "--workload", "good.jsonl")
+
+
+def test_drafts_of_another_vocabulary(door: Door, broken: Callable[[str], Path]) -> None:
+    folder = broken("pair")
+    smaller = tokenizer(280)
+    tiny_model("llama", len(smaller)).save_pretrained(folder / "near")
+    smaller.save_pretrained(folder / "near")
+    line = refused(door, "run", "--pair", folder, "--workload", "good.jsonl")
+    assert "draft 'near' has a vocabulary of 280 tokens, the target one of 300" in line
+    assert "must share the target's tokenizer" in line
+
+
+def test_drafts_with_other_names_for_the_same_numbers(door: Door, broken: Callable[[str], Path]) -> None:
+    folder = broken("pair")
+    file = folder / "near" / "tokenizer.json"
+    words = json.loads(file.read_text())
+    vocabulary = words["model"]["vocab"]
+    one, other = list(vocabulary)[40:42]
+    vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+    file.write_text(json.dumps(words))
+    line = refused(door, "record", "--pair", folder, "--workload", "good.jsonl")
+    assert "draft 'near' has another vocabulary than the target" in line
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_without_cuda(door: Door) -> None:
+    assert "--device cuda: this torch sees no CUDA device; use --device cpu" in refused(
+        door, "profile", "--pair", door.pair, "--device", "cuda"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------- policies
+
+
+@pytest.mark.parametrize(
+    ("policy", "says"),
+    [
+        ('{"draft": "near", "windw": {"kind": "fixed"}}', "unknown key 'windw'; did you mean 'window'?"),
+        ('{"draft": "near", "window": {"kind": "fixed", "gama": 3}}', "unknown key 'window.gama'; did you mean 'gamma'?"),
+        ('{"draft": "near", "stop": {"kind": "entropy", "treshold": 1}}', "did you mean 'threshold'?"),
+        ('{"draft": "near", "window": {"kind": "fixed", "gamma": 65}}', "window.gamma: Input should be less than or equal to 64"),
+        ('{"draft": "near", "window": {"kind": "fixed", "gamma": -1}}', "(given: -1)"),
+        ('{"draft": "near", "window": {"kind": "fsm", "gamma_max": 100}}', "window.gamma_max"),
+        ('{"draft": "near", "window": {"kind": "fixd"}}', "window.kind must be one of: fixed, analytic"),
+        ('{"window": {"kind": "fixed", "gamma": 3}}', 'add "draft"'),
+        ('{"draft": "near", "window": {"gamma": NaN, "kind": "fixed"}}', "window.gamma"),
+        ('{"draft": "near"', "--policy: not JSON"),
+        ('{"draft": "third"}', "no draft 'third'; it has: far, near, ngram"),
+        (ANALYTIC, "window.analytic needs measured costs: run `profile`"),
+        ("0123456789ab", "--policy 0123456789ab: neither a file"),
+        ("nowhere.json", "--policy nowhere.json: No such file"),
+    ],
+)
+def test_policies_that_cannot_run(door: Door, policy: str, says: str) -> None:
+    line = refused(door, "run", "--pair", door.pair, "--workload", "good.jsonl", "--policy", policy)
+    assert says in line
+    if policy != ANALYTIC:
+        assert says.replace("it has: far, near, ngram", "it has") in refused(door, "simulate", "--policy", policy).replace(
+            "recording", "policy", 0
+        ).replace("has no panorama of draft 'third'", "no draft 'third'")
+
+
+def test_policy_files_are_named(door: Door) -> None:
+    Path("p.json").write_text('{"draft": "near",\n "window": {"kind": "fixed", "gama": 1}}')
+    assert "p.json: unknown key 'window.gama'" in refused(door, "policies", "show", "p.json", "--pair", door.pair)
+    Path("p.json").write_text("{")
+    assert "p.json: not JSON" in refused(door, "policies", "diff", "p.json", "autoregressive", "--pair", door.pair)
+    Path("p.json").write_text("[1]")
+    assert "p.json: a policy is a JSON object, not list" in refused(door, "policies", "activate", "p.json", "--pair", door.pair)
+    assert "no draft 'third'" in refused(door, "policies", "activate", '{"draft": "third"}', "--pair", door.pair)
+    assert "no earlier policy" in refused(door, "policies", "rollback", "--pair", door.pair)
+    assert "no such version" in refused(door, "policies", "rollback", "--to", 7, "--pair", door.pair)
+    stop = '{"draft": "near", "stop": {"kind": "max_prob"}}'
+    assert "vllm cannot express" in refused(door, "policies", "export", stop, "--for", "vllm", "--pair", door.pair)
+
+
+def test_a_stop_that_the_rejection_verifier_cannot_make_lossless(door: Door) -> None:
+    policy = '{"draft": "near", "stop": {"kind": "max_prob", "keep_last": false}}'
+    hot = ("--verifier", "rejection", "--temperature", 1, "--policy", policy, "--pair", door.pair)
+    found = door.call("generate", "x", *hot)
+    assert found.exit_code == 2
+    assert "the rejection verifier cannot make lossless" in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+def test_a_window_longer_than_the_panorama(door: Door) -> None:
+    policy = '{"draft": "near", "window": {"kind": "fixed", "gamma": 9}, "stop": {"kind": "max_prob"}}'
+    found = door.call("simulate", "--policy", policy, "--json")
+    assert found.exit_code == 2
+    assert found.stdout == ""
+    assert "error: policy drafts up to 9 tokens" in found.stderr
+    assert "chains of 4" in found.stderr
+
+
+# ---------------------------------------------------------------------------------------------------------- the store
+
+
+def test_unknown_ids(door: Door) -> None:
+    assert "there is no recording 'rec-x'" in refused(door, "simulate", "--policy", FIXED, "--recording", "rec-x")
+    assert "`traces list`" in refused(door, "tune", "--pair", door.pair, "--recording", "rec-x")
+    assert "there is no recording 'rec-x'" in refused(door, "traces", "show", "rec-x")
+    assert "has no request 'r9'" in refused(door, "traces", "show", "latest", "--request", "r9")
+    assert "no latency profile 'prof-x'" in refused(door, "simulate", "--policy", FIXED, "--profile", "prof-x")
+    line = refused(door, "run", "--pair", door.pair, "--workload", "good.jsonl", "--policy", FIXED, "--profile", "prof-x")
+    assert "`profile` measures one" in line
+    assert "nobody" in refused(door, "schedule", "show", "nobody")
+
+
+def test_a_recording_of_another_pair(door: Door, broken: Callable[[str], Path]) -> None:
+    folder = broken("pair")
+    Path("pair/pair.json").write_text(json.dumps({"name": "other", "target": "near", "drafts": {"far": "far"}}))
+    assert "was made with pair" in refused(door, "tune", "--pair", folder, "--recording", "latest")
+
+
+def test_a_window_that_needs_costs_says_profile(door: Door) -> None:
+    found = door.call("simulate", "--policy", ANALYTIC)
+    assert found.exit_code == 2
+    assert "run `profile`" in found.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("command", ["record", "simulate", "traces list", "schedule list", "db check", "db upgrade"])
+def test_databases_that_cannot_be_reached(door: Door, command: str) -> None:
+    Path("file").write_text("text, and no database\n" * 100)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+    arguments: tuple[object, ...] = tuple(command.split())
+    if command == "record":
+        arguments += ("--pair", door.pair, "--workload", "good.jsonl")
+    if command == "simulate":
+        arguments += ("--policy", FIXED)
+    for url, says in (
+        ("file/spectune.db", ""),
+        ("file", "is not a SQLite database"),
+        (".", "."),
+        (f"postgresql://nobody:secret@127.0.0.1:{port}/none", "cannot reach database postgresql+psycopg://nobody:***@127.0.0.1"),
+        ("mysql://host/name", "unknown kind of database 'mysql'"),
+        (":memory:", "in-memory"),
+        ("", "the database URL is empty"),
+    ):
+        line = refused(Door(url), *arguments)
+        assert says in line
+        assert "secret" not in line
+
+
+@pytest.mark.parametrize("command", ["simulate", "traces list", "traces stats", "traces query", "db check"])
+def test_reading_makes_no_database(door: Door, command: str) -> None:
+    arguments = (*command.split(), *(("--policy", FIXED) if command == "simulate" else ()))
+    assert "there is no database at new.db" in refused(Door("new.db"), *arguments)
+    assert not Path("new.db").exists()
+
+
+def test_a_database_of_a_newer_schema(door: Door) -> None:
+    connection = sqlite3.connect("spectune.db")
+    connection.execute("UPDATE alembic_version SET version_num = '9999'")
+    connection.commit()
+    connection.close()
+    for arguments in (("traces", "list"), ("record", "--pair", door.pair, "--workload", "good.jsonl"), ("db", "upgrade")):
+        assert "schema 9999, newer than this program's" in refused(door, *arguments)
+    checked = door.call("db", "check")
+    assert checked.exit_code == 1
+    assert "9999" in checked.stdout
+
+
+def test_a_damaged_chunk_is_named_and_the_others_are_usable(door: Door) -> None:
+    whole = door.json("simulate", "--policy", FIXED)
+    connection = sqlite3.connect("spectune.db")
+    found = connection.execute("SELECT data FROM panorama_chunk WHERE ordinal = 2 AND draft = 'near'").fetchone()[0]
+    damaged = found[:-1] + bytes([found[-1] ^ 1])
+    connection.execute("UPDATE panorama_chunk SET data = ? WHERE ordinal = 2 AND draft = 'near'", (damaged,))
+    connection.commit()
+    connection.close()
+    line = refused(door, "simulate", "--policy", FIXED)
+    assert "request 2" in line
+    assert "'near'" in line
+    rest = door.call("simulate", "--policy", FIXED, "--skip-corrupted", "--json")
+    assert rest.exit_code == 0
+    assert "left out: request 2" in rest.stderr
+    assert json.loads(rest.stdout)["requests"] == whole["requests"] - 1
+    assert door.json("simulate", "--policy", FIXED.replace("near", "far"))["requests"] == whole["requests"]
+    checked = door.call("db", "check")
+    assert checked.exit_code == 1
+    assert "ordinal 2" in checked.stdout
+
+
+# ----------------------------------------------------------------------------------------------- values, files, usage
+
+
+def test_durations_and_schedules(door: Door) -> None:
+    pair = ("--pair", door.pair, "--workload", "good.jsonl")
+    assert "'soon' is not a duration; write for example 30m" in refused(door, "tune", *pair, "--budget", "soon")
+    assert "'0s' must be more than 0" in refused(door, "tune", *pair, "--budget", "0s")
+    add = ("schedule", "add", "nightly", *pair)
+    assert "'often' is not a duration" in refused(door, *add, "--every", "often")
+    assert "must have five fields" in refused(door, *add, "--cron", "0 3 * *")
+    assert "bad minute" in refused(door, *add, "--cron", "61 3 * * *")
+    assert "did you mean Europe/Berlin?" in refused(door, *add, "--cron", "0 3 * * *", "--tz", "Europe/Berln")
+    assert "give either a cron expression" in refused(door, *add)
+    assert "is not a duration" in refused(door, *add, "--every", "6h", "--budget", "x")
+    assert "is not a duration" in refused(door, *add, "--every", "6h", "--recorded", "x")
+    assert "cannot name a schedule" in refused(door, "schedule", "add", "a b", *pair, "--every", "6h")
+    assert "no such file" in refused(door, "schedule", "add", "n", "--pair", door.pair, "--workload", "no.jsonl", "--every", "6h")
+    assert "no model at" in refused(door, "schedule", "add", "n", "--target", "./none", "--every", "6h")
+    assert "is not a duration" in refused(door, "traces", "prune", "--older-than", "long")
+
+
+@pytest.mark.parametrize("option", ["--outputs", "--per-round"])
+def test_results_that_cannot_be_written_are_told_before_the_work(door: Door, option: str) -> None:
+    work = ("run", "--pair", door.pair, "--workload", "good.jsonl", *SHORT, "--policy", FIXED)
+    assert f"{option} no/where.jsonl: there is no folder" in refused(door, *work, option, "no/where.jsonl")
+    if option == "--per-round":
+        assert "there is no folder" in refused(door, "simulate", "--policy", FIXED, option, "no/where.jsonl")
+
+
+def test_a_result_file_is_whole_or_as_it_was(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stops() -> Iterator[dict[str, Any]]:
+        yield {"a": 1}
+        raise OSError(28, "No space left on device")
+
+    Path("out.jsonl").write_text('{"old": 1}\n')
+    with pytest.raises(Exception, match=r"out\.jsonl: cannot be written \(No space left on device\)"):
+        cli._write_rounds("out.jsonl", stops())
+    assert lines(Path("out.jsonl")) == [{"old": 1}]
+    assert not list(Path().glob(".out*"))
+
+
+def test_files_that_are_in_the_way_or_missing(door: Door) -> None:
+    Path("there.db").write_text("")
+    assert "there.db exists already" in refused(door, "traces", "export", "there.db")
+    assert "no/where.csv" in refused(door, "traces", "export", "no/where.csv")
+    assert "there is no file gone.db" in refused(door, "traces", "import", "gone.db")
+    assert "rows.xml" in refused(door, "traces", "export", "rows.xml")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["tun"], "No such command 'tun'"),
+        (["tune", "--bugdet", "1m"], "No such option"),
+        (["run", "--limit", "0"], "'--limit'"),
+        (["run", "--temperature", "-1"], "'--temperature'"),
+        (["run", "--top-p", "0"], "'--top-p'"),
+        (["run", "--verifier", "fancy"], "'coupled', 'rejection'"),
+        (["simulate"], "Missing option '--policy'"),
+        (["profile", "--contexts", "a,b"], "whole numbers separated by commas"),
+        (["profile", "--contexts", "0"], "--contexts"),
+        (["traces", "stats", "--by", "colour"], "one of draft, category, recording"),
+        (["generate"], "Missing argument 'PROMPT'"),
+    ],
+)
+def test_usage_errors_point_to_the_help(door: Door, arguments: list[str], says: str) -> None:
+    found = door.call(*arguments)
+    assert found.exit_code == 2
+    assert found.stdout == ""
+    assert says in found.stderr
+    assert "--help' for help" in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+def test_real_processes_print_one_line(door: Door, tmp_path: Path) -> None:
+    """The same through the operating system: no line of torch's, transformers' or Python's own beside ours."""
+    Path("long.jsonl").write_text(json.dumps({"id": "long", "turns": ["many words " * 300]}) + "\n")
+    policy = ("--workload", "good.jsonl", "--policy", '{"draft": "third"}')
+    started = [
+        door.start("run", "--pair", door.pair, "--workload", "long.jsonl"),
+        door.start("run", "--pair", door.pair, *policy),
+    ]
+    for process, says in zip(started, ("exceed the context", "it has: far, near, ngram"), strict=True):
+        out, err = process.communicate(timeout=120)
+        assert (process.returncode, out, err.count("\n")) == (2, "", 1), err
+        assert err.startswith("error: ")
+        assert says in err
+
+
+# --------------------------------------------------------------------------------------------------------------- help
+
+
+def commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    yield path, group
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from commands(command, (*path, name))
+        else:
+            yield (*path, name), command
+
+
+COMMANDS = list(commands(cli.main))
+
+
+@pytest.mark.parametrize(("path", "command"), COMMANDS, ids=[" ".join(p) or "cli.py" for p, _ in COMMANDS])
+def test_help_ends_with_an_example(door: Door, path: tuple[str, ...], command: click.Command) -> None:
+    shown = door.call(*path, "--help")
+    assert shown.exit_code == 0
+    if isinstance(command, click.Group) and path:
+        return
+    text = (command.help or "").rstrip()
+    example = text.split("\b\n")[-1]
+    assert example.lstrip().startswith(("Example:", "Start here:"))
+    for line in example.splitlines():
+        words = line.split("cli.py ")[1]
+        # An example that no longer parses is worse than none.
+        assert path == () or " ".join(path) in words
+
+
+def test_help_imports_no_torch() -> None:
+    script = (
+        "import sys, cli\n"
+        "from click.testing import CliRunner\n"
+        f"for path in {[list(p) for p, _ in COMMANDS]!r}:\n"
+        "    assert CliRunner().invoke(cli.main, [*path, '--help']).exit_code == 0, path\n"
+        "assert CliRunner().invoke(cli.main, ['--version']).stdout.startswith('spectune')\n"
+        "print([m for m in ('torch', 'transformers', 'numba', 'optuna') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_door_is_a_script() -> None:
+    done = subprocess.run([*CLI, "--help"], capture_output=True, text=True, check=True)
+    assert "Start here:" in done.stdout

@@ -1,0 +1,270 @@
+"""The documentation is run: policies parse, tables match the code, Python blocks execute, commands exist, links lead somewhere.
+
+``docs/traces.md`` has tests of its own for its SQL and Python (:mod:`test_traces_docs`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from pairs import make_pair
+from pydantic import BaseModel
+from synthetic import flat_profile
+
+from cli import main
+from optimizer.inputs import named_policy
+from runtime.loading import load_pair
+from runtime.pair import PairSpec, read_pair
+from runtime.policies.document import _KINDS, AUTOREGRESSIVE, Policy, parse_policy
+from traces.schema import Request
+from traces.workloads import parse_request
+
+ROOT = Path(__file__).parent.parent
+PAGES = {
+    name: (ROOT / name).read_text(encoding="utf-8")
+    for name in ("README.md", "ARCHITECTURE.md", "CHANGELOG.md", *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md"))))
+}
+POLICIES = "docs/policies.md"
+RUN_HERE = ("README.md", POLICIES, "docs/simulator.md")
+PROMPTS = ("def add(a, b):", "The quick brown", "for i in", "Ann buys 4 apples and")
+
+
+def blocks(page: str, language: str, about: str = "") -> list[str]:
+    """The fenced blocks of a page in one language; ``about`` is the word after it."""
+    found = re.findall(r"^```(\w+) ?(\w*)\n(.*?)^```$", PAGES[page], re.MULTILINE | re.DOTALL)
+    return [text for lang, word, text in found if (lang, word) == (language, about)]
+
+
+def in_pages(language: str, about: str = "") -> list[Any]:
+    return [
+        pytest.param(page, text, id=f"{page}-{n}")
+        for page in PAGES
+        for n, text in enumerate(blocks(page, language, about))
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------------ documents
+
+
+@pytest.mark.parametrize(("page", "text"), in_pages("json"))
+def test_policy_examples_parse(page: str, text: str) -> None:
+    policy = parse_policy(json.loads(text), where=page)
+    assert parse_policy(policy.spelled_out()) == policy
+
+
+def test_every_kind_of_the_contract_is_shown() -> None:
+    shown = [parse_policy(json.loads(text)) for text in blocks(POLICIES, "json")]
+    assert {p.window.kind for p in shown} >= {"fixed", "analytic", "fsm", "cache_fsm", "q_learning"}
+    assert {p.stop.kind for p in shown} == {"none", "max_prob", "joint_prob", "entropy"}
+    assert {"small", "ngram", "none"} == {p.draft for p in shown}
+    assert AUTOREGRESSIVE in shown
+
+
+@pytest.mark.parametrize(("page", "text"), in_pages("json", "pair"))
+def test_pair_examples_parse(page: str, text: str) -> None:
+    assert PairSpec.from_json(json.loads(text), where=page).draft_names[-1] == "ngram"
+
+
+@pytest.mark.parametrize(("page", "text"), in_pages("jsonl"))
+def test_workload_examples_parse(page: str, text: str) -> None:
+    for line in text.splitlines():
+        (request,) = parse_request(json.loads(line), page)
+        assert isinstance(request, Request)
+
+
+# --------------------------------------------------------------------------------------------- tables of parameters
+
+
+def allowed(schema: dict[str, Any]) -> str:
+    """What a parameter may be, as the tables write it, from its JSON Schema."""
+    if "anyOf" in schema:
+        given = [allowed(s) for s in schema["anyOf"] if s.get("type") != "null"]
+        return " or ".join([*given, "`null`"])
+    if "enum" in schema:
+        return ", ".join(f"`{json.dumps(v)}`" for v in schema["enum"])
+    if schema["type"] == "boolean":
+        return "`true`, `false`"
+    if schema["type"] == "string":
+        return "text"
+    low = f"[{schema['minimum']:g}" if "minimum" in schema else f"({schema['exclusiveMinimum']:g}"
+    if "maximum" in schema:
+        return f"{low}, {schema['maximum']:g}]"
+    return f"{low}, {schema['exclusiveMaximum']:g})" if "exclusiveMaximum" in schema else f"{low}, inf)"
+
+
+def table(title: str) -> dict[str, tuple[str, str, str]]:
+    """key -> (default, allowed, meaning) of the table under a heading."""
+    (body,) = re.findall(rf"^##+ {re.escape(title)}\n(.*?)(?=^##|\Z)", PAGES[POLICIES], re.MULTILINE | re.DOTALL)
+    rows = re.findall(r"^\| `(\w+)` \| `(.*?)` \| (.*?) \| (.*) \|$", body, re.MULTILINE)
+    assert len(rows) == body.count("\n| `"), title
+    return {key: (default, may, meaning) for key, default, may, meaning in rows}
+
+
+def parameters(block: type[BaseModel]) -> dict[str, tuple[str, str]]:
+    """key -> (default, allowed) of a block, from the model itself."""
+    schema = block.model_json_schema()["properties"]
+    made = block().model_dump(mode="json")
+    return {key: (json.dumps(made[key]), allowed(schema[key])) for key in block.model_fields if key != "kind"}
+
+
+KINDS = [(group, kind, block) for group, kinds in _KINDS.items() for kind, block in kinds.items()]
+
+
+@pytest.mark.parametrize(("group", "kind", "block"), KINDS, ids=[f"{g}-{k}" for g, k, _ in KINDS])
+def test_a_block_is_documented_with_its_defaults_and_ranges(group: str, kind: str, block: type[BaseModel]) -> None:
+    documented = table(f"{group}: `{kind}`")
+    assert {key: row[:2] for key, row in documented.items()} == parameters(block)
+    assert all(meaning.strip() for *_, meaning in documented.values())
+
+
+def test_no_block_is_documented_that_there_is_not() -> None:
+    headings = re.findall(r"^### (\w+): `(\w+)`$", PAGES[POLICIES], re.MULTILINE)
+    assert sorted(headings) == sorted((group, kind) for group, kind, _ in KINDS)
+
+
+def test_the_document_itself_is_documented() -> None:
+    documented = table("The document")
+    assert set(documented) == set(Policy.model_fields)
+    given = {key: json.loads(default) for key, (default, *_) in documented.items()}
+    assert parse_policy({**given, "draft": "small"}) == parse_policy({"draft": "small"})
+    assert given["draft"] == AUTOREGRESSIVE.draft
+
+
+def test_the_table_of_what_windows_need_is_true() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (\w+).*? \| (.*?) \| (.*?) \|$", PAGES[POLICIES].split("### window")[0], re.MULTILINE)
+    listed = {kind: (carried, needs, exact) for kind, carried, needs, exact in rows if kind in _KINDS["window"]}
+    assert set(listed) == set(_KINDS["window"])
+    for kind, (carried, needs, exact) in listed.items():
+        policy = parse_policy({"draft": "small", "window": {"kind": kind}})
+        assert (carried != "none") == (kind in ("q_learning", "heuristic"))
+        assert policy.needs_profile == ("`profile`" in needs)
+        assert policy.replays_exactly
+        assert (exact == "yes") == (kind != "analytic")
+
+
+# ------------------------------------------------------------------------------------------------------------- commands
+
+
+def commands(page: str) -> Iterator[list[str]]:
+    """The command lines of a page's ``sh`` and ``console`` blocks as words, redirections and comments left out."""
+    for text in [*blocks(page, "sh"), *blocks(page, "console")]:
+        for line in text.replace("\\\n", " ").splitlines():
+            words = shlex.split(line.removeprefix("$ "), comments=True)
+            yield words[: words.index(">")] if ">" in words else words
+
+
+def check_command(words: list[str]) -> None:
+    """Parses a command line as click would, without running it. Raises click.UsageError for what does not exist."""
+    command: click.Command = main
+    context: click.Context | None = None
+    path = "cli.py"
+    while isinstance(command, click.Group):
+        context = click.Context(command, info_name=path, parent=context)
+        _, words, _ = command.make_parser(context).parse_args(list(words))
+        name, found, words = command.resolve_command(context, words)
+        assert found is not None
+        assert name is not None
+        command, path = found, name
+    command.make_context(path, list(words), parent=context)
+
+
+COMMANDS = [
+    pytest.param(words, id=" ".join(words)[:80])
+    for page in PAGES
+    for words in commands(page)
+    if words and (words[0] == "cli.py" or words[:2] == ["python", "cli.py"])
+]
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_commands_exist(words: list[str]) -> None:
+    arguments = words[words.index("cli.py") + 1 :]
+    check_command(arguments)
+    for argument in arguments:
+        if argument.startswith("{"):
+            assert named_policy(argument) is not None
+
+
+def test_a_command_that_does_not_exist_is_noticed() -> None:
+    for wrong in (["tunes"], ["tune", "--gamma"], ["policies", "show", "--nope"], ["run", "--limit", "0"]):
+        with pytest.raises(click.UsageError):
+            check_command(wrong)
+
+
+def test_other_lines_of_the_readme_are_targets_of_the_makefile() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    others = [words for words in commands("README.md") if words and "cli.py" not in words]
+    assert [words[1] for words in others if words[0] == "make"][:2] == ["tune", "test"]
+    for words in others:
+        assert words[0] == "make"
+        assert words[1] in targets
+
+
+# ------------------------------------------------------------------------------------------------- Python, links, places
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the examples name: a tiny pair with drafts ``small`` and ``medium``, and a workload."""
+    folder = tmp_path_factory.mktemp("docs")
+    make_pair(folder)
+    spec = {"name": "mine", "target": "target", "drafts": {"small": "near", "medium": "far"}}
+    (folder / "pair.json").write_text(json.dumps(spec))
+    lines = [json.dumps({"id": str(i), "category": "code", "turns": [text]}) for i, text in enumerate(PROMPTS)]
+    (folder / "chats.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def run_page(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Executes a page's Python blocks in order, in one namespace."""
+    monkeypatch.chdir(folder)
+    names: dict[str, Any] = {}
+    code = "\n".join(blocks(page, "python"))
+    assert code
+    exec(compile(code, page, "exec"), names)
+    return names
+
+
+def test_the_pages_run(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    # One after the other: the simulator's page reads the recording that the README's example makes.
+    readme = run_page("README.md", place, monkeypatch)
+    out = capsys.readouterr().out
+    assert len(out.splitlines()) >= len(PROMPTS)
+    pair = load_pair(read_pair(str(place / "pair.json")))
+    readme["store"].put_profile(flat_profile(pair.id, pair.draft_names))
+    readme["store"].database.close()
+    run_page(POLICIES, place, monkeypatch)
+    simulator = run_page("docs/simulator.md", place, monkeypatch)
+    simulator["store"].database.close()
+    assert {page for page in PAGES if blocks(page, "python")} <= {*RUN_HERE, "docs/traces.md", "docs/schedules.md"}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    for link in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", PAGES[page]):
+        if not link.startswith("http"):
+            assert ((ROOT / page).parent / link).exists(), f"{page}: {link}"
+
+
+def test_the_index_lists_every_page() -> None:
+    assert {p.name for p in (ROOT / "docs").glob("*.md")} - {"README.md"} <= set(re.findall(r"\]\((\w+\.md)\)", PAGES["docs/README.md"]))
+
+
+@pytest.mark.parametrize("page", ["README.md", "ARCHITECTURE.md", POLICIES, "docs/simulator.md"])
+def test_files_and_names_that_are_mentioned_exist(page: str) -> None:
+    prose = re.sub(r"^```.*?^```$", "", PAGES[page], flags=re.MULTILINE | re.DOTALL)
+    for path in re.findall(r"`((?:traces|runtime|optimizer|db|demo|tests|docs)/[\w/.]+)`", prose):
+        assert (ROOT / path).exists(), path
+
+
+def test_the_readme_has_a_place_for_results() -> None:
+    text = PAGES["README.md"]
+    assert text.count("<!-- results:begin -->") == text.count("<!-- results:end -->") == 1
+    assert text.index("<!-- results:begin -->") < text.index("<!-- results:end -->")

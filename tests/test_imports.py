@@ -1,0 +1,125 @@
+"""The arrows of the house: who may import whom, read from the source, and that the door opens without torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+OURS = ("cli", "traces", "runtime", "optimizer", "db", "demo", "bench", "tests")
+FACTS = {
+    "traces.schema",
+    "traces.errors",
+    "traces.codec",
+    "traces.packing",
+    "traces.workloads",
+    "traces.recording",
+    "traces.acceptance",
+}
+"""The side of ``traces`` that knows no database."""
+
+
+def layer(module: str) -> str:
+    """What a module counts as: its package, with ``traces`` split into its facts and its store."""
+    package = module.split(".")[0]
+    if package != "traces":
+        return package
+    return "traces facts" if module == "traces" or module in FACTS else "traces store"
+
+
+ALLOWED: dict[str, set[str]] = {
+    "cli": {"traces facts", "traces store", "runtime", "optimizer", "db"},
+    "optimizer": {"optimizer", "runtime", "traces facts", "traces store", "db"},
+    "runtime": {"runtime"},
+    "traces facts": {"traces facts"},
+    "traces store": {"traces facts", "traces store", "db"},
+    "db": {"db"},
+    "demo": {"demo"},
+}
+BESIDE = {"runtime": {"traces.schema", "traces.errors"}, "optimizer": {"demo.prompts"}}
+"""Single modules that a layer may import beside its layers."""
+
+
+def sources() -> Iterator[tuple[str, Path]]:
+    """(module, file) of every module that ships."""
+    for file in [ROOT / "cli.py", *(f for p in OURS[1:6] for f in sorted((ROOT / p).rglob("*.py")))]:
+        parts = file.relative_to(ROOT).with_suffix("").parts
+        yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), file
+
+
+MODULES = dict(sources())
+
+
+def imports(tree: ast.AST, module: str, is_package: bool) -> Iterator[str]:
+    """Our modules that a tree imports, wherever the statement stands; those only for the type checker count as well."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = module.split(".")
+                kept = parts[: len(parts) - node.level + is_package]
+                base = ".".join([*kept, *([node.module] if node.module else [])])
+            # `from package import module` imports the module, `from module import name` the module that has it.
+            names = [full if (full := f"{base}.{alias.name}") in MODULES else base for alias in node.names]
+        else:
+            continue
+        yield from (name for name in names if name.split(".")[0] in OURS)
+
+
+def forbidden(module: str, text: str, *, is_package: bool = False) -> list[str]:
+    """The imports of a source text that are no allowed arrow."""
+    of = layer(module)
+    return [
+        name
+        for name in imports(ast.parse(text), module, is_package)
+        if layer(name) not in ALLOWED[of] and name not in BESIDE.get(of, set())
+    ]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_arrows(module: str) -> None:
+    file = MODULES[module]
+    found = forbidden(module, file.read_text(encoding="utf-8"), is_package=file.name == "__init__.py")
+    assert not found, f"{module} imports {', '.join(found)}; see ARCHITECTURE.md for the arrows that are allowed"
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("cli", "from demo.prompts import demo_workload"),
+        ("runtime.loop", "from optimizer.replay import replay"),
+        ("runtime.loop", "def f():\n    from traces.store import TraceStore"),
+        ("runtime.loop", "import traces.workloads"),
+        ("optimizer.tune", "import cli"),
+        ("optimizer.tune", "from demo import train"),
+        ("traces.schema", "from db.models import PairRow"),
+        ("traces.codec", "from traces.rows import chunk_of"),
+        ("traces.store", "from runtime.loop import Round"),
+        ("db.engine", "from traces.errors import SpectuneError"),
+        ("demo.prompts", "from traces.schema import Request"),
+    ],
+)
+def test_the_test_sees_a_wrong_arrow(module: str, line: str) -> None:
+    assert forbidden(module, line)
+
+
+def test_every_package_is_listed_for_the_distribution() -> None:
+    import tomllib
+
+    setup = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    packages = {module for module, file in MODULES.items() if file.name == "__init__.py"}
+    assert set(setup["packages"]) == packages
+
+
+def test_the_door_opens_without_torch() -> None:
+    heavy = ("torch", "transformers", "numba", "scipy", "sklearn", "optuna", "sqlalchemy")
+    script = f"import sys, cli; print([m for m in {heavy!r} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

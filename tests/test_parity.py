@@ -1,0 +1,183 @@
+"""Replay is exact: the fast replay, the plain loop over the trace and the runtime agree on every round."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from pairs import make_pair
+from synthetic import flat_profile
+from test_lossless import PROMPTS, policies
+
+from optimizer.oracle import replay_rounds
+from optimizer.replay import ReplayTrace, run_replay
+from runtime.decoder import Decoder
+from runtime.loading import LoadedPair, load_pair
+from runtime.loop import StaticSource
+from runtime.pair import read_pair
+from runtime.panorama import record_panorama
+from runtime.policies.document import Policy, parse_policy
+from runtime.policies.prepared import prepare
+from traces.schema import ChainPanorama, Request, Sampling, Step, Trajectory
+
+GAMMA_MAX = 16
+TOKENS = 40
+SAMPLINGS = [Sampling(), Sampling(temperature=0.7, top_p=0.95, seed=3), Sampling(temperature=1.0, seed=4)]
+Shape = tuple[int, int, int, int, int, int, int]
+
+
+def shape(step: Step) -> Shape:
+    """What must agree of a round: all but its times."""
+    return (step.start, step.drafted, step.verified, step.accepted, step.emitted, step.draft_steps, step.lag)
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedPair]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield load_pair(read_pair(str(make_pair(tmp_path_factory.mktemp(request.param), request.param))), device="cpu")
+    torch.set_num_threads(threads)
+
+
+def random_policies(drafts: Sequence[str], count: int, seed: int) -> list[Policy]:
+    """Policies of any window and stop with random parameters."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for _ in range(count):
+        kind = str(rng.choice(["fixed", "analytic", "fsm", "cache_fsm", "q_learning", "heuristic"]))
+        gamma = int(rng.integers(1, GAMMA_MAX + 1))
+        window = {"kind": kind, **({"gamma": gamma} if kind == "fixed" else {"gamma_max": gamma})}
+        if kind == "q_learning":
+            window |= {"epsilon": 0.3, "seed": int(rng.integers(100)), "memory": int(rng.integers(1, 3))}
+        if kind == "analytic":
+            window |= {"history": int(rng.integers(1, 20)), "estimator": str(rng.choice(["ratio", "exact", "table"]))}
+        stop_kind = str(rng.choice(["none", "max_prob", "joint_prob", "entropy"]))
+        stop = {"kind": stop_kind}
+        if stop_kind != "none":
+            stop |= {"threshold": round(float(rng.uniform(0.01, 0.8)), 3), "keep_last": bool(rng.integers(2))}
+        found.append(parse_policy({"draft": str(rng.choice(list(drafts))), "window": window, "stop": stop}))
+    return found
+
+
+def record(pair: LoadedPair, sampling: Sampling) -> tuple[list[Trajectory], dict[str, list[ChainPanorama]]]:
+    decoder = Decoder(pair, StaticSource(prepare(Policy(), pair.draft_names)))
+    trajectories = []
+    for i, prompt in enumerate(PROMPTS):
+        request = decoder.request(Request(str(i), "c", (prompt,)), pair.encode(prompt), sampling, TOKENS)
+        trajectories.append(decoder.decode(request).trajectory)
+    return trajectories, {d: [record_panorama(pair, t, d, GAMMA_MAX) for t in trajectories] for d in pair.draft_names}
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: f"T{s.temperature}")
+def test_replay_is_the_runtime_round_by_round(pair: LoadedPair, sampling: Sampling) -> None:
+    """simulate = run on every round, for every kind of policy; the plain loop over the trace agrees with both."""
+    trajectories, panoramas = record(pair, sampling)
+    profile = flat_profile(pair.id, pair.drafts)
+    trace = ReplayTrace(trajectories, panoramas)
+    near, far = pair.drafts
+    tried = [*policies(near, far), *random_policies(pair.draft_names, 16, seed=int(10 * sampling.temperature))]
+    rounds = 0
+    for policy in tried:
+        decoder = Decoder(pair, StaticSource(prepare(policy, pair.draft_names, profile=profile)))
+        oracle = prepare(policy, pair.draft_names, profile=profile)
+        replayed = run_replay(trace, policy, profile, per_round=True).steps()
+        for i, (prompt, trajectory) in enumerate(zip(PROMPTS, trajectories, strict=True)):
+            request = decoder.request(Request(str(i), "c", (prompt,)), pair.encode(prompt), sampling, TOKENS)
+            executed = decoder.decode(request)
+            assert executed.trajectory == trajectory, policy.label()
+            view = panoramas[policy.draft][i] if policy.speculates else None
+            plain = [shape(r.step) for r in replay_rounds(trajectory, view, policy, oracle)]
+            assert [shape(s) for s in executed.steps] == plain, policy.label()
+            assert [shape(s) for s in replayed[i]] == plain, policy.label()
+            rounds += len(plain)
+    assert rounds > 2000
+
+
+def test_panorama_is_the_drafts_own_chain(pair: LoadedPair) -> None:
+    """Every start's chain, as the panorama tells it, is what the draft proposes when asked there, one start at a time."""
+    from optimizer.oracle import TraceBackend
+    from runtime.drafts import ChainContext, LanguageModelDraft, canonical_codes
+    from runtime.policies.document import NoStop
+    from runtime.policies.stops import compile_stop
+    from runtime.sampling import Noise
+    from traces.schema import AGREE_YES, request_seed
+
+    sampling = Sampling(temperature=1.0, seed=4)
+    trajectories, panoramas = record(pair, sampling)
+    for name in pair.drafts:
+        for trajectory, view in list(zip(trajectories, panoramas[name], strict=True))[:2]:
+            backend = TraceBackend(trajectory, view)
+            text = trajectory.prompt_ids.tolist() + trajectory.output_ids.tolist()
+            prompt = len(trajectory.prompt_ids)
+            noise = Noise(request_seed(sampling.seed, trajectory.request_id), pair.target.vocab_size, pair.device)
+            for start in range(0, len(trajectory.output_ids), 5):
+                draft = LanguageModelDraft(pair.drafts[name])
+                prefix = text[: prompt + start]
+                draft.begin(prefix, len(text) + 2 * GAMMA_MAX)
+                chain = draft.propose(prefix, GAMMA_MAX, compile_stop(NoStop()), ChainContext(sampling, noise, True))
+                for j, token in enumerate(chain.tokens):
+                    agree, logp, entropy = backend._codes(start, j, True)
+                    before = prefix + chain.tokens[:j]
+                    on_text = before + [token] == text[: len(before) + 1]
+                    assert (agree == AGREE_YES) == on_text
+                    codes = canonical_codes(pair.drafts[name], before, token, sampling)
+                    assert abs(codes[0] - logp) <= 1
+                    assert abs(codes[1] - entropy) <= 1
+
+
+def test_retrace_of_a_stored_text_equals_the_first_recording(pair: LoadedPair) -> None:
+    """Panoramas are functions of the text: made again, by a fresh load, they are equal, bit for bit."""
+    trajectories, panoramas = record(pair, Sampling(temperature=1.0, seed=4))
+    again = load_pair(pair.spec, device="cpu")
+    for name in pair.draft_names:
+        assert [record_panorama(again, t, name, GAMMA_MAX) for t in trajectories] == panoramas[name]
+
+
+def test_shorter_panoramas_are_prefixes(pair: LoadedPair) -> None:
+    """What a panorama of gamma_max 5 says is what one of 16 says: recording wider changes nothing."""
+    trajectories, panoramas = record(pair, Sampling())
+    for name in pair.draft_names:
+        for trajectory, wide in zip(trajectories, panoramas[name], strict=True):
+            narrow = record_panorama(pair, trajectory, name, 5)
+            assert np.array_equal(narrow.agree, wide.agree)
+            assert np.array_equal(narrow.logp, wide.logp)
+            read = np.arange(4)[None] < narrow.branch_len[:-1, None]
+            assert np.array_equal(narrow.branch_logp[:-1, :4] * read, wide.branch_logp[:-1, :4] * read)
+
+
+def test_rejection_is_replayed_in_law(pair: LoadedPair) -> None:
+    """The rejection verifier's accepted tokens, executed, are close to what its recorded probabilities predict."""
+    sampling = Sampling(temperature=1.0, seed=11)
+    near = next(iter(pair.drafts))
+    policy = parse_policy({"draft": near, "window": {"kind": "fixed", "gamma": 4}})
+    decoder = Decoder(pair, StaticSource(prepare(policy, pair.draft_names)), verifier="rejection")
+    executed = accepted = 0
+    trajectories = []
+    for i in range(40):
+        prompt = PROMPTS[i % len(PROMPTS)]
+        decoded = decoder.decode(decoder.request(Request(str(i), "c", (prompt,)), pair.encode(prompt), sampling, TOKENS))
+        trajectories.append(decoded.trajectory)
+        executed += len(decoded.steps)
+        accepted += sum(s.accepted for s in decoded.steps)
+    views = [record_panorama(pair, t, near, 8) for t in trajectories]
+    assert all(t.verifier == "rejection" for t in trajectories)
+    replays = [run_replay(ReplayTrace(trajectories, {near: views}, seed=s), policy).total for s in range(8)]
+    predicted = float(np.mean([r.emitted_tokens / r.rounds for r in replays]))
+    measured = sum(len(t.output_ids) for t in trajectories) / executed
+    assert accepted > 50
+    assert predicted == pytest.approx(measured, rel=0.08)
+
+
+def test_coupled_replays_of_a_rejection_text_differ_only_in_acceptance(pair: LoadedPair) -> None:
+    """A text is a text: recorded by one verifier, it can be replayed as served by the other."""
+    trajectories, panoramas = record(pair, Sampling(temperature=1.0, seed=4))
+    near = next(iter(pair.drafts))
+    policy = parse_policy({"draft": near, "window": {"kind": "fixed", "gamma": 4}})
+    coupled = run_replay(ReplayTrace(trajectories, panoramas), policy).total
+    others = [replace(t, verifier="rejection") for t in trajectories]
+    rejection = run_replay(ReplayTrace(others, panoramas), policy).total
+    assert coupled.emitted_tokens == rejection.emitted_tokens
+    assert coupled.rounds != rejection.rounds
