@@ -25,7 +25,7 @@ tune: $(VENV)/.installed ## Record, search, execute and publish for the demo pai
 	$(RUN) cli.py tune --limit 60 --max-new-tokens 96 $(ARGS)
 
 test: $(VENV)/.installed-dev ## The tests (under 10 minutes on two cores)
-	$(RUN) -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: $(VENV)/.installed-dev ## Style and types
 	$(RUN) -m ruff check .

@@ -370,6 +370,8 @@ def profile(ctx: click.Context, as_json: bool, gamma_max: int, contexts: str, re
         lengths = tuple(sorted({int(c) for c in contexts.split(",")}))
     except ValueError:
         raise click.BadParameter("whole numbers separated by commas are expected", param_hint="--contexts") from None
+    if lengths[0] < 1:
+        raise click.BadParameter(f"{lengths[0]}: a context has at least 1 token", param_hint="--contexts")
     with _store(ctx) as store:
         pair = _load(kw)
         from optimizer.report import profile_table
@@ -633,9 +635,12 @@ def generate(ctx: click.Context, as_json: bool, prompt: str, **kw: Any) -> None:
         raise WorkloadError("the prompt is empty")
     with _store(ctx) as store:
         pair = _load(kw)
+        from optimizer.execute import encode
         from optimizer.generate import generate as do_generate
         from runtime.policies.prepared import prepare
+        from traces.schema import Request, Workload
 
+        encode(pair, Workload("prompt", (Request("prompt", "prompt", (prompt,)),)), options)  # refused before anything else is said
         _, found = _profile(store, None, pair.id, pair.device.type)
         policy = _policy(store, kw["policy_name"], pair.id, pair.device.type)
         prepared: PreparedPolicy = prepare(policy, pair.draft_names, profile=found)
@@ -942,7 +947,7 @@ def traces_show(ctx: click.Context, as_json: bool, recording: str, request_id: s
     """One recording: what was asked, and its requests; or the rounds of one request.
 
     \b
-    Example:  cli.py traces show latest --request demo/code/3
+    Example:  cli.py traces show latest --request code-003
     """
     from dataclasses import asdict
 

@@ -95,10 +95,10 @@ def enumerated(drafts: Sequence[str], gamma_max: int) -> list[Policy]:
 
 
 def transformers_heuristic(draft: str, gamma_max: int) -> Policy:
-    """transformers' assisted generation as it comes: 20 tokens to begin with, heuristic schedule, confidence threshold 0.4.
+    """transformers' heuristic schedule with its other defaults: 20 tokens to begin with, confidence threshold 0.4.
 
-    Windows are capped at ``gamma_max``, which its schedule seldom reaches. The confidence stop is left out for drafts without
-    probabilities.
+    (Its default schedule is ``constant`` by now; it also adapts the threshold, which stays here.) Windows are capped at
+    ``gamma_max``. The confidence stop is left out for drafts without probabilities.
     """
     stop = {"kind": "none"} if draft == "ngram" else {"kind": "max_prob", "threshold": 0.4}
     return _policy(draft, {"kind": "heuristic", "gamma_max": gamma_max, "gamma_initial": min(20, gamma_max)}, stop)

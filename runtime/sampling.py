@@ -108,26 +108,35 @@ def scaled(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     return logits if sampling.greedy else logits / sampling.temperature
 
 
-def kept(logits: torch.Tensor, sampling: Sampling, slack: float = 0.0) -> torch.Tensor | None:
-    """Which tokens top-k, then top-p keep: bool ``[..., vocab]``, or None when both are off.
+def kept(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor | None:
+    """Which tokens top-k, then top-p keep: bool ``[..., vocab]``, or None when both are off."""
+    if not filters(sampling, logits.shape[-1]):
+        return None
+    return _kept(logits, sampling, (0.0,))[0]
 
-    ``slack`` > 0 widens and < 0 narrows the set by what rounding could change.
-    """
-    mask: torch.Tensor | None = None
+
+def filters(sampling: Sampling, vocab_size: int) -> bool:
+    """Whether top-k or top-p leaves anything out."""
+    return not sampling.greedy and (sampling.top_p < 1.0 or 0 < sampling.top_k < vocab_size)
+
+
+def _kept(logits: torch.Tensor, sampling: Sampling, slacks: tuple[float, ...]) -> list[torch.Tensor]:
+    """The kept set for each slack: > 0 widens and < 0 narrows it by what rounding could change. One sort serves all."""
     vocab = logits.shape[-1]
+    masks = [torch.ones_like(logits, dtype=torch.bool) for _ in slacks]
     if 0 < sampling.top_k < vocab:
         kth = logits.topk(sampling.top_k, dim=-1).values[..., -1:]
-        mask = logits >= kth - slack
-        logits = logits.masked_fill(~mask, -math.inf)
+        masks = [logits >= kth - slack for slack in slacks]
+        logits = logits.masked_fill(logits < kth, -math.inf)
     if sampling.top_p < 1.0:
-        order = logits.argsort(dim=-1, descending=True, stable=True)
-        probabilities = logits.gather(-1, order).softmax(-1)
+        ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+        probabilities = ordered.softmax(-1)
         before = probabilities.cumsum(-1) - probabilities
-        keep = before < sampling.top_p + slack
-        keep[..., 0] = True
-        nucleus = torch.zeros_like(keep).scatter_(-1, order, keep)
-        mask = nucleus if mask is None else mask & nucleus
-    return mask
+        for i, slack in enumerate(slacks):
+            keep = before < sampling.top_p + slack
+            keep[..., 0] = True
+            masks[i] = masks[i] & torch.zeros_like(keep).scatter_(-1, order, keep)
+    return masks
 
 
 def log_law(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
@@ -157,22 +166,17 @@ def choose(logits: torch.Tensor, sampling: Sampling, noise: torch.Tensor | None,
     """
     x = scaled(logits, sampling)
     perturbed = x if noise is None else x + noise
-    filtered = not sampling.greedy and (sampling.top_p < 1.0 or 0 < sampling.top_k < x.shape[-1])
-    if filtered:
-        mask = kept(x, sampling)
-        assert mask is not None
-        tokens = perturbed.masked_fill(~mask, -math.inf).argmax(-1)
-    elif not exact:
-        tokens = perturbed.argmax(-1)
-    if not exact:
-        return Choice(tokens, None)
-    if filtered:
-        outer, inner = kept(x, sampling, FILTER_SLACK), kept(x, sampling, -FILTER_SLACK)
-        assert outer is not None
-        assert inner is not None
-        wide = perturbed.masked_fill(~outer, -math.inf).topk(2, dim=-1)
-        narrow = perturbed.masked_fill(~inner, -math.inf).argmax(-1)
+    if filters(sampling, x.shape[-1]):
+        slacks = (0.0, FILTER_SLACK, -FILTER_SLACK) if exact else (0.0,)
+        masks = _kept(x, sampling, slacks)
+        tokens = perturbed.masked_fill(~masks[0], -math.inf).argmax(-1)
+        if not exact:
+            return Choice(tokens, None)
+        wide = perturbed.masked_fill(~masks[1], -math.inf).topk(2, dim=-1)
+        narrow = perturbed.masked_fill(~masks[2], -math.inf).argmax(-1)
         return Choice(tokens, (wide.values[:, 0] - wide.values[:, 1] < CHOICE_MARGIN) | (wide.indices[:, 0] != narrow))
+    if not exact:
+        return Choice(perturbed.argmax(-1), None)
     best = perturbed.topk(2, dim=-1)
     return Choice(best.indices[:, 0], best.values[:, 0] - best.values[:, 1] < CHOICE_MARGIN)
 

@@ -9,9 +9,7 @@ from traces.schema import CostCurve, LatencyProfile
 
 def flat_profile(pair_id: str, drafts: Iterable[str]) -> LatencyProfile:
     """A profile of round numbers: a draft step 1 ms, verification 4 ms and 0.1 ms a token."""
-    verify = CostCurve(
-        (1, 9, 17, 65), (32, 512), ((4e-3, 5e-3), (5e-3, 6e-3), (6e-3, 7e-3), (12e-3, 13e-3)), ((0.0, 0.0),) * 4
-    )
+    verify = CostCurve((1, 9, 17, 65), (32, 512), ((4e-3, 5e-3), (5e-3, 6e-3), (6e-3, 7e-3), (12e-3, 13e-3)), ((0.0, 0.0),) * 4)
     step = CostCurve((1, 2, 9), (32, 512), ((1e-3, 1e-3), (1.1e-3, 1.1e-3), (1.5e-3, 1.5e-3)), ((0.0, 0.0),) * 3)
     prefill = CostCurve((8, 512), (0,), ((5e-3,), (50e-3,)), ((0.0,), (0.0,)))
     names = [*drafts, "ngram"]

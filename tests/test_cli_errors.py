@@ -243,12 +243,11 @@ def test_cuda_without_cuda(door: Door) -> None:
     ],
 )
 def test_policies_that_cannot_run(door: Door, policy: str, says: str) -> None:
-    line = refused(door, "run", "--pair", door.pair, "--workload", "good.jsonl", "--policy", policy)
-    assert says in line
-    if policy != ANALYTIC:
-        assert says.replace("it has: far, near, ngram", "it has") in refused(door, "simulate", "--policy", policy).replace(
-            "recording", "policy", 0
-        ).replace("has no panorama of draft 'third'", "no draft 'third'")
+    assert says in refused(door, "run", "--pair", door.pair, "--workload", "good.jsonl", "--policy", policy)
+    if "third" in policy:
+        assert "no panorama of draft 'third'; it has: far, near, ngram" in refused(door, "simulate", "--policy", policy)
+    elif policy != ANALYTIC:
+        assert says in refused(door, "simulate", "--policy", policy)
 
 
 def test_policy_files_are_named(door: Door) -> None:
@@ -343,7 +342,7 @@ def test_reading_makes_no_database(door: Door, command: str) -> None:
 
 def test_a_database_of_a_newer_schema(door: Door) -> None:
     connection = sqlite3.connect("spectune.db")
-    connection.execute("UPDATE alembic_version SET version_num = '9999'")
+    connection.execute("UPDATE spectune_schema SET version_num = '9999'")
     connection.commit()
     connection.close()
     for arguments in (("traces", "list"), ("record", "--pair", door.pair, "--workload", "good.jsonl"), ("db", "upgrade")):

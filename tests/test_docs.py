@@ -29,7 +29,12 @@ from traces.workloads import parse_request
 ROOT = Path(__file__).parent.parent
 PAGES = {
     name: (ROOT / name).read_text(encoding="utf-8")
-    for name in ("README.md", "ARCHITECTURE.md", "CHANGELOG.md", *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md"))))
+    for name in (
+        "README.md",
+        "ARCHITECTURE.md",
+        "CHANGELOG.md",
+        *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md"))),
+    )
 }
 POLICIES = "docs/policies.md"
 RUN_HERE = ("README.md", POLICIES, "docs/simulator.md")
@@ -43,11 +48,7 @@ def blocks(page: str, language: str, about: str = "") -> list[str]:
 
 
 def in_pages(language: str, about: str = "") -> list[Any]:
-    return [
-        pytest.param(page, text, id=f"{page}-{n}")
-        for page in PAGES
-        for n, text in enumerate(blocks(page, language, about))
-    ]
+    return [pytest.param(page, text, id=f"{page}-{n}") for page in PAGES for n, text in enumerate(blocks(page, language, about))]
 
 
 # ------------------------------------------------------------------------------------------------------------ documents
@@ -254,7 +255,23 @@ def test_links_lead_somewhere(page: str) -> None:
 
 
 def test_the_index_lists_every_page() -> None:
-    assert {p.name for p in (ROOT / "docs").glob("*.md")} - {"README.md"} <= set(re.findall(r"\]\((\w+\.md)\)", PAGES["docs/README.md"]))
+    assert {p.name for p in (ROOT / "docs").glob("*.md")} - {"README.md"} <= set(
+        re.findall(r"\]\((\w+\.md)\)", PAGES["docs/README.md"])
+    )
+
+
+def test_the_table_of_the_paper_names_what_there_is() -> None:
+    rows = re.findall(r"^\| .+? \| (.*`.*) \|$", PAGES["ARCHITECTURE.md"], re.MULTILINE)
+    assert len(rows) >= 8
+    sources = {
+        p.name: p.read_text(encoding="utf-8") for folder in ("runtime", "optimizer") for p in (ROOT / folder).rglob("*.py")
+    }
+    for row in rows:
+        named = re.findall(r"`([\w/.]+)`", row)
+        text = "".join(sources[Path(name).name] for name in named if name.endswith(".py"))
+        assert text
+        for name in named:
+            assert name.endswith(".py") or f"def {name}(" in text, name
 
 
 @pytest.mark.parametrize("page", ["README.md", "ARCHITECTURE.md", POLICIES, "docs/simulator.md"])

@@ -121,7 +121,7 @@ def test_panorama_is_the_drafts_own_chain(pair: LoadedPair) -> None:
                 for j, token in enumerate(chain.tokens):
                     agree, logp, entropy = backend._codes(start, j, True)
                     before = prefix + chain.tokens[:j]
-                    on_text = before + [token] == text[: len(before) + 1]
+                    on_text = [*before, token] == text[: len(before) + 1]
                     assert (agree == AGREE_YES) == on_text
                     codes = canonical_codes(pair.drafts[name], before, token, sampling)
                     assert abs(codes[0] - logp) <= 1

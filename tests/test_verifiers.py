@@ -28,9 +28,7 @@ PLAIN = Sampling(temperature=1.0)
 Verify = Callable[[torch.Tensor, int, list[int], list[torch.Tensor], int, int], Verified]
 
 
-def rejection(
-    logits: torch.Tensor, length: int, drafted: list[int], log_q: list[torch.Tensor], seed: int, salt: int
-) -> Verified:
+def rejection(logits: torch.Tensor, length: int, drafted: list[int], log_q: list[torch.Tensor], seed: int, salt: int) -> Verified:
     return verify_rejection(logits, length, drafted, log_q, PLAIN, seed, salt)
 
 

@@ -1,0 +1,322 @@
+"""Every command on a tiny pair, in the order a user meets them; names and keys of ``--json`` are the contract."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doors import USAGE, Door, lines, one_object, write_workload
+
+from db import open_database
+from optimizer.jobs import gather
+from runtime.loading import load_pair
+from runtime.pair import read_pair
+from traces.store import TraceStore
+
+CONTRACT = [
+    {"draft": "small", "window": {"kind": "fixed", "gamma": 4}},
+    {"draft": "small", "window": {"kind": "analytic", "gamma_max": 8, "history": 6, "acc_max": 0.98}},
+    {"draft": "small", "window": {"kind": "fsm", "gamma_max": 8}},
+    {"draft": "small", "window": {"kind": "cache_fsm", "gamma_max": 8}},
+    {"draft": "small", "window": {"kind": "q_learning", "gamma_max": 8, "seed": 0}},
+    {"draft": "small", "window": {"kind": "fixed", "gamma": 12}, "stop": {"kind": "max_prob", "threshold": 0.4}},
+    {"draft": "small", "window": {"kind": "fixed", "gamma": 12}, "stop": {"kind": "joint_prob", "threshold": 0.4}},
+    {"draft": "small", "window": {"kind": "fixed", "gamma": 12}, "stop": {"kind": "entropy", "threshold": 0.4}},
+    {"draft": "ngram", "window": {"kind": "fixed", "gamma": 8}},
+]
+"""The documents that the command-line contract names."""
+FIXED = '{"draft": "near", "window": {"kind": "fixed", "gamma": 3}}'
+SHORT = ("--max-new-tokens", 16)
+QUICK = ("--trials", 8, "--finalists", 2, "--budget", "2s", "--gamma-max", 12)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_pair: Path) -> Path:
+    """The tiny pair under the names of the contract (draft ``small``, and ``near``), and a workload."""
+    here = tmp_path_factory.mktemp("flow")
+    models = {"target": "target", "drafts": {"small": "far", "near": "near"}}
+    resolved = {
+        "name": "tiny",
+        "target": str(tiny_pair.parent / "target"),
+        "drafts": {name: str(tiny_pair.parent / path) for name, path in dict(models["drafts"]).items()},  # type: ignore[call-overload]
+    }
+    (here / "pair.json").write_text(json.dumps(resolved))
+    write_workload(here / "work.jsonl", 10)
+    return here
+
+
+@pytest.fixture(scope="module")
+def door(folder: Path) -> Door:
+    return Door(str(folder / "spectune.db"), str(folder / "pair.json"))
+
+
+@pytest.fixture(scope="module")
+def workload(folder: Path) -> tuple[object, ...]:
+    return ("--workload", folder / "work.jsonl", *SHORT)
+
+
+@pytest.fixture(scope="module")
+def recording(door: Door, workload: tuple[object, ...]) -> str:
+    made = door.json("record", "--pair", door.pair, *workload, "--limit", 6, "--gamma-max", 12)
+    assert made["n_requests"] == 6
+    assert made["state"] == "complete"
+    assert made["drafts"] == {"small": 6, "near": 6, "ngram": 6}
+    return str(made["recording"])
+
+
+@pytest.fixture(scope="module")
+def profile(door: Door) -> str:
+    made = door.json("profile", "--pair", door.pair, "--gamma-max", 12, "--contexts", "16,48", "--repeats", 3)
+    assert {"profile", "device", "dtype", "environment", "check"} <= made.keys()
+    return str(made["profile"])
+
+
+@pytest.fixture(scope="module")
+def tuned(door: Door, workload: tuple[object, ...], recording: str, profile: str) -> dict[str, Any]:
+    """A first tuning on what is recorded already."""
+    return door.json("tune", "--pair", door.pair, *workload, "--limit", 6, *QUICK)
+
+
+def counts(outcome: Mapping[str, Any]) -> dict[str, Any]:
+    """An outcome's figures that do not depend on time."""
+    timed = {"seconds", "tokens_per_s", "tokens_per_s_interval", "by_category", "kind"}
+    by_category = {name: counts({"by_category": {}, **c}) for name, c in outcome.get("by_category", {}).items()}
+    return {k: v for k, v in outcome.items() if k not in timed} | {"by_category": by_category}
+
+
+@pytest.mark.parametrize("document", [*CONTRACT, "autoregressive"], ids=str)
+def test_simulate_and_run_agree_on_every_round(
+    door: Door, folder: Path, workload: tuple[object, ...], recording: str, profile: str, document: Any
+) -> None:
+    policy = document if isinstance(document, str) else json.dumps(document)
+    simulated = door.json(
+        "simulate", "--policy", policy, "--recording", recording, "--profile", profile, "--per-round", folder / "s.jsonl"
+    )
+    executed = door.json(
+        *("run", "--policy", policy, "--pair", door.pair, *workload, "--limit", 6, "--profile", profile),
+        *("--per-round", folder / "r.jsonl", "--outputs", folder / "o.jsonl"),
+    )
+    assert simulated.keys() >= USAGE
+    assert executed.keys() >= USAGE
+    assert counts(simulated) == counts(executed)
+    rounds = lines(folder / "r.jsonl")
+    assert lines(folder / "s.jsonl") == rounds
+    assert len(rounds) == executed["rounds"]
+    assert all(set(r) == {"request", "start", "drafted", "verified", "accepted"} for r in rounds)
+    assert [r["request"] for r in rounds] == sorted((r["request"] for r in rounds), key=lambda i: int(i[1:]))
+    assert executed["emitted_tokens"] == executed["rounds"] + executed["accepted_tokens"]
+    assert executed["seconds"] > 0
+    assert simulated["seconds"] > 0
+    assert set(executed["by_category"]) == {"a", "b"}
+    outputs = lines(folder / "o.jsonl")
+    assert [o["id"] for o in outputs] == [f"r{i}" for i in range(6)]
+    assert all(set(o) == {"id", "token_ids", "text"} for o in outputs)
+    texts = folder / "texts.jsonl"
+    if not texts.exists():
+        texts.write_text((folder / "o.jsonl").read_text())
+    assert lines(texts) == outputs  # whatever the policy
+
+
+@pytest.mark.parametrize("document", CONTRACT, ids=str)
+def test_policies_show_spells_every_default_out(door: Door, document: dict[str, Any]) -> None:
+    shown = door.json("policies", "show", json.dumps(document), "--pair", door.pair)
+    assert shown["policy"].keys() >= {"draft", "window", "stop", "growth"}
+    assert document["window"].items() <= shown["policy"]["window"].items()
+    again = door.json("policies", "show", json.dumps(shown["policy"]), "--pair", door.pair)
+    assert again["id"] == shown["id"]
+
+
+def test_recording_again_finds_what_is_there(door: Door, workload: tuple[object, ...], recording: str) -> None:
+    again = door.json("record", "--pair", door.pair, "--resume", recording, "--gamma-max", 12)
+    assert again["recording"] == recording
+
+
+def test_texts_do_not_depend_on_the_policy_at_a_temperature(door: Door, folder: Path, workload: tuple[object, ...]) -> None:
+    hot = ("--pair", door.pair, *workload, "--limit", 3, "--temperature", 0.8, "--seed", 3)
+    texts = []
+    for policy in ("autoregressive", FIXED):
+        door.json("run", "--policy", policy, *hot, "--outputs", folder / "hot.jsonl", "--no-store")
+        texts.append(lines(folder / "hot.jsonl"))
+    assert texts[0] == texts[1]
+
+
+def test_tune_prints_the_evidence(door: Door, tuned: dict[str, Any], recording: str) -> None:
+    assert {"winner", "predicted", "measured", "baselines", "published"} <= tuned.keys()
+    assert {"id", "label", "policy"} <= tuned["winner"].keys()
+    assert tuned["predicted"].keys() >= USAGE
+    assert tuned["measured"].keys() >= USAGE
+    assert {"autoregressive", "best fixed gamma", "transformers heuristic", "incumbent"} <= tuned["baselines"].keys()
+    assert tuned["recording"] == recording  # found, not decoded again
+    assert tuned["published"]["policy"] == tuned["winner"]["id"]
+    assert tuned["texts_differ"] == 0
+
+
+def test_policies_from_publication_to_rollback(door: Door, folder: Path, tuned: dict[str, Any]) -> None:
+    pair = ("--pair", door.pair)
+    winner, first = tuned["winner"], tuned["published"]["version"]
+    listed = door.json("policies", "list", *pair)["publications"]
+    assert [(p["version"], p["active"], p["policy"]) for p in listed] == [(first, True, winner["id"])]
+    shown = door.json("policies", "show", *pair)
+    assert shown["policy"] == winner["policy"]
+    assert shown["publication"]["evidence"]["winner"] == winner
+    (folder / "p.json").write_text(FIXED)
+    second = door.json("policies", "activate", folder / "p.json", "--reason", "a longer window", *pair)
+    assert second["version"] > first
+    assert door.json("policies", "show", "active", *pair)["policy"]["window"]["gamma"] == 3
+    differing = door.json("policies", "diff", winner["id"], "active", *pair)["differences"]
+    assert differing
+    assert all(row["left"] != row["right"] for row in differing)
+    exported = door.call("policies", "export", *pair).stdout
+    assert door.json("policies", "show", exported, *pair)["id"] == second["policy"]
+    settings = door.json("policies", "export", "--for", "vllm", *pair)
+    assert settings["num_speculative_tokens"] == 3
+    back = door.json("policies", "rollback", *pair)
+    assert back["version"] > second["version"]
+    assert back["policy"] == winner["id"]
+    listed = door.json("policies", "list", *pair)["publications"]
+    assert [p["policy"] for p in listed] == [winner["id"], second["policy"], winner["id"]]
+    assert listed[1]["reason"] == "a longer window"
+    assert door.json("policies", "rollback", "--to", second["version"], *pair)["policy"] == second["policy"]
+
+
+def test_the_policy_in_force_decodes(door: Door, workload: tuple[object, ...], tuned: dict[str, Any]) -> None:
+    door.json("policies", "activate", FIXED, "--pair", door.pair)
+    executed = door.json("run", "--pair", door.pair, *workload, "--limit", 2)
+    assert executed["policy"]["window"]["gamma"] == 3
+    newest = door.json("policies", "list", "--pair", door.pair)["publications"][0]
+    assert newest["applied"] == 1
+    assert newest["refused"] == []
+
+
+def test_generate(door: Door, tuned: dict[str, Any]) -> None:
+    made = door.json("generate", "def add(", "--pair", door.pair, "--policy", FIXED, *SHORT)
+    assert made.keys() >= {"text", "token_ids", "rounds", "tau", "tokens_per_s", "autoregressive_tokens_per_s", "same_text"}
+    assert made["same_text"] is True
+    assert len(made["token_ids"]) == 16
+    shown = door.call("generate", "def add(", "--pair", door.pair, "--policy", FIXED, *SHORT)
+    assert shown.exit_code == 0
+    assert "tokens/s against" in shown.stdout
+    assert "same text" in shown.stdout
+    assert "\x1b[" not in shown.stdout  # colour is for terminals
+
+
+def test_traces(door: Door, folder: Path, recording: str, tmp_path: Path) -> None:
+    assert recording in [r["id"] for r in door.json("traces", "list", "--category", "a")["recordings"]]
+    shown = door.json("traces", "show", recording)
+    assert shown["id"] == recording
+    assert len({r["request_id"] for r in shown["requests"]}) == 6
+    request = door.json("traces", "show", recording, "--request", "r1")
+    assert sum(s["emitted"] for s in request["steps"]) == len(request["output_ids"])
+    assert door.call("traces", "show", recording, "--request", "r1").exit_code == 0
+    stats = door.json("traces", "stats", "--recording", recording, "--by", "draft")["stats"]
+    assert {s["draft"] for s in stats} == {"small", "near", "ngram"}
+    assert door.json("traces", "stats", "--recording", recording, "--executed")["stats"]
+    rows = door.json("traces", "query", "--recording", recording, "--draft", "near")["requests"]
+    assert len(rows) == 6
+    assert door.call("traces", "query", "--recording", recording, "--format", "csv").stdout.count("\n") == 19
+    assert door.json("traces", "export", tmp_path / "rows.csv", "--recording", recording)["rows"] == 18
+    exported = door.json("traces", "export", tmp_path / "one.db", "--recording", recording)
+    assert exported["recordings"] == [recording]
+    other = Door(str(tmp_path / "other.db"))
+    assert other.json("traces", "import", tmp_path / "one.db")["added"] == [recording]
+    assert other.json("traces", "import", tmp_path / "one.db")["present"] == [recording]
+    one, two = (d.json("simulate", "--policy", FIXED, "--recording", recording) for d in (door, other))
+    assert counts(one) == counts(two)
+    assert other.json("traces", "prune", "--recording", recording, "--dry-run")["removed"]
+    assert other.json("traces", "list")["recordings"]
+    assert other.json("traces", "prune", "--recording", recording)["removed"]
+    assert other.json("traces", "list")["recordings"] == []
+    assert other.json("db", "check")["ok"] is True
+
+
+def test_served_texts_can_be_tuned_on(door: Door, workload: tuple[object, ...], tuned: dict[str, Any]) -> None:
+    run = door.call("run", "--pair", door.pair, *workload, "--policy", FIXED, "--record", "--json")
+    assert one_object(run.stdout).keys() >= USAGE
+    served = run.stderr.split("recording ")[1].split()[0]
+    info = next(r for r in door.json("traces", "list")["recordings"] if r["id"] == served)
+    assert (info["source"], info["state"], info["drafts"]) == ("serve", "complete", {})
+    again = door.json("tune", "--pair", door.pair, "--recording", "latest", *QUICK, "--no-publish")
+    assert again["recording"] == served
+    assert again["published"] is None
+
+
+def test_schedules(door: Door, folder: Path, workload: tuple[object, ...], tuned: dict[str, Any]) -> None:
+    add = ("--pair", door.pair, "--trials", 8, "--budget", "5m")
+    first = door.json("schedule", "add", "nightly", "--cron", "0 3 * * *", "--tz", "Europe/Berlin", *add, *workload)
+    assert first["enabled"] is True
+    door.json("schedule", "add", "drift", "--every", "6h", "--recorded", "24h", *add)
+    assert "is taken" in (taken := door.call("schedule", "add", "drift", "--every", "6h", *add).stderr) or "drift" in taken
+    assert [s["name"] for s in door.json("schedule", "list")["schedules"]] == ["drift", "nightly"]
+    assert door.json("schedule", "show", "drift")["payload"]["recorded"] == "24h"
+    assert door.json("schedule", "pause", "nightly")["enabled"] is False
+    assert door.json("schedule", "resume", "nightly")["enabled"] is True
+    door.json("schedule", "remove", "nightly")
+    assert [s["name"] for s in door.json("schedule", "list")["schedules"]] == ["drift"]
+    assert door.json("schedule", "run-once") == {"noticed": 0, "done": 0, "failed": 0, "lost": 0, "released": 0}
+
+
+def test_a_schedule_tunes_on_what_was_recorded(door: Door, workload: tuple[object, ...], tuned: dict[str, Any]) -> None:
+    """A slot that is due decodes nothing: it samples what was recorded, tunes, and publishes or says why not."""
+    before = door.json("policies", "list", "--pair", door.pair)["publications"]
+    door.json(
+        "schedule", "add", "now", "--every", "1s", "--recorded", "24h", "--pair", door.pair, "--trials", 4, "--budget", "9s"
+    )
+    import time
+
+    time.sleep(1.1)
+    ran = door.call("schedule", "run-once", "--json")
+    report = one_object(ran.stdout)
+    assert (report["done"], report["failed"]) == (1, 0), ran.stderr
+    door.json("schedule", "pause", "now")
+    history = door.json("schedule", "history", "now")["history"]
+    result = next(f["job"]["result"] for f in history if f["job"])
+    assert result["reason"]
+    after = door.json("policies", "list", "--pair", door.pair)["publications"]
+    if result["published"] is None:
+        assert after == before
+    else:
+        assert [p["version"] for p in after] == [result["published"], *(p["version"] for p in before)]
+        assert after[0]["actor"] == "schedule"
+    gathered = next(r for r in door.json("traces", "list")["recordings"] if r["id"] == result["recording"])
+    assert (gathered["source"], gathered["state"]) == ("gathered", "complete")
+    assert gathered["n_requests"] >= 6
+    assert door.call("schedule", "history", "now").exit_code == 0
+
+
+def test_gathering_again_for_the_same_slot_finds_the_same_recording(door: Door, tuned: dict[str, Any]) -> None:
+    from datetime import timedelta
+
+    pair = load_pair(read_pair(door.pair), device="cpu", drafts=())
+    with open_database(door.db) as database:
+        store = TraceStore(database)
+        one = gather(store, pair, timedelta(hours=24), 5, key="slot 1")
+        assert gather(store, pair, timedelta(hours=24), 5, key="slot 1") == one
+        assert gather(store, pair, timedelta(hours=24), 5, key="slot 2") != one
+        assert store.get_recording(one).n_requests == 5
+
+
+def test_the_database_is_named_by_the_environment(tmp_path: Path, door: Door) -> None:
+    from click.testing import CliRunner
+
+    from cli import main
+
+    there = tmp_path / "there.db"
+    found = CliRunner(env={"SPECTUNE_DB": str(there)}).invoke(main, ["db", "upgrade", "--json"])
+    assert found.exit_code == 0
+    assert one_object(found.stdout)["before"] is None
+    assert there.is_file()
+    assert door.json("db", "check")["ok"] is True
+
+
+@pytest.mark.parametrize(
+    "command", ["policies list", "policies show", "traces list", "traces stats", "traces query", "traces show", "schedule list"]
+)
+def test_tables_for_people(door: Door, recording: str, profile: str, command: str) -> None:
+    pair = ("--pair", door.pair) if command.startswith("policies") else ()
+    shown = door.call(*command.split(), *pair)
+    assert shown.exit_code == 0
+    assert shown.stdout.strip()
+    assert door.call("simulate", "--policy", FIXED, "--recording", recording).stdout.strip()

@@ -1,0 +1,130 @@
+"""Policy documents: what is accepted, what is refused and how it is said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from optimizer.export import engine_settings
+from optimizer.search import Space, complexity, enumerated, transformers_heuristic
+from runtime.pair import PairSpec
+from runtime.policies.document import AUTOREGRESSIVE, Policy, differences, parse_policy, policy_schema
+from runtime.policies.prepared import check_verifier, prepare
+from traces.errors import PolicyError
+from traces.schema import Sampling
+
+CONTRACT: list[dict[str, Any]] = [
+    {"draft": "small", "window": {"kind": "fixed", "gamma": 4}},
+    {"draft": "small", "window": {"kind": "analytic", "gamma_max": 8, "history": 6, "acc_max": 0.98}},
+    {"draft": "small", "window": {"kind": "fsm", "gamma_max": 8}},
+    {"draft": "small", "window": {"kind": "cache_fsm", "gamma_max": 8}},
+    {"draft": "small", "window": {"kind": "q_learning", "gamma_max": 8, "seed": 0}},
+    {"draft": "small", "window": {"kind": "fixed", "gamma": 12}, "stop": {"kind": "max_prob", "threshold": 0.4}},
+    {"draft": "small", "window": {"kind": "fixed", "gamma": 12}, "stop": {"kind": "joint_prob", "threshold": 0.4}},
+    {"draft": "small", "window": {"kind": "fixed", "gamma": 12}, "stop": {"kind": "entropy", "threshold": 0.4}},
+    {"draft": "ngram", "window": {"kind": "fixed", "gamma": 8}},
+]
+
+
+@pytest.mark.parametrize("document", CONTRACT, ids=lambda d: d["window"]["kind"] + d.get("stop", {}).get("kind", ""))
+def test_contract_documents_round_trip(document: dict[str, Any]) -> None:
+    """Spelled out, parsed again, the policy is the same, has the same id, and the schema covers its keys."""
+    policy = parse_policy(document)
+    again = parse_policy(policy.spelled_out())
+    assert again == policy
+    assert again.id == policy.id
+    assert set(document) <= set(policy_schema()["properties"])
+    assert policy.label()
+
+
+@pytest.mark.parametrize(
+    ("document", "says"),
+    [
+        ({"draft": "a", "windw": {}}, "'windw'; did you mean 'window'"),
+        ({"draft": "a", "window": {"kind": "fixed", "gama": 4}}, "'window.gama'; did you mean 'gamma'"),
+        ({"draft": "a", "window": {"kind": "fixed", "gamma": -1}}, "window.gamma"),
+        ({"draft": "a", "window": {"kind": "fixed", "gamma": 65}}, "less than or equal to 64 (given: 65)"),
+        ({"draft": "a", "window": {"kind": "fixd"}}, "window.kind must be one of: fixed, analytic"),
+        ({"draft": "a", "window": {"kind": "fsm", "gamma_max": 0}}, "window.gamma_max"),
+        ({"draft": "a", "stop": {"kind": "max_prob", "threshold": 1.5}}, "stop.threshold"),
+        ({"draft": "a", "stop": {"kind": "max_prob", "thresh": 0.5}}, "did you mean 'threshold'"),
+        ({"window": {"kind": "fixed", "gamma": 3}}, "needs a draft"),
+        ({"draft": "a", "window": {"kind": "analytic", "gamma_max": 2, "gamma_min": 3}}, "gamma_min 3 exceeds gamma_max 2"),
+        ({"draft": "a", "window": 3}, "window"),
+        ([], "JSON object"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(document: Any, says: str) -> None:
+    """The message names the file, the place and the remedy."""
+    with pytest.raises(PolicyError) as error:
+        parse_policy(document, where="p.json")
+    assert str(error.value).startswith("p.json: ")
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_preparing_refuses_what_cannot_run() -> None:
+    """Unknown drafts, missing costs and a biased combination are told before a token is decoded."""
+    with pytest.raises(PolicyError, match="it has: ngram, small"):
+        prepare(parse_policy({"draft": "tiny"}), ["small", "ngram"])
+    with pytest.raises(PolicyError, match="run `profile`"):
+        prepare(parse_policy({"draft": "small", "window": {"kind": "analytic"}}), ["small"])
+    discarding = parse_policy({"draft": "small", "stop": {"kind": "max_prob", "keep_last": False}})
+    check_verifier(discarding, "coupled", Sampling(temperature=1.0))
+    check_verifier(discarding, "rejection", Sampling())
+    with pytest.raises(PolicyError, match="keep_last"):
+        check_verifier(discarding, "rejection", Sampling(temperature=1.0))
+    with pytest.raises(PolicyError, match="artifact"):
+        prepare(parse_policy({"draft": "small", "window": {"kind": "q_learning", "artifact": "abc"}}), ["small"])
+
+
+def test_default_policy_is_autoregressive() -> None:
+    """An empty document decodes without speculation; a draft alone takes the default window."""
+    assert parse_policy({}) == AUTOREGRESSIVE == Policy()
+    assert not AUTOREGRESSIVE.speculates
+    assert parse_policy({"draft": "small"}).gamma_max == 4
+
+
+def test_differences_are_listed_key_by_key() -> None:
+    """Only what differs, defaults spelled out."""
+    left = parse_policy({"draft": "small", "window": {"kind": "fixed", "gamma": 4}})
+    right = parse_policy({"draft": "small", "window": {"kind": "fsm", "gamma_max": 4}})
+    rows = {r["key"]: (r["left"], r["right"]) for r in differences(left, right)}
+    assert rows["window.kind"] == ("fixed", "fsm")
+    assert rows["window.gamma"] == (4, None)
+    assert "draft" not in rows
+    assert differences(left, left) == []
+
+
+def test_the_search_space_covers_its_own_enumeration() -> None:
+    """Every enumerated policy that speculates is a point of the joint space, and comes back from its parameters."""
+    space = Space(("small", "ngram"), 8)
+    for policy in enumerated(("small", "ngram"), 8):
+        params = space.params(policy)
+        if not policy.speculates:
+            assert params is None
+            continue
+        assert params is not None
+        back = space.policy(params)
+        assert (back.draft, back.window.kind, back.stop.kind, back.gamma_max) == (
+            policy.draft,
+            policy.window.kind,
+            policy.stop.kind,
+            policy.gamma_max,
+        )
+    assert complexity(AUTOREGRESSIVE) < complexity(parse_policy(CONTRACT[0])) < complexity(parse_policy(CONTRACT[4]))
+    assert transformers_heuristic("small", 8).gamma_max == 8
+
+
+def test_export_to_other_engines() -> None:
+    """A fixed window becomes each engine's own knob; what they cannot say is refused."""
+    pair = PairSpec("p", "/models/target", (("small", "/models/small"),))
+    fixed = parse_policy(CONTRACT[0])
+    assert engine_settings(fixed, pair, "vllm")["num_speculative_tokens"] == 4
+    assert engine_settings(fixed, pair, "sglang")["speculative_num_draft_tokens"] == 5
+    assert engine_settings(fixed, pair, "tensorrt-llm")["max_draft_len"] == 4
+    assert engine_settings(AUTOREGRESSIVE, pair, "vllm") == {}
+    assert engine_settings(parse_policy(CONTRACT[8]), pair, "vllm")["method"] == "ngram"
+    with pytest.raises(PolicyError, match="cannot express"):
+        engine_settings(parse_policy(CONTRACT[2]), pair, "vllm")

@@ -1,0 +1,163 @@
+"""Search, split and verdict on traces whose best policy is known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from synthetic import flat_profile
+
+from optimizer.cost import CostModel
+from optimizer.execute import Comparison
+from optimizer.record import split
+from optimizer.replay import ReplayTrace, replay
+from optimizer.search import TIE, complexity, enumerated, finalists, search
+from optimizer.tune import Candidate, _verdict, _winner
+from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
+from runtime.profiler import compose_round
+from traces.schema import (
+    AGREE_NO,
+    AGREE_YES,
+    ChainPanorama,
+    Counts,
+    Outcome,
+    RequestOutcome,
+    Sampling,
+    Step,
+    Trajectory,
+)
+
+GAMMA_MAX = 8
+
+
+def trace(acceptance: float, *, requests: int = 12, length: int = 80, seed: int = 0) -> ReplayTrace:
+    """Texts whose draft ``near`` agrees independently with the given probability at every position."""
+    rng = np.random.default_rng(seed)
+    trajectories, panoramas = [], []
+    for i in range(requests):
+        agree = rng.random(length) < acceptance
+        branches = int((~agree).sum()) + 1
+        trajectories.append(
+            Trajectory(
+                request_id=str(i),
+                category="abc"[i % 3],
+                prompt_ids=np.arange(20, dtype=np.int32),
+                output_ids=np.arange(length, dtype=np.int32) + 100,
+                sampling=Sampling(),
+                max_new_tokens=length,
+                finish="length",
+            )
+        )
+        logp = np.where(agree, rng.integers(0, 200, length), rng.integers(100, 900, length)).astype(np.uint16)
+        panoramas.append(
+            ChainPanorama(
+                "near",
+                GAMMA_MAX,
+                np.where(agree, AGREE_YES, AGREE_NO).astype(np.uint8),
+                logp,
+                logp.copy(),
+                np.where(agree, 65535, 0).astype(np.uint16),
+                rng.integers(100, 900, (branches, GAMMA_MAX)).astype(np.uint16),
+                rng.integers(100, 900, (branches, GAMMA_MAX)).astype(np.uint16),
+                np.full(branches, GAMMA_MAX - 1, dtype=np.uint8),
+            )
+        )
+    return ReplayTrace(trajectories, {"near": panoramas})
+
+
+@pytest.mark.parametrize("acceptance", [0.05, 0.5, 0.9])
+def test_search_finds_at_least_the_best_of_an_exhaustive_enumeration(acceptance: float) -> None:
+    """No fixed window, nor any enumerated policy, beats the search's best by more than the tie it allows itself."""
+    recorded, profile = trace(acceptance), flat_profile("p", ["near"])
+    study = search(recorded, profile, ["near"], gamma_max=GAMMA_MAX, trials=30, seed=1)
+    best = study.best()
+    assert best is not None
+    for policy in enumerated(["near"], GAMMA_MAX):
+        assert replay(recorded, policy, profile).total.tokens_per_s <= best.value / (1 - TIE) + 1e-9
+    if acceptance < 0.1:
+        assert not best.policy.speculates
+    else:
+        assert best.value > replay(recorded, AUTOREGRESSIVE, profile).total.tokens_per_s
+
+
+def test_search_is_a_function_of_its_arguments() -> None:
+    """The same trace, profile and seed give the same trials; values are the replay's own."""
+    recorded, profile = trace(0.7), flat_profile("p", ["near"])
+    one = search(recorded, profile, ["near"], gamma_max=GAMMA_MAX, trials=25, seed=3)
+    two = search(recorded, profile, ["near"], gamma_max=GAMMA_MAX, trials=25, seed=3)
+    assert one == two
+    for trial in one.trials[::17]:
+        assert replay(recorded, trial.policy, profile).total.tokens_per_s == pytest.approx(trial.value)
+
+
+def test_ties_go_to_the_simpler_and_finalists_differ() -> None:
+    """Within 1% the simplest wins; each further finalist is of another family; incumbents are tried."""
+    recorded, profile = trace(0.8), flat_profile("p", ["near"])
+    incumbent = parse_policy({"draft": "near", "window": {"kind": "fixed", "gamma": 3}, "stop": {"kind": "joint_prob"}})
+    study = search(recorded, profile, ["near"], gamma_max=GAMMA_MAX, trials=20, incumbents=[incumbent])
+    assert incumbent.id in {t.policy.id for t in study.trials}
+    best = study.best()
+    assert best is not None
+    for trial in study.trials:
+        if trial.value >= max(t.value for t in study.trials) * (1 - TIE):
+            assert complexity(best.policy) <= complexity(trial.policy)
+    chosen = finalists(study, 5)
+    families = [(t.policy.draft, t.policy.window.kind, t.policy.stop.kind) for t in chosen]
+    assert len(set(families)) == len(families) == 5
+
+
+def test_split_is_stable_disjoint_and_by_category() -> None:
+    """Every request is in one part; a prefix of the workload is split like the whole; one request is in both."""
+    categories = ["a", "b", "c"] * 20
+    ids = [str(i) for i in range(60)]
+    search_part, test_part = split(ids, categories)
+    assert sorted(search_part + test_part) == list(range(60))
+    assert {c: sum(categories[i] == c for i in test_part) for c in "abc"} == {"a": 8, "b": 8, "c": 8}
+    half = split(ids[:30], categories[:30])
+    assert half[1] == [i for i in test_part if i < 30]
+    assert split(["x"], ["a"]) == ([0], [0])
+
+
+def executed(policy: Policy, seconds: Sequence[float]) -> Outcome:
+    rows = tuple(RequestOutcome(str(i), "a", Counts(1, 10, 50, 40, 60, 60, 70, s)) for i, s in enumerate(seconds))
+    return Outcome(policy.label(), "executed", rows)
+
+
+def verdict(incumbent_s: Sequence[float], challenger_s: Sequence[float], published: bool) -> tuple[str, str, bool]:
+    challenger = parse_policy({"draft": "near", "window": {"kind": "fixed", "gamma": 3}})
+    outcomes = {AUTOREGRESSIVE.id: executed(AUTOREGRESSIVE, incumbent_s), challenger.id: executed(challenger, challenger_s)}
+    compared = Comparison(outcomes, {AUTOREGRESSIVE.id: AUTOREGRESSIVE, challenger.id: challenger}, 0)
+    rows = [
+        Candidate(role, p, outcomes[p.id], outcomes[p.id], compared.ratio(p.id, AUTOREGRESSIVE.id))
+        for role, p in (("finalist 1", challenger), ("incumbent", AUTOREGRESSIVE))
+    ]
+    reason, chosen, publish = _verdict(_winner(rows, compared), rows[1], published)
+    return reason, chosen.policy.id, publish
+
+
+def test_only_a_gain_beyond_noise_is_published() -> None:
+    """Clearly faster: published. Faster by luck: the incumbent stays. Slower: the incumbent stays, or is published as the first."""
+    rng = np.random.default_rng(0)
+    base = 1.0 + 0.05 * rng.random(20)
+    reason, chosen, publish = verdict(base, base / 1.5, True)
+    assert publish
+    assert chosen != AUTOREGRESSIVE.id
+    assert reason.startswith("1.5")
+    noisy = base * (1 + 0.3 * rng.standard_normal(20))
+    reason, chosen, publish = verdict(base, np.abs(noisy), True)
+    assert chosen == AUTOREGRESSIVE.id
+    assert not publish
+    reason, chosen, publish = verdict(base, base * 1.2, False)
+    assert chosen == AUTOREGRESSIVE.id
+    assert publish
+    assert "autoregression is published" in reason
+
+
+def test_the_profilers_composition_is_the_cost_models() -> None:
+    """A round composed by the profiler's check costs what the simulator charges, at the middle of a context bucket."""
+    profile = flat_profile("p", ["near"])
+    model = CostModel.of(profile, "near", 400)
+    for lag, drafted, context in [(1, 3, 47), (2, 8, 175), (5, 1, 303)]:
+        step = Step(10, drafted, drafted + 1, 1, 2, drafted, lag, draft="near")
+        assert model.round_seconds(step, context).round_s == pytest.approx(compose_round(profile, step, context), rel=0.02)
