@@ -73,7 +73,9 @@ def _show_version(ctx: click.Context, _param: click.Parameter, wanted: bool) -> 
 @click.option(
     "--db", "db_url", envvar="SPECTUNE_DB", default=DEFAULT_DB, show_default=True, help="Database: a file, or postgresql://..."
 )
-@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Show the version and exit.")
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Show the version and exit."
+)
 @with_context
 def main(ctx: click.Context, db_url: str) -> None:
     """Finds, proves and keeps the best speculative-decoding policy for your models, device and traffic.
@@ -104,6 +106,7 @@ pair_options = _options(
     click.option("--draft", "drafts", multiple=True, metavar="NAME=PATH", help="Draft checkpoint, with --target; repeatable."),
 )
 device_options = _options(
+    click.option("--threads", type=click.IntRange(1), help="CPU threads; default: 1 for a small pair, else torch's choice."),
     click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True),
     click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", show_default=True),
 )
@@ -142,7 +145,7 @@ def _load(kw: dict[str, Any]) -> LoadedPair:
     spec.id  # noqa: B018  # reads the checkpoints' headers: a missing folder is told before torch is imported
     from runtime.loading import load_pair
 
-    return load_pair(spec, device=kw.pop("device"), dtype=kw.pop("dtype"))
+    return load_pair(spec, device=kw.pop("device"), dtype=kw.pop("dtype"), threads=kw.pop("threads"))
 
 
 def _workload(kw: dict[str, Any]) -> Any:
@@ -312,6 +315,7 @@ def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         kw.pop(key, None)
     with _store(ctx) as store:
         pair = _load(kw)
+        from optimizer.artifacts import q_tables
         from optimizer.record import RecordRequest, retrace
         from optimizer.record import record as do_record
         from runtime.loop import StaticSource
@@ -331,7 +335,12 @@ def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
 
                     prepared = last_good(store, pair, profile, options.verifier, options.sampling)
                 else:
-                    prepared = prepare(_policy(store, kw["policy_name"], pair.id, device), pair.draft_names, profile=profile)
+                    prepared = prepare(
+                        _policy(store, kw["policy_name"], pair.id, device),
+                        pair.draft_names,
+                        profile=profile,
+                        q_tables=q_tables(store),
+                    )
                 source = StaticSource(prepared)
                 wanted = RecordRequest(workload, options, pair.draft_names, kw["gamma_max"])
                 info = do_record(store, pair, wanted, source, fresh=kw["fresh"], progress=meter)
@@ -404,6 +413,7 @@ def profile(ctx: click.Context, as_json: bool, gamma_max: int, contexts: str, re
 @click.option("--limit", type=click.IntRange(1), help="Only the first N requests.")
 @click.option("--per-round", type=click.Path(dir_okay=False), help="Write one JSON line per round.")
 @click.option("--skip-corrupted", is_flag=True, help="Leave damaged chunks out instead of stopping at the first.")
+@click.option("--keep-q-table", is_flag=True, help="Store what a q_learning window has learned as an artifact, and print its id.")
 @json_option
 @with_context
 def simulate(ctx: click.Context, as_json: bool, **kw: Any) -> None:
@@ -432,6 +442,7 @@ def simulate(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         click.echo(f"left out: request {skipped.ordinal} of {skipped.recording}: {skipped.problem}", err=True)
     if found is None:
         click.echo("no latency profile of this pair and device: seconds are left at 0 (run `profile`)", err=True)
+    from optimizer.artifacts import keep_q_table, q_tables
     from optimizer.replay import ReplayTrace, run_replay
     from optimizer.report import outcome_table
 
@@ -441,12 +452,20 @@ def simulate(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     trace = ReplayTrace(loaded.trajectories, {d: loaded.panoramas(d) for d in drafts})
     if kw["limit"]:
         trace = trace.select(range(min(kw["limit"], len(loaded.requests))))
-    replayed = run_replay(trace, policy, found, per_round=kw["per_round"] is not None)
+    with _store(ctx, create=False) as store:
+        replayed = run_replay(trace, policy, found, per_round=kw["per_round"] is not None, q_tables=q_tables(store))
+        learned = None
+        if kw["keep_q_table"]:
+            learned = keep_q_table(
+                store, replayed.controller, info.pair_id, {"recording": recording, "policy": policy.spelled_out()}
+            )
+            click.echo(f"artifact {learned}", err=True)
     if kw["per_round"]:
         pairs = zip(trace.request_ids, replayed.steps(), strict=True)
         _write_rounds(kw["per_round"], (row for request, steps in pairs for row in _rounds(request, steps)))
     outcome = replayed.outcome()
-    _emit(as_json, _outcome_json(outcome, policy), lambda: outcome_table(outcome))
+    data = _outcome_json(outcome, policy) | ({"artifact": learned} if learned else {})
+    _emit(as_json, data, lambda: outcome_table(outcome))
 
 
 def _outcome_json(outcome: Outcome, policy: Policy) -> dict[str, Any]:
@@ -537,12 +556,13 @@ def _source(
     store: TraceStore, pair: LoadedPair, name: str, profile: LatencyProfile | None, options: DecodeOptions
 ) -> Iterator[PolicySource]:
     """A policy source: the policy named for ever, or for ``active`` whatever is published, now and later."""
+    from optimizer.artifacts import q_tables
     from runtime.loop import StaticSource
     from runtime.policies.prepared import prepare
 
     if name != "active":
         policy = _policy(store, name, pair.id, pair.device.type)
-        yield StaticSource(prepare(policy, pair.draft_names, profile=profile))
+        yield StaticSource(prepare(policy, pair.draft_names, profile=profile, q_tables=q_tables(store)))
         return
     from optimizer.serving import watch
 
@@ -635,15 +655,18 @@ def generate(ctx: click.Context, as_json: bool, prompt: str, **kw: Any) -> None:
         raise WorkloadError("the prompt is empty")
     with _store(ctx) as store:
         pair = _load(kw)
+        from optimizer.artifacts import q_tables
         from optimizer.execute import encode
         from optimizer.generate import generate as do_generate
         from runtime.policies.prepared import prepare
         from traces.schema import Request, Workload
 
-        encode(pair, Workload("prompt", (Request("prompt", "prompt", (prompt,)),)), options)  # refused before anything else is said
+        encode(
+            pair, Workload("prompt", (Request("prompt", "prompt", (prompt,)),)), options
+        )  # refused before anything else is said
         _, found = _profile(store, None, pair.id, pair.device.type)
         policy = _policy(store, kw["policy_name"], pair.id, pair.device.type)
-        prepared: PreparedPolicy = prepare(policy, pair.draft_names, profile=found)
+        prepared: PreparedPolicy = prepare(policy, pair.draft_names, profile=found, q_tables=q_tables(store))
     console = _console(stderr=as_json)
     console.width = 10_000 if not console.is_terminal else console.width
     result = do_generate(pair, prepared, prompt, options, console, compare=not kw["no_compare"])
@@ -808,10 +831,11 @@ def policies_activate(ctx: click.Context, as_json: bool, policy_name: str, reaso
 
 def _check_runs(store: TraceStore, policy: Policy, pair_id: str, drafts: tuple[str, ...], device: str) -> None:
     """Raises PolicyError now for what every runtime would refuse later."""
+    from optimizer.artifacts import q_tables
     from runtime.policies.prepared import prepare
 
     _, found = _profile(store, None, pair_id, device)
-    prepare(policy, drafts, profile=found)
+    prepare(policy, drafts, profile=found, q_tables=q_tables(store))
 
 
 @policies.command("rollback")
@@ -963,7 +987,18 @@ def traces_show(ctx: click.Context, as_json: bool, recording: str, request_id: s
             if found is None:
                 raise TraceError(f"recording {name} has no request {request_id!r} (see `traces query --recording {name}`)")
             steps = [asdict(s) for s in found.steps]
-            shown = ("start", "drafted", "verified", "accepted", "emitted", "draft_steps", "lag", "draft_s", "verify_s", "round_s")
+            shown = (
+                "start",
+                "drafted",
+                "verified",
+                "accepted",
+                "emitted",
+                "draft_steps",
+                "lag",
+                "draft_s",
+                "verify_s",
+                "round_s",
+            )
             _emit(
                 as_json,
                 {"request": request_id, "output_ids": found.trajectory.output_ids.tolist(), "steps": steps},
@@ -1163,7 +1198,9 @@ def schedule() -> None:
 @click.option("--every", help="Interval, e.g. 6h, 30m, 1d.")
 @click.option("--tz", default="UTC", show_default=True, help="Time zone of the cron fields.")
 @click.option("--budget", default="10m", show_default=True, help="What one job may take.")
-@click.option("--misfire-grace", default="1h", show_default=True, help="A slot later than this is not run any more.")
+@click.option("--misfire-grace", default="1h", show_default=True, help="A slot later than this is not run any more; or 'none'.")
+@click.option("--max-instances", type=click.IntRange(1), default=1, show_default=True, help="Unfinished jobs at a time.")
+@click.option("--max-attempts", type=click.IntRange(1), default=3, show_default=True, help="Workers that may die on a job.")
 @click.option("--no-coalesce", is_flag=True, help="Run every missed slot instead of the latest alone.")
 @click.option("--recorded", help='Tune on what was recorded in the last, e.g., "24h" instead of decoding a workload.')
 @click.option("--max-new-tokens", type=click.IntRange(1), default=128, show_default=True)
@@ -1191,6 +1228,7 @@ def schedule_add(ctx: click.Context, as_json: bool, name: str, **kw: Any) -> Non
         "pair": spec.to_json(),
         "device": kw["device"],
         "dtype": kw["dtype"],
+        "threads": kw["threads"],
         "max_new_tokens": kw["max_new_tokens"],
         "temperature": kw["temperature"],
         "trials": kw["trials"],
@@ -1218,7 +1256,9 @@ def schedule_add(ctx: click.Context, as_json: bool, name: str, **kw: Any) -> Non
             tz=kw["tz"],
             payload=payload,
             budget=kw["budget"],
-            misfire_grace=kw["misfire_grace"],
+            misfire_grace=None if kw["misfire_grace"] == "none" else kw["misfire_grace"],
+            max_instances=kw["max_instances"],
+            max_attempts=kw["max_attempts"],
             coalesce=not kw["no_coalesce"],
         )
     _emit(as_json, added.to_json(), f"schedule {name}: {added.when}, first at {added.next_fire_at:%Y-%m-%d %H:%M:%S} UTC")

@@ -12,7 +12,7 @@ from runtime.decoder import Decoded, Decoder
 from runtime.loading import LoadedPair
 from runtime.loop import DecodeRequest, PolicySource, StaticSource
 from runtime.policies.document import Policy
-from runtime.policies.prepared import prepare
+from runtime.policies.prepared import QTables, prepare
 from traces.schema import Counts, LatencyProfile, Outcome, Request, RequestOutcome, Sampling, Step, Trajectory, Verifier, Workload
 
 
@@ -140,6 +140,7 @@ def compare(
     budget_s: float | None = None,
     clock: Callable[[], float] = time.perf_counter,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    q_tables: QTables | None = None,
 ) -> Comparison:
     """Executes every policy on every request, request by request in rotating order, so that a slow minute of the machine falls on
     all of them alike.
@@ -150,7 +151,9 @@ def compare(
     warm(pair, encoded)
     unique = list({p.id: p for p in policies}.values())
     decoders = {
-        p.id: Decoder(pair, StaticSource(prepare(p, pair.draft_names, profile=profile)), encoded.options.verifier, clock)
+        p.id: Decoder(
+            pair, StaticSource(prepare(p, pair.draft_names, profile=profile, q_tables=q_tables)), encoded.options.verifier, clock
+        )
         for p in unique
     }
     collected: dict[str, list[RequestOutcome]] = {p.id: [] for p in unique}

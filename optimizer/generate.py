@@ -82,7 +82,7 @@ def generate(
 def _touch(pair: LoadedPair, prepared: PreparedPolicy, item: Request, ids: list[int], options: DecodeOptions) -> None:
     """A few rounds under both policies, so that first touches of the weights are not timed."""
     for policy in (AUTOREGRESSIVE, prepared.policy):
-        ready = prepare(policy, pair.draft_names) if not policy.needs_profile else prepared
+        ready = prepare(policy, pair.draft_names) if policy is AUTOREGRESSIVE else prepared
         decoder = Decoder(pair, StaticSource(ready), options.verifier)
         short = decoder.request(item, ids, options.sampling, min(8, options.max_new_tokens))
         for _ in decoder.rounds(short):

@@ -21,7 +21,7 @@ from traces.schema import Sampling
 from traces.store import TraceStore
 
 KEYS = {
-    "pair", "workload", "categories", "limit", "all_turns", "recorded", "device", "dtype", "temperature", "top_k", "top_p", "seed",
+    "pair", "workload", "categories", "limit", "all_turns", "recorded", "device", "dtype", "threads", "temperature", "top_k", "top_p", "seed",
     "max_new_tokens", "verifier", "trials", "gamma_max", "fresh", "sample",
 }  # fmt: skip
 SAMPLE = 200
@@ -58,7 +58,7 @@ def tuning_job(
         device, dtype = str(payload.get("device", "auto")), str(payload.get("dtype", "auto"))
         key = (spec.id, device, dtype)
         if key not in loaded:
-            loaded[key] = load(spec, device=device, dtype=dtype)
+            loaded[key] = load(spec, device=device, dtype=dtype, threads=payload.get("threads"))
 
         def step(phase: str, done: int, total: int) -> None:
             context.check()

@@ -150,13 +150,13 @@ class Replay:
         return _counts(len(self.counts), self.counts.sum(axis=0), float(self.seconds.sum()))
 
     def outcome(self) -> Outcome:
-        """The schema's value, per request; ``policy`` is the policy's id."""
+        """The schema's value, per request; ``policy`` is the policy's label."""
         chosen = (self.trace.trajectories[r] for r in self.trace.order)
         per_request = tuple(
             RequestOutcome(t.request_id, t.category, _counts(1, c, float(s)))
             for t, c, s in zip(chosen, self.counts, self.seconds, strict=True)
         )
-        return Outcome(self.policy.id, "replayed", per_request)
+        return Outcome(self.policy.label(), "replayed", per_request)
 
     def steps(self) -> list[list[Step]]:
         """The rounds of every request, as the runtime reports them. ValueError unless replayed with ``per_round``."""
@@ -179,13 +179,15 @@ def _counts(requests: int, row: npt.NDArray[np.int64], seconds: float) -> Counts
     return Counts(requests, rounds, emitted, accepted, drafted, draft_steps, verified, seconds)
 
 
-def replay(trace: ReplayTrace, policy: Policy, profile: LatencyProfile | None = None) -> Outcome:
+def replay(
+    trace: ReplayTrace, policy: Policy, profile: LatencyProfile | None = None, *, q_tables: QTables | None = None
+) -> Outcome:
     """What the policy costs and yields on the trace. Rounds are exact; seconds are the profile's, or 0 without one.
 
     Raises TraceError if the recording or the profile does not hold what the policy needs, PolicyError if the policy needs
     costs and there is no profile.
     """
-    return run_replay(trace, policy, profile).outcome()
+    return run_replay(trace, policy, profile, q_tables=q_tables).outcome()
 
 
 def run_replay(

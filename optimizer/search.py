@@ -17,6 +17,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 
 from optimizer.replay import ReplayTrace, replay, run_replay
 from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
+from runtime.policies.prepared import QTables
 from traces.errors import PolicyError
 from traces.schema import LatencyProfile, Outcome
 
@@ -114,6 +115,7 @@ def search(
     seed: int = 0,
     incumbents: Iterable[Policy] = (),
     progress: Callable[[int, int, float], None] = lambda done, total, best: None,
+    q_tables: QTables | None = None,
 ) -> Study:
     """Searches the joint space on a trace; ``gamma_max`` is the largest window tried (the panorama's, for policies with stops).
 
@@ -127,7 +129,7 @@ def search(
     def evaluate(policy: Policy, origin: str) -> float:
         nonlocal best
         if policy.id not in done:
-            value = run_replay(trace, policy, profile).total.tokens_per_s
+            value = run_replay(trace, policy, profile, q_tables=q_tables).total.tokens_per_s
             done[policy.id] = Trial(policy, value, origin)
             best = max(best, value)
         return done[policy.id].value
@@ -234,9 +236,10 @@ class Space:
             ):  # fmt: skip
                 if name in chosen:
                     window[name] = chosen[name]
-            for name in ("gamma_min", "gamma_initial"):
-                if name in window:
-                    window[name] = min(window[name], chosen["gamma"])
+            if "gamma_min" in window:
+                window["gamma_min"] = min(window["gamma_min"], chosen["gamma"])
+            if "gamma_initial" in window:
+                window["gamma_initial"] = min(max(window["gamma_initial"], window.get("gamma_min", 0)), chosen["gamma"])
             for name in ("acc_max", "learning_rate", "discount", "epsilon"):
                 if name in window:
                     window[name] = round(window[name], 4)

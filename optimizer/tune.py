@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from optimizer.artifacts import q_tables
 from optimizer.execute import Comparison, DecodeOptions, compare, encode_recorded
 from optimizer.record import RecordRequest, record, retrace, split
 from optimizer.replay import ReplayTrace, replay
@@ -20,7 +21,7 @@ from optimizer.search import Study, complexity, finalists, search, transformers_
 from runtime.loading import LoadedPair
 from runtime.loop import StaticSource
 from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
-from runtime.policies.prepared import prepare
+from runtime.policies.prepared import QTables, prepare
 from runtime.profiler import environment, measure_profile
 from traces.errors import PolicyError, TraceError
 from traces.recording import Recording
@@ -203,6 +204,7 @@ def tune_recording(
         trials=wanted.trials,
         seed=wanted.seed,
         incumbents=seeds,
+        q_tables=q_tables(store),
         progress=lambda done, total, best: progress(f"search, best {best:.0f} tokens/s", done, total),
     )
     times["search"] = clock() - began
@@ -227,9 +229,10 @@ def tune_recording(
         budget_s=wanted.budget_s,
         clock=clock,
         progress=lambda done, total: progress("execute", done, total),
+        q_tables=q_tables(store),
     )
     times["execute"] = clock() - began
-    candidates = _candidates(roles, compared, trace.select(test_part), profile, incumbent)
+    candidates = _candidates(roles, compared, trace.select(test_part), profile, incumbent, q_tables(store))
     winner = _winner(candidates, compared)
     current = next(c for c in candidates if c.policy.id == incumbent.id)
     reason, chosen, fresh_choice = _verdict(winner, current, active is not None)
@@ -339,13 +342,18 @@ def _roles(study: Study, incumbent: Policy, count: int, gamma_max: int) -> dict[
 
 
 def _candidates(
-    roles: Mapping[str, Policy], compared: Comparison, trace: ReplayTrace, profile: LatencyProfile, incumbent: Policy
+    roles: Mapping[str, Policy],
+    compared: Comparison,
+    trace: ReplayTrace,
+    profile: LatencyProfile,
+    incumbent: Policy,
+    tables: QTables,
 ) -> list[Candidate]:
     return [
         Candidate(
             role,
             policy,
-            replay(trace, policy, profile),
+            replay(trace, policy, profile, q_tables=tables),
             compared.outcomes[policy.id],
             compared.ratio(policy.id, incumbent.id),
         )

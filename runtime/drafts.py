@@ -166,9 +166,15 @@ class LanguageModelDraft:
         if not context.exact:
             return codes
         near = (
-            (stop.kind == STOP_JOINT_PROB and bool(undecided(nats)))
-            or (stop.kind == STOP_MAX_PROB and abs(codes[0] - stop.max_logp_code) <= 1 and bool(undecided(nats)))
-            or (stop.kind == STOP_ENTROPY and abs(codes[1] - stop.max_entropy_code) <= 1 and bool(undecided(entropy)))
+            (stop.kind == STOP_JOINT_PROB and bool(undecided(nats, context.sampling)))
+            or (
+                stop.kind == STOP_MAX_PROB and abs(codes[0] - stop.max_logp_code) <= 1 and bool(undecided(nats, context.sampling))
+            )
+            or (
+                stop.kind == STOP_ENTROPY
+                and abs(codes[1] - stop.max_entropy_code) <= 1
+                and bool(undecided(entropy, context.sampling))
+            )
         )
         return canonical_codes(self.model, prefix, token, context.sampling) if near else codes
 

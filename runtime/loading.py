@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,8 +83,24 @@ class LoadedPair:
         return ends_at
 
 
-def load_pair(spec: PairSpec, *, device: str = "auto", dtype: str = "auto", drafts: Collection[str] | None = None) -> LoadedPair:
-    """Loads target, tokenizer and drafts (all, or those named). Raises PairError on a missing model or a vocabulary that differs."""
+SMALL = 32_000_000
+"""Parameters below which one CPU thread decodes as fast as several (measured, docs/log.md): passes are too short to be shared, and
+threads that wait for each other slow down whatever else runs on the machine."""
+
+
+def load_pair(
+    spec: PairSpec,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    drafts: Collection[str] | None = None,
+    threads: int | None = None,
+) -> LoadedPair:
+    """Loads target, tokenizer and drafts (all, or those named).
+
+    ``threads`` are torch's on a CPU; by default one for a small target, else torch's own choice (or ``OMP_NUM_THREADS``).
+    Raises PairError on a missing model or a vocabulary that differs.
+    """
     where = pick_device(device)
     kind = pick_dtype(dtype, where)
     target = load_model(spec.target, name="target", device=where, dtype=kind)
@@ -102,6 +119,10 @@ def load_pair(spec: PairSpec, *, device: str = "auto", dtype: str = "auto", draf
             )
         _same_tokenizer(name, _tokenizer(path), tokenizer)
         loaded[name] = model
+    if threads is not None:
+        torch.set_num_threads(threads)
+    elif where.type == "cpu" and "OMP_NUM_THREADS" not in os.environ and target.num_parameters < SMALL:
+        torch.set_num_threads(1)
     return LoadedPair(spec, target, loaded, tokenizer, _eos(target, tokenizer))
 
 

@@ -141,7 +141,7 @@ class _Pass:
         entropy = entropy_of(log_q)
         codes_p, codes_h = _codes(nats), _codes(entropy)
         if self.exact:
-            for row in (undecided(nats) | undecided(entropy)).nonzero()[:, 0].tolist():
+            for row in (undecided(nats, sampling) | undecided(entropy, sampling)).nonzero()[:, 0].tolist():
                 codes_p[row], codes_h[row] = canonical_codes(model, prefixes[row], int(tokens[row]), sampling)
         return tokens, log_q, codes_p, codes_h
 

@@ -7,13 +7,19 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from click.testing import CliRunner, Result
+from synthetic import flat_profile
 
 from cli import main
+from db import open_database
+from runtime.loading import load_pair
+from runtime.pair import read_pair
+from runtime.profiler import environment
+from traces.store import TraceStore
 
 ROOT = Path(__file__).resolve().parent.parent
 CLI = [sys.executable, str(ROOT / "cli.py")]
@@ -60,6 +66,22 @@ class Door:
 
     def arguments(self, *arguments: object) -> list[str]:
         return ["--db", self.db, *(str(a) for a in arguments)]
+
+
+def put_profile(url: str, pair_file: Path | str, *, threads: int | None = None) -> str:
+    """Stores a made-up latency profile of a tiny pair on this machine's CPU, accepted and fresh, so that `tune` uses it; its id.
+
+    Measuring takes half a minute on a busy machine, and what is measured is not what these tests are about. ``threads`` is what
+    the processes that are to find it run with (default: as this one).
+    """
+    pair = load_pair(read_pair(str(pair_file)), device="cpu")
+
+    here = environment(pair) | ({} if threads is None else {"threads": threads})
+    made = replace(flat_profile(pair.id, pair.drafts), environment=here)
+    with open_database(url) as database:
+        store = TraceStore(database)
+        store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
+        return store.put_profile(made)
 
 
 def one_object(text: str) -> dict[str, Any]:

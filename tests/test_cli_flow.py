@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doors import USAGE, Door, lines, one_object, write_workload
+from doors import USAGE, Door, lines, one_object, put_profile, write_workload
 
 from db import open_database
 from optimizer.jobs import gather
@@ -69,9 +69,7 @@ def recording(door: Door, workload: tuple[object, ...]) -> str:
 
 @pytest.fixture(scope="module")
 def profile(door: Door) -> str:
-    made = door.json("profile", "--pair", door.pair, "--gamma-max", 12, "--contexts", "16,48", "--repeats", 3)
-    assert {"profile", "device", "dtype", "environment", "check"} <= made.keys()
-    return str(made["profile"])
+    return put_profile(door.db, door.pair)
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +116,14 @@ def test_simulate_and_run_agree_on_every_round(
     if not texts.exists():
         texts.write_text((folder / "o.jsonl").read_text())
     assert lines(texts) == outputs  # whatever the policy
+
+
+def test_profile(door: Door, tmp_path: Path) -> None:
+    other = Door(str(tmp_path / "other.db"), door.pair)
+    made = other.json("profile", "--pair", other.pair, "--gamma-max", 1, "--contexts", "16", "--repeats", 3)
+    assert made.keys() >= {"profile", "device", "dtype", "environment", "check"}
+    analytic = json.dumps({"draft": "near", "window": {"kind": "analytic", "gamma_max": 1}})
+    assert other.call("generate", "x", "--pair", other.pair, "--policy", analytic, *SHORT, "--no-compare").exit_code == 0
 
 
 @pytest.mark.parametrize("document", CONTRACT, ids=str)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from pairs import make_pair
 from synthetic import flat_profile
 from test_lossless import PROMPTS, policies
 
+from db.database import open_database
+from optimizer.artifacts import keep_q_table, q_tables
 from optimizer.oracle import replay_rounds
 from optimizer.replay import ReplayTrace, run_replay
 from runtime.decoder import Decoder
@@ -21,7 +24,9 @@ from runtime.pair import read_pair
 from runtime.panorama import record_panorama
 from runtime.policies.document import Policy, parse_policy
 from runtime.policies.prepared import prepare
+from traces.errors import PolicyError
 from traces.schema import ChainPanorama, Request, Sampling, Step, Trajectory
+from traces.store import TraceStore
 
 GAMMA_MAX = 16
 TOKENS = 40
@@ -181,3 +186,26 @@ def test_coupled_replays_of_a_rejection_text_differ_only_in_acceptance(pair: Loa
     rejection = run_replay(ReplayTrace(others, panoramas), policy).total
     assert coupled.emitted_tokens == rejection.emitted_tokens
     assert coupled.rounds != rejection.rounds
+
+
+def test_a_stored_q_table_is_where_the_next_session_begins(pair: LoadedPair, tmp_path: Path) -> None:
+    """What a Q-learning window learned in replay is kept as an artifact; a frozen policy that names it decodes by it, alike in
+    replay and execution."""
+    trajectories, panoramas = record(pair, Sampling())
+    near = next(iter(pair.drafts))
+    trace = ReplayTrace(trajectories, panoramas)
+    window = {"kind": "q_learning", "gamma_max": 6, "epsilon": 0.3}
+    learned = run_replay(trace, parse_policy({"draft": near, "window": window})).controller
+    with open_database(str(tmp_path / "a.db")) as database:
+        store = TraceStore(database)
+        store.put_pair(pair.id, "tiny", pair.spec.to_json())
+        name = keep_q_table(store, learned, pair.id, {"from": "test"})
+        assert keep_q_table(store, learned, pair.id, {}) == name
+        frozen = parse_policy({"draft": near, "window": window | {"learn": False, "artifact": name}})
+        replayed = run_replay(trace, frozen, per_round=True, q_tables=q_tables(store)).steps()
+        decoder = Decoder(pair, StaticSource(prepare(frozen, pair.draft_names, q_tables=q_tables(store))))
+        for i, prompt in enumerate(PROMPTS):
+            request = decoder.request(Request(str(i), "c", (prompt,)), pair.encode(prompt), Sampling(), TOKENS)
+            assert [shape(s) for s in decoder.decode(request).steps] == [shape(s) for s in replayed[i]]
+        with pytest.raises(PolicyError, match="no artifact"):
+            q_tables(store)("nothing")

@@ -198,7 +198,7 @@ PROFILE = LatencyProfile(
 def random_policy(rng: np.random.Generator) -> Policy:
     reach = int(rng.integers(1, GAMMA_MAX + 1))
     low = int(rng.integers(0, reach + 1))
-    first = int(rng.integers(0, GAMMA_MAX + 1))
+    first = int(rng.integers(max(1, low), reach + 1))
     windows: list[dict[str, Any]] = [
         {"kind": "fixed", "gamma": int(rng.integers(0, GAMMA_MAX + 1))},
         {"kind": "fsm", "gamma_max": reach, "gamma_min": low, "gamma_initial": first},

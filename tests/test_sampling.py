@@ -114,13 +114,31 @@ def test_a_token_on_the_border_of_the_nucleus_is_unsure() -> None:
     assert int(clear.tokens[0]) in (0, 1)
 
 
+def test_an_undecided_top_k_is_told_even_before_a_nucleus() -> None:
+    """Two tokens that rounding could exchange at the border of top-k: unsure, with and without top-p behind it."""
+    logits = torch.tensor([[2.0, 1.0, 1.0 - 1e-5, -3.0]])
+    noise = torch.tensor([[0.0, 0.0, 5.0, 0.0]])
+    for top_p in (1.0, 0.99):
+        choice = choose(logits, Sampling(temperature=1.0, top_k=2, top_p=top_p), noise, exact=True)
+        assert choice.unsure is not None
+        assert bool(choice.unsure[0])
+
+
+def test_margins_grow_as_the_temperature_falls() -> None:
+    """At temperature 0.01 a rounding error is a hundred times as large."""
+    logits = torch.tensor([[1.0, 1.0 + CHOICE_MARGIN / 2, 0.0]])
+    cold = choose(logits, Sampling(temperature=0.01), torch.zeros(1, 3), exact=True)
+    assert cold.unsure is not None
+    assert bool(cold.unsure[0])
+
+
 def test_codes() -> None:
     """Codes count 1/256 nat downwards and saturate; borders are told."""
     assert nat_code(0.0) == 0
     assert nat_code(1.0) == 256
     assert nat_code(1.0 - 1e-6) == 255
     assert nat_code(1e9) == NAT_CODE_MAX
-    assert undecided(torch.tensor([1.0 + 1e-6, 1.0 + 1e-3])).tolist() == [True, False]
+    assert undecided(torch.tensor([1.0 + 1e-6, 1.0 + 1e-3]), Sampling()).tolist() == [True, False]
     uniform_law = torch.full((8,), -math.log(8.0))
     assert float(entropy_of(uniform_law)) == pytest.approx(math.log(8.0))
     assert float(entropy_of(torch.tensor([0.0, -math.inf]))) == 0.0

@@ -34,7 +34,7 @@ DOCUMENTS: list[dict[str, Any]] = [
     {"kind": "fixed", "gamma": 5},
     {"kind": "fsm"},
     {"kind": "fsm", "gamma_max": 1, "gamma_min": 1},
-    {"kind": "fsm", "gamma_max": 6, "gamma_initial": 0, "gamma_min": 2},
+    {"kind": "fsm", "gamma_max": 6, "gamma_initial": 2, "gamma_min": 2},
     {"kind": "cache_fsm"},
     {"kind": "cache_fsm", "gamma_max": 12, "gamma_min": 1, "gamma_initial": 12},
     {"kind": "heuristic"},

@@ -10,7 +10,7 @@ import difflib
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Union
+from typing import Annotated, Any, Literal, Self, Union
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -37,13 +37,24 @@ class FixedWindow(_Block):
 
 class _AdaptiveWindow(_Block):
     gamma_max: GammaMax = 8
-    gamma_initial: Gamma | None = Field(default=None, description="first window of a request; default: half of gamma_max, rounded up")
+    gamma_initial: Gamma | None = Field(
+        default=None, description="first window of a request; default: half of gamma_max, rounded up"
+    )
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        least = getattr(self, "gamma_min", 0)
+        if least > self.gamma_max:
+            raise ValueError(f"gamma_min {least} exceeds gamma_max {self.gamma_max}")
+        if self.gamma_initial is not None and not least <= self.gamma_initial <= self.gamma_max:
+            raise ValueError(f"gamma_initial {self.gamma_initial} is not between {least} and gamma_max {self.gamma_max}")
+        return self
 
     @property
     def first(self) -> int:
         """The window of a request's first round."""
-        half = (self.gamma_max + 1) // 2
-        return min(self.gamma_max, half if self.gamma_initial is None else self.gamma_initial)
+        half = max((self.gamma_max + 1) // 2, getattr(self, "gamma_min", 0))
+        return half if self.gamma_initial is None else self.gamma_initial
 
 
 class AnalyticWindow(_AdaptiveWindow):
@@ -63,9 +74,9 @@ class AnalyticWindow(_AdaptiveWindow):
     costs: Literal["profile", "recent"] = "profile"
 
     @model_validator(mode="after")
-    def _ordered(self) -> AnalyticWindow:
-        if self.gamma_min > self.gamma_max:
-            raise ValueError(f"gamma_min {self.gamma_min} exceeds gamma_max {self.gamma_max}")
+    def _can_begin(self) -> Self:
+        if self.gamma_initial == 0:
+            raise ValueError("gamma_initial 0 would never draft, and so never learn how much is accepted; use at least 1")
         return self
 
 
@@ -111,7 +122,6 @@ class HeuristicWindow(_AdaptiveWindow):
 
     kind: Literal["heuristic"] = "heuristic"
     gamma_max: GammaMax = 20
-    gamma_initial: Gamma | None = 5
     transient: bool = False
 
 

@@ -34,6 +34,8 @@ class PreparedPolicy:
 def window_costs(profile: LatencyProfile, policy: Policy) -> WindowCosts | None:
     """a_q and b_p(gamma) for gamma = 0..gamma_max (on-the-fly paper, definition 1), from a profile.
 
+    What a round costs beside its passes is counted with verification, so that the window weighs whole rounds.
+
     None when the policy does not speculate. Raises PolicyError when the profile has no costs for the policy's draft.
     """
     if not policy.speculates:
@@ -42,9 +44,13 @@ def window_costs(profile: LatencyProfile, policy: Policy) -> WindowCosts | None:
     if curve is None:
         known = ", ".join(sorted(profile.draft_step))
         raise PolicyError(f"the latency profile has no costs for draft {policy.draft!r} (it has: {known}); run `profile` again")
+    phase = profile.draft_phase_s.get(policy.draft, 0.0)
     return WindowCosts(
-        draft_step_s=curve.at(1, REFERENCE_CONTEXT),
-        verify_s=tuple(profile.verify.at(g + 1, REFERENCE_CONTEXT) + profile.overhead_s for g in range(policy.gamma_max + 1)),
+        draft_step_s=curve.at(1, REFERENCE_CONTEXT) + profile.stop_step_s.get(policy.stop.kind, 0.0),
+        verify_s=tuple(
+            profile.verify.at(g + 1, REFERENCE_CONTEXT) + profile.overhead_s + (phase if g else 0.0)
+            for g in range(policy.gamma_max + 1)
+        ),
     )
 
 

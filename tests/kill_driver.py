@@ -1,0 +1,247 @@
+"""`kill -9` of `record` and `tune` at random moments, and what must hold after each: nothing committed is lost or changed.
+
+:func:`run_kills` is for tests and ``bench/acceptance.py``. The commands run as children of one warm process that forks, so that a kill
+costs no second import of torch; the children are real processes and die by a real SIGKILL.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+TIMEOUT_S = 300.0
+Facts = dict[tuple[Any, ...], bytes]
+
+
+def run_kills(pair_file: Path | str, workdir: Path | str, count: int, seed: int, *, requests: int = 16) -> dict[str, Any]:
+    """Kills `record` and `tune` ``count`` times in all, half each, on databases in ``workdir``.
+
+    After every kill the database passes its check and holds everything it held before; in the end both commands finish, and every
+    finished recording has the content of one that was never interrupted. Returns ``kills`` (how many, by command and phase),
+    ``finished`` (runs that ended before their kill came), ``problems`` (empty when all is well) and ``seconds``.
+    """
+    arguments = [str(pair_file), str(workdir), str(count), str(seed), str(requests)]
+    done = subprocess.run(
+        [sys.executable, str(HERE / "kill_driver.py"), *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+    )
+    if done.returncode:
+        raise RuntimeError(f"the kill driver failed: {done.stderr}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@dataclass
+class Ended:
+    """How a child ended: its exit code (None: killed by us), and when each of its phases began, in seconds from its start."""
+
+    code: int | None
+    phases: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+    stderr: str = ""
+
+
+def child(work: Callable[[], None], kill_in: str | None = None, delay_s: float = 0.0) -> Ended:
+    """Runs ``work`` in a forked process; kills it ``delay_s`` after the phase ``kill_in`` begins (``start``: at once)."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reading)
+        os.dup2(writing, 2)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        code = 1
+        try:
+            work()
+            code = 0
+        except SystemExit as done:
+            code = int(done.code or 0)
+        finally:
+            os._exit(code)
+    os.close(writing)
+    began = time.monotonic()
+    ended = Ended(None, {"start": 0.0})
+    text = b""
+    try:
+        while True:
+            kill_at = ended.phases[kill_in] + delay_s if kill_in in ended.phases else TIMEOUT_S
+            left = kill_at - (time.monotonic() - began)
+            ready = select.select([reading], [], [], max(0.0, left))[0] if left > 0 else []
+            if not ready:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                if kill_at >= TIMEOUT_S:
+                    raise TimeoutError(f"still running after {TIMEOUT_S:.0f} s: {text.decode()}")
+                break
+            part = os.read(reading, 65536)
+            if not part:
+                ended.code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                break
+            text += part
+            for line in text.decode(errors="replace").split("\n")[:-1]:
+                ended.phases.setdefault(line.split(":")[0].split(" ")[0], time.monotonic() - began)
+    finally:
+        os.close(reading)
+    ended.seconds, ended.stderr = time.monotonic() - began, text.decode(errors="replace")
+    return ended
+
+
+class Driver:
+    """One series of kills; see :func:`run_kills`."""
+
+    def __init__(self, pair: str, folder: Path, seed: int, requests: int) -> None:
+        self.pair, self.folder, self.chance = pair, folder, random.Random(seed)
+        self.problems: list[str] = []
+        self.kills: dict[str, int] = {}
+        self.finished = 0
+        folder.mkdir(parents=True, exist_ok=True)
+        from doors import write_workload
+
+        self.workload = str(write_workload(folder / "work.jsonl", requests))
+
+    def command(self, name: str, database: str, seed: int) -> Callable[[], None]:
+        shared = ["--pair", self.pair, "--workload", self.workload, "--max-new-tokens", "24", "--gamma-max", "8"]
+        quick = ["--trials", "40", "--finalists", "2", "--budget", "2s"] if name == "tune" else []
+        arguments = ["--db", str(self.folder / database), name, *shared, *quick, "--seed", str(seed), "--device", "cpu"]
+
+        def work() -> None:
+            import cli
+
+            cli.main(arguments)
+
+        return work
+
+    def facts(self, database: str) -> Facts:
+        """Everything committed, by key: contents that must never change again."""
+        import sqlalchemy as sa
+
+        from db import open_database
+        from db.models import LatencyProfileRow, PanoramaChunkRow, PublicationRow, StudyRow, TrajectoryRow
+
+        found: Facts = {}
+        with open_database(str(self.folder / database)) as opened, opened.read() as session:
+            for row in session.scalars(sa.select(TrajectoryRow)):
+                found["trajectory", row.recording_id, row.ordinal] = row.sha256
+            for chunk in session.scalars(sa.select(PanoramaChunkRow)):
+                found["panorama", chunk.recording_id, chunk.ordinal, chunk.draft] = chunk.sha256
+            for study in session.scalars(sa.select(StudyRow)):
+                found["study", study.id] = study.sha256
+            for profile in session.scalars(sa.select(LatencyProfileRow)):
+                found["profile", profile.id] = json.dumps(profile.document, sort_keys=True).encode()
+            for published in session.scalars(sa.select(PublicationRow)):
+                found["publication", published.id] = published.policy_id.encode()
+        return found
+
+    def complete(self, database: str) -> list[dict[tuple[Any, ...], bytes]]:
+        """The contents of every complete recording, without its id."""
+        import sqlalchemy as sa
+
+        from db import open_database
+        from db.models import RecordingRow
+
+        with open_database(str(self.folder / database)) as opened, opened.read() as session:
+            ids = list(session.scalars(sa.select(RecordingRow.id).where(RecordingRow.state == "complete")))
+        facts = self.facts(database)
+        return [{(k[0], *k[2:]): v for k, v in facts.items() if k[0] in ("trajectory", "panorama") and k[1] == i} for i in ids]
+
+    def verify(self, database: str, before: Facts, what: str) -> Facts:
+        from db import check
+
+        if not (self.folder / database).is_file():
+            return before
+        report = check(str(self.folder / database))
+        if report.schema is None and not before:
+            return before  # killed before the first schema was committed
+        self.problems += [f"{what}: {problem}" for problem in report.problems]
+        now = self.facts(database)
+        self.problems += [f"{what}: {key} is lost or changed" for key, value in before.items() if now.get(key) != value]
+        return now
+
+    def series(self, name: str, database: str, count: int, phases: dict[str, float], expected: Facts) -> None:
+        """``count`` kills of one command, spread over its phases (name to length in seconds), then a run to the end."""
+        from doors import put_profile
+
+        known: Facts = {}
+        seed = attempts = 0
+        todo: list[str] = []
+        profiled = name == "record"
+        while sum(self.kills.get(f"{name} {p}", 0) for p in (*phases, "profile")) < count and attempts < 4 * count + 4:
+            attempts += 1
+            if not todo:
+                todo = list(phases)
+                self.chance.shuffle(todo)
+            phase = todo.pop() if profiled else "profile"
+            length = 0.5 if phase == "profile" else phases[phase]
+            ended = child(self.command(name, database, seed), phase, self.chance.uniform(0.0, 1.1 * length))
+            what = f"{name}, attempt {attempts}, in {phase}"
+            if ended.code is None:
+                self.kills[f"{name} {phase}"] = self.kills.get(f"{name} {phase}", 0) + 1
+            elif ended.code == 0:
+                self.finished += 1
+                seed += 1
+            else:
+                self.problems.append(f"{what}: exit code {ended.code}: {ended.stderr}")
+            known = self.verify(database, known, what)
+            if not profiled:
+                child(lambda: put_profile(str(self.folder / database), self.pair) and None)
+                profiled = True
+        last = child(self.command(name, database, seed))
+        if last.code != 0:
+            self.problems.append(f"{name} did not finish: exit code {last.code}: {last.stderr}")
+        self.verify(database, known, f"{name}, at the end")
+        made = self.complete(database)
+        if not made:
+            self.problems.append(f"{name} left no complete recording")
+        self.problems += [f"{name}: a resumed recording differs from an uninterrupted one" for r in made if r != expected]
+
+    def run(self, count: int) -> dict[str, Any]:
+        from doors import put_profile
+
+        began = time.monotonic()
+        url = str(self.folder / "whole.db")
+        child(lambda: put_profile(url, self.pair) and None)
+        whole = child(self.command("tune", "whole.db", 0))
+        if whole.code != 0:
+            raise RuntimeError(f"tune does not even run undisturbed: {whole.stderr}")
+        expected = self.complete("whole.db")[0]
+        order = sorted(whole.phases.items(), key=lambda item: item[1])
+        ends = [at for _, at in order[1:]] + [whole.seconds]
+        lengths = {phase: end - at for (phase, at), end in zip(order, ends, strict=True)}
+        recording = {p: lengths[p] for p in ("start", "decode", "panorama") if p in lengths}
+        self.series("record", "record.db", (count + 1) // 2, recording, expected)
+        self.series("tune", "tune.db", count // 2, lengths, expected)
+        return {
+            "kills": dict(sorted(self.kills.items())),
+            "count": sum(self.kills.values()),
+            "finished": self.finished,
+            "phases_s": {k: round(v, 3) for k, v in lengths.items()},
+            "problems": self.problems,
+            "seconds": round(time.monotonic() - began, 1),
+        }
+
+
+def main() -> None:
+    pair, folder, count, seed, requests = sys.argv[1:]
+    sys.path[:0] = [str(HERE.parent), str(HERE)]
+    # Imported here once, and nothing computed: the children fork from a process without threads.
+    import optimizer.report
+    import optimizer.tune  # noqa: F401
+    import runtime.profiler  # noqa: F401
+
+    print(json.dumps(Driver(pair, Path(folder), int(seed), int(requests)).run(int(count))))
+
+
+if __name__ == "__main__":
+    main()

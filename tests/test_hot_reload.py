@@ -1,0 +1,294 @@
+"""A policy swapped between two rounds: at the very next one, acknowledged, and invisible in the text."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doors import Door, lines, write_workload
+from synthetic import flat_profile
+
+from db import Database, DatabaseError
+from optimizer.serving import watch
+from runtime.decoder import Decoder
+from runtime.loading import LoadedPair, load_pair
+from runtime.loop import DecodeRequest, Round, StaticSource
+from runtime.pair import read_pair
+from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
+from runtime.policies.prepared import prepare
+from runtime.reload import Published, WatchedSource
+from traces.schema import Request, Sampling, Verifier
+from traces.store import TraceStore
+
+TOKENS = 40
+
+
+def fixed(gamma: int, draft: str = "near") -> Policy:
+    return parse_policy({"draft": draft, "window": {"kind": "fixed", "gamma": gamma}})
+
+
+ANALYTIC = parse_policy({"draft": "near", "window": {"kind": "analytic", "gamma_max": 4}})
+LOSSY = parse_policy({"draft": "near", "stop": {"kind": "max_prob", "keep_last": False}})
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_pair: Path) -> LoadedPair:
+    return load_pair(read_pair(str(tiny_pair)), device="cpu")
+
+
+class Board:
+    """A publication board in memory: what is newest, and what was acknowledged."""
+
+    def __init__(self) -> None:
+        self.newest: Published | None = None
+        self.acknowledged: list[tuple[int, str, str]] = []
+        self.is_down = False
+
+    def fetch(self) -> Published | None:
+        if self.is_down:
+            raise DatabaseError("down")
+        return self.newest
+
+    def acknowledge(self, version: int, status: str, reason: str) -> None:
+        if self.is_down:
+            raise DatabaseError("down")
+        self.acknowledged.append((version, status, reason))
+
+    def publish(self, version: int, policy: Policy | None, problem: str = "") -> None:
+        self.newest = Published(version, policy, problem)
+
+
+@pytest.fixture
+def board() -> Board:
+    return Board()
+
+
+@pytest.fixture
+def source(board: Board, pair: LoadedPair) -> WatchedSource:
+    def ready(policy: Policy, version: int) -> Any:
+        return prepare(policy, pair.draft_names, version=version)
+
+    return WatchedSource(
+        prepare(fixed(2), pair.draft_names), board.fetch, ready, board.acknowledge, interval_s=0.01, retry=(DatabaseError,)
+    )
+
+
+def a_request(decoder: Decoder, sampling: Sampling) -> DecodeRequest:
+    return decoder.request(Request("r", "a", ("x",)), decoder.pair.encode("def add(a, b):"), sampling, TOKENS)
+
+
+def swapped(pair: LoadedPair, source: WatchedSource, sampling: Sampling, at: int) -> tuple[list[int], list[Round]]:
+    """Decodes a request and looks for a publication after round ``at``."""
+    decoder = Decoder(pair, source)
+    rounds = []
+    for n, item in enumerate(decoder.rounds(a_request(decoder, sampling)), 1):
+        rounds.append(item)
+        if n == at:
+            source.poll()
+    return [t for r in rounds for t in r.tokens], rounds
+
+
+def autoregressive(pair: LoadedPair, sampling: Sampling) -> list[int]:
+    decoder = Decoder(pair, StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names)))
+    return decoder.decode(a_request(decoder, sampling)).trajectory.output_ids.tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("at", [1, 5])
+@pytest.mark.parametrize(
+    "after",
+    [
+        fixed(5),
+        fixed(5, "far"),
+        fixed(5, "ngram"),
+        AUTOREGRESSIVE,
+        parse_policy({"draft": "near", "window": {"kind": "cache_fsm", "gamma_max": 5, "gamma_initial": 5}}),
+    ],
+    ids=lambda p: p.label(),
+)
+def test_the_next_round_is_the_new_policys_and_the_text_is_the_same(
+    pair: LoadedPair, source: WatchedSource, board: Board, after: Policy, at: int, temperature: float
+) -> None:
+    sampling = Sampling(temperature=temperature, seed=4)
+    board.publish(7, after)
+    tokens, rounds = swapped(pair, source, sampling, at)
+    assert tokens == autoregressive(pair, sampling)
+    assert [r.step.policy for r in rounds] == [fixed(2).id] * at + [after.id] * (len(rounds) - at)
+    assert len(rounds) > at + 1
+    assert rounds[at - 1].step.drafted == 2
+    if after.draft != "ngram":  # which drafts nothing where the text has not been seen before
+        assert rounds[at].step.drafted == after.gamma_max
+    assert board.acknowledged == [(7, "applied", "")]
+    assert source.current().version == 7
+
+
+@pytest.mark.parametrize(
+    ("policy", "problem", "reason"),
+    [
+        (fixed(3, "third"), "", "this pair has no draft 'third'; it has: far, near, ngram"),
+        (ANALYTIC, "", "window.analytic needs measured costs: run `profile`"),
+        (None, "publication 7: unknown key 'windw'", "publication 7: unknown key 'windw'"),
+    ],
+)
+def test_what_cannot_run_is_refused_and_the_last_good_stays(
+    pair: LoadedPair, source: WatchedSource, board: Board, policy: Policy | None, problem: str, reason: str
+) -> None:
+    board.publish(6, fixed(4))
+    assert source.poll()
+    board.publish(7, policy, problem)
+    tokens, rounds = swapped(pair, source, Sampling(), 3)
+    assert {r.step.policy for r in rounds} == {fixed(4).id}
+    assert tokens == autoregressive(pair, Sampling())
+    assert board.acknowledged[0] == (6, "applied", "")
+    (version, status, said) = board.acknowledged[1]
+    assert (version, status) == (7, "refused")
+    assert reason in said
+    assert not source.poll()
+    assert len(board.acknowledged) == 2  # once
+    board.publish(8, fixed(5))
+    assert source.poll()
+    assert source.current().policy == fixed(5)
+
+
+def test_a_board_that_is_down_leaves_the_last_good_and_is_asked_again(source: WatchedSource, board: Board) -> None:
+    board.is_down = True
+    with source:
+        wait_for(lambda: source.last_error == "down")
+        assert source.current().policy == fixed(2)
+        board.publish(7, fixed(5))
+        board.is_down = False
+        wait_for(lambda: board.acknowledged == [(7, "applied", "")])
+        assert source.current().policy == fixed(5)
+        assert source.last_error == ""
+
+
+def test_an_acknowledgement_that_failed_is_made_later(source: WatchedSource, board: Board) -> None:
+    board.publish(7, fixed(5))
+
+    def down(version: int, status: str, reason: str) -> None:
+        raise DatabaseError("down")
+
+    source._acknowledge = down
+    with pytest.raises(DatabaseError):
+        source.poll()
+    assert source.current().policy == fixed(5)  # in force, though nobody knows yet
+    source._acknowledge = board.acknowledge
+    assert not source.poll()
+    assert board.acknowledged == [(7, "applied", "")]
+
+
+def wait_for(condition: Any, timeout_s: float = 90.0) -> None:
+    until = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.02)
+
+
+# ---------------------------------------------------------------------------------------- publications in a database
+
+
+def publish(store: TraceStore, pair: LoadedPair, policy: Policy) -> int:
+    store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
+    store.put_policy(policy.id, policy.spelled_out(), policy.label())
+    return store.publish(pair.id, "cpu", policy.id, actor="test").version
+
+
+def statuses(store: TraceStore) -> list[tuple[int, str]]:
+    return [(a.version, a.status) for a in store.acknowledgements()]
+
+
+def test_a_runtime_follows_the_store(store: TraceStore, pair: LoadedPair) -> None:
+    with watch(store, pair, None, None, interval_s=60, node="here:1") as source:
+        assert source.current().policy == AUTOREGRESSIVE
+        one = publish(store, pair, fixed(3))
+        assert source.poll()
+        assert source.current().policy == fixed(3)
+        two = publish(store, pair, fixed(3, "third"))
+        assert not source.poll()
+        three = publish(store, pair, ANALYTIC)
+        assert not source.poll()
+        assert source.current().policy == fixed(3)
+        store.put_profile(flat_profile(pair.id, pair.drafts))
+        four = publish(store, pair, ANALYTIC)
+        assert source.poll()
+        assert source.current().policy == ANALYTIC
+    assert statuses(store) == [(one, "applied"), (two, "refused"), (three, "refused"), (four, "applied")]
+    assert "run `profile`" in store.acknowledgements(three)[0].reason
+    assert store.acknowledgements(one)[0].node == "here:1"
+
+
+def test_a_runtime_that_starts_after_a_bad_publication_takes_the_last_good(store: TraceStore, pair: LoadedPair) -> None:
+    publish(store, pair, fixed(3))
+    bad = publish(store, pair, fixed(3, "third"))
+    with watch(store, pair, None, None, interval_s=60) as source:
+        assert source.current().policy == fixed(3)
+        assert "third" in source.last_error
+    assert statuses(store) == [(bad, "refused")]
+
+
+@pytest.mark.parametrize(
+    ("verifier", "temperature", "fits"), [("coupled", 1.0, True), ("rejection", 1.0, False), ("rejection", 0, True)]
+)
+def test_a_policy_that_would_bias_the_text_is_refused(
+    store: TraceStore, pair: LoadedPair, verifier: Verifier, temperature: float, fits: bool
+) -> None:
+    version = publish(store, pair, LOSSY)
+    with watch(store, pair, None, None, verifier=verifier, sampling=Sampling(temperature=temperature), interval_s=60) as source:
+        assert source.current().policy == (LOSSY if fits else AUTOREGRESSIVE)
+    assert statuses(store) == [(version, "applied" if fits else "refused")]
+
+
+@pytest.fixture
+def serving(url: str, database: Database, tiny_pair: Path, tmp_path: Path, pair: LoadedPair) -> Iterator[Any]:
+    """Process A: `run --policy active` over a long workload, with gamma 2 in force. Yields (door, process, workload, store)."""
+    store = TraceStore(database)
+    publish(store, pair, fixed(2))
+    door = Door(url, str(tiny_pair))
+    workload = write_workload(tmp_path / "long.jsonl", 24)
+    process = door.start(
+        *("run", "--pair", tiny_pair, "--workload", workload, "--policy", "active", "--max-new-tokens", 400, "--device", "cpu"),
+        *("--outputs", tmp_path / "texts.jsonl", "--per-round", tmp_path / "rounds.jsonl", "--json"),
+    )
+    try:
+        yield door, process, workload, store
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_swap_across_two_processes(serving: Any, tiny_pair: Path, tmp_path: Path) -> None:
+    """A decodes; this process is B: `policies activate` in the middle, and then a publication that A must refuse."""
+    door, process, workload, store = serving
+    wait_for(lambda: statuses(store) == [(1, "applied")] or process.poll() is not None)
+    time.sleep(0.5)
+    policy = json.dumps(fixed(5).spelled_out())
+    activated = door.json("policies", "activate", policy, "--pair", tiny_pair, "--device", "cpu")
+    wait_for(lambda: (activated["version"], "applied") in statuses(store) or process.poll() is not None)
+    refused = publish(store, load_pair(read_pair(str(tiny_pair)), device="cpu", drafts=()), fixed(3, "third"))
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    assert statuses(store)[:2] == [(1, "applied"), (activated["version"], "applied")]
+    listed = door.json("policies", "list", "--pair", tiny_pair, "--device", "cpu")["publications"]
+    assert {p["version"]: p["applied"] for p in listed}[activated["version"]] == 1
+    assert (refused, "refused") in statuses(store), "A ended too early to see the third publication: lengthen the workload"
+
+    rounds = lines(tmp_path / "rounds.jsonl")
+    first = next(i for i, r in enumerate(rounds) if r["drafted"] > 2)
+    assert all(r["drafted"] <= 2 for r in rounds[:first])
+    # At the end of a text the window is clipped to what is left of the budget; everywhere else the new one is in force.
+    assert all(r["drafted"] == 5 or r["start"] + r["drafted"] + 1 == 400 for r in rounds[first:])
+    swapped_in = rounds[first]["request"]
+    assert rounds[first]["start"] > 0, "the swap came between two texts, a chance of one in two hundred"
+    assert {r["drafted"] for r in rounds if r["request"] == swapped_in} >= {2, 5}
+    assert json.loads(out)["policy"]["window"]["gamma"] == 5
+
+    until = int(swapped_in[1:]) + 1
+    door.json(
+        *("run", "--pair", tiny_pair, "--workload", workload, "--limit", until, "--policy", "autoregressive", "--no-store"),
+        *("--max-new-tokens", 400, "--outputs", tmp_path / "plain.jsonl", "--device", "cpu"),
+    )
+    assert lines(tmp_path / "plain.jsonl") == lines(tmp_path / "texts.jsonl")[:until]

@@ -1,0 +1,53 @@
+"""`kill -9` and Ctrl-C: nothing committed is lost, and the same command goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+from pathlib import Path
+
+from doors import Door, write_workload
+from kill_driver import run_kills
+
+KILLS = int(os.environ.get("SPECTUNE_TEST_KILLS", "6"))
+"""`make acceptance` makes 50."""
+
+
+def test_killed_at_random_moments_nothing_is_lost_and_all_resumes(tiny_pair: Path, tmp_path: Path) -> None:
+    found = run_kills(tiny_pair, tmp_path, KILLS, seed=KILLS)
+    assert found["problems"] == []
+    assert found["count"] == KILLS
+    assert {name.split()[0] for name in found["kills"]} == {"record", "tune"}
+
+
+def test_ctrl_c_is_one_line_and_exit_130_and_resumes(tiny_pair: Path, tmp_path: Path) -> None:
+    """Interrupted while it decodes; the same command then decodes only what is missing, into the same recording."""
+    door = Door(str(tmp_path / "spectune.db"), str(tiny_pair))
+    record = ("record", "--pair", tiny_pair, "--workload", write_workload(tmp_path / "w.jsonl", 60), "--max-new-tokens", 48)
+    process = door.start(*record)
+    assert process.stderr is not None
+    assert process.stdout is not None
+    assert process.stderr.readline() == "decode: 60\n"  # the first text is stored
+    process.send_signal(signal.SIGINT)
+    rest = process.stderr.read()
+    assert process.stdout.read() == ""
+    assert process.wait(60) == 130
+    assert rest == "interrupted; what was committed is kept, the same command goes on from there\n"
+    stored = trajectories(tmp_path / "spectune.db")
+    assert 1 <= len(stored) < 60
+    assert door.json("db", "check")["ok"] is True
+    resumed = door.json(*record)
+    assert (resumed["n_requests"], resumed["state"]) == (60, "complete")
+    assert stored.items() <= trajectories(tmp_path / "spectune.db").items()
+    assert len(door.json("traces", "list")["recordings"]) == 1
+
+
+def trajectories(database: Path) -> dict[tuple[str, int], tuple[bytes, str]]:
+    """Every stored text: its place, and its checksum and the moment it was stored."""
+    connection = sqlite3.connect(database)
+    try:
+        rows = connection.execute("SELECT recording_id, ordinal, sha256, created_at FROM trajectory").fetchall()
+        return {(recording, ordinal): (digest, at) for recording, ordinal, digest, at in rows}
+    finally:
+        connection.close()
