@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from optimizer.execute import DecodeOptions
+    from optimizer.schedule import Ended, Fire
     from runtime.loading import LoadedPair
     from runtime.loop import PolicySource
     from runtime.policies.document import Policy
@@ -1388,6 +1389,15 @@ def schedule_run_once(ctx: click.Context, as_json: bool) -> None:
     _work(ctx, as_json, run_once)
 
 
+def _schedule_line(event: Fire | Ended) -> str:
+    from optimizer.schedule import Fire
+
+    if isinstance(event, Fire):
+        return f"{event.schedule}: slot of {event.fire_at:%Y-%m-%d %H:%M:%S} UTC: {event.outcome}"
+    said = f": {event.error.splitlines()[0]}" if event.error else ""
+    return f"{event.job.schedule}: job {event.job.id} {event.ending}{said}"
+
+
 def _work(ctx: click.Context, as_json: bool, work: Callable[..., Any]) -> None:
     with _store(ctx) as store:
         from optimizer.jobs import tuning_job
@@ -1396,7 +1406,7 @@ def _work(ctx: click.Context, as_json: bool, work: Callable[..., Any]) -> None:
             report = work(
                 store.database,
                 tuning_job(store, progress=meter),
-                watch=lambda ended: click.echo(f"job {ended.job.id} of {ended.job.schedule}: {ended.ending}", err=True),
+                watch=lambda event: click.echo(_schedule_line(event), err=True),
             )
     data = report.to_json()
     _emit(as_json, data, ", ".join(f"{v} {k}" for k, v in data.items()))

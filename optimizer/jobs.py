@@ -21,8 +21,8 @@ from traces.schema import Sampling
 from traces.store import TraceStore
 
 KEYS = {
-    "pair", "workload", "categories", "limit", "all_turns", "recorded", "device", "dtype", "threads", "temperature", "top_k", "top_p", "seed",
-    "max_new_tokens", "verifier", "trials", "gamma_max", "fresh", "sample",
+    "pair", "workload", "categories", "limit", "all_turns", "recorded", "device", "dtype", "threads", "temperature",
+    "top_k", "top_p", "seed", "max_new_tokens", "verifier", "trials", "gamma_max", "fresh", "sample",
 }  # fmt: skip
 SAMPLE = 200
 """Requests taken of recorded traffic unless the payload says otherwise."""
