@@ -141,11 +141,13 @@ def compare(
     clock: Callable[[], float] = time.perf_counter,
     progress: Callable[[int, int], None] = lambda done, total: None,
     q_tables: QTables | None = None,
+    between: Callable[[int], None] = lambda done: None,
 ) -> Comparison:
     """Executes every policy on every request, request by request in rotating order, so that a slow minute of the machine falls on
     all of them alike.
 
     With ``repeats`` a request's seconds are its fastest. Windows that carry state keep one controller for the whole comparison.
+    ``between`` is called after every request, with how many are done (to measure costs in the same minutes, say).
     After ``budget_s`` no further request is begun (at least one is executed). Raises PolicyError if a policy cannot run.
     """
     warm(pair, encoded)
@@ -175,5 +177,6 @@ def compare(
             seconds, decoded = best[policy.id]
             collected[policy.id].append(RequestOutcome(item.id, item.category, counts_of(decoded.steps, seconds)))
         progress(n + 1, len(encoded.items))
+        between(n + 1)
     outcomes = {p.id: Outcome(p.label(), "executed", tuple(collected[p.id])) for p in unique}
     return Comparison(outcomes, {p.id: p for p in unique}, differ)

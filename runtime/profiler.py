@@ -314,6 +314,39 @@ def compose_round(profile: LatencyProfile, step: Step, context: int) -> float:
     return seconds
 
 
+def merge_profiles(profiles: Sequence[LatencyProfile]) -> LatencyProfile:
+    """The mean of profiles of one pair and grid, measured at different moments: what a machine costs that changes its speed.
+
+    Environment and check are the last one's. Raises ValueError when grids differ or there is none.
+    """
+    if not profiles:
+        raise ValueError("no profile to merge")
+
+    def curves(parts: Sequence[CostCurve]) -> CostCurve:
+        if len({(c.widths, c.contexts) for c in parts}) > 1:
+            raise ValueError("profiles of different grids cannot be merged")
+
+        def mean(name: str) -> tuple[tuple[float, ...], ...]:
+            stacked = np.mean([getattr(c, name) for c in parts], axis=0)
+            return tuple(tuple(float(x) for x in row) for row in stacked)
+
+        return CostCurve(parts[0].widths, parts[0].contexts, mean("median_s"), mean("spread_s"))
+
+    last = profiles[-1]
+    scalars = ("overhead_s", "noise_s", "sample_s", "draft_sample_s", "request_s")
+    maps = ("draft_phase_s", "stop_step_s")
+    means: dict[str, Any] = {n: statistics.mean(getattr(p, n) for p in profiles) for n in scalars}
+    means |= {n: {k: statistics.mean(getattr(p, n)[k] for p in profiles) for k in getattr(last, n)} for n in maps}
+    return replace(
+        last,
+        verify=curves([p.verify for p in profiles]),
+        prefill=curves([p.prefill for p in profiles]),
+        draft_step={n: curves([p.draft_step[n] for p in profiles]) for n in last.draft_step},
+        draft_prefill={n: curves([p.draft_prefill[n] for p in profiles]) for n in last.draft_prefill},
+        **means,
+    )
+
+
 def environment(pair: LoadedPair) -> dict[str, Any]:
     """What a latency profile was measured in."""
     cuda = pair.device.type == "cuda"
