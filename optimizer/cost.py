@@ -140,8 +140,8 @@ class CostModel:
 
 def _grid(curve: CostCurve, widths: npt.NDArray[Any], contexts: npt.NDArray[Any]) -> FloatArray:
     """:meth:`CostCurve.at` on a grid: float64 [contexts, widths]."""
-    median = np.asarray(curve.median_s, dtype=np.float64)
-    seconds = _matrix(curve.contexts, contexts) @ median.T @ _matrix(curve.widths, widths).T
+    cost = np.asarray(curve.cost_s, dtype=np.float64)
+    seconds = _matrix(curve.contexts, contexts) @ cost.T @ _matrix(curve.widths, widths).T
     return np.asarray(np.maximum(0.0, seconds), dtype=np.float64)
 
 

@@ -139,6 +139,8 @@ def gather(store: TraceStore, pair: LoadedPair, window: timedelta, sample: int, 
         source, at = found[index]
         for request in store.iterate(source, drafts=(), ordinals=[at], steps=True):
             content = (request.trajectory.request_id, request.trajectory.output_ids.tobytes())
+            if request.trajectory.verifier != "coupled":
+                continue  # one comparison decodes by one verifier
             if content not in seen and ordinal not in have:
                 store.append_trajectory(made.id, ordinal, request.trajectory, request.steps)
             seen.add(content)

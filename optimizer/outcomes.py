@@ -123,7 +123,7 @@ def check_reach(policy: Policy, chains: Chains) -> None:
     if policy.gamma_max > chains.gamma_max and (compile_stop(policy.stop).kind != STOP_NONE or chains.runs_out):
         raise TraceError(
             f"policy drafts up to {policy.gamma_max} tokens with {chains.draft!r}, but the recording holds chains of "
-            f"{chains.gamma_max}: retrace it with gamma_max {policy.gamma_max}, or lower the policy's window"
+            f"{chains.gamma_max}: `record --resume ID --gamma-max {policy.gamma_max}` widens it; or lower the policy's window"
         )
 
 

@@ -105,15 +105,17 @@ def measure_profile(
     usable = tuple(c for c in contexts if c <= room) or (max(1, room // 2),)
     bench = _Bench(pair, gamma_max, repeats, progress, clock)
     drafts = [*pair.drafts, "ngram"]
-    bench.total = len(usable) * (len(pair.drafts) + 1) + len(pair.drafts) + 4
+    bench.total = repeats + len(pair.drafts) + 4
     widths = tuple(range(1, gamma_max + 2))
-    verify: dict[tuple[int, int], list[float]] = {}
-    phase: dict[str, list[float]] = {}
-    steps: dict[str, dict[tuple[int, int], list[float]]] = {name: {} for name in drafts}
-    for name in drafts:
-        for context in usable:
-            _measure_rounds(bench, name, context, verify, steps[name], phase.setdefault(name, []))
-            bench.tick(f"rounds with {name} at context {context}")
+    cells = _Cells()
+    for repeat in range(repeats):
+        # Every cell once per repeat, so that a slow second of the machine falls on all of them alike.
+        for name in drafts:
+            for context in usable:
+                _measure_rounds(bench, name, context, cells, warm=repeat == 0, backwards=bool(repeat % 2))
+        bench.tick("rounds")
+    verify = cells.verify
+    phase, steps = _draft_costs(cells, drafts, usable, gamma_max)
     prefill = _prefill(bench, lambda ids: pair.target.read(ids, 0), pair.target)
     bench.tick("prefill")
     draft_prefill = {}
@@ -133,7 +135,7 @@ def measure_profile(
         prefill=prefill,
         draft_step={name: _curve(steps[name], LAGS if name in pair.drafts else (1,), usable) for name in drafts},
         draft_prefill=draft_prefill,
-        draft_phase_s={name: statistics.median(values) for name, values in phase.items()},
+        draft_phase_s=phase,
         stop_step_s=stops,
         noise_s=noise_s,
         sample_s=sample_s,
@@ -145,56 +147,85 @@ def measure_profile(
     return checked
 
 
-def _measure_rounds(
-    bench: _Bench,
-    name: str,
-    context: int,
-    verify: dict[tuple[int, int], list[float]],
-    steps: dict[tuple[int, int], list[float]],
-    phase: list[float],
-) -> None:
+@dataclass
+class _Cells:
+    """Samples in seconds: ``verify`` by (width, context), ``draft`` by (draft, gamma, context), ``lag`` by (draft, lag, context)."""
+
+    verify: dict[tuple[int, int], list[float]] = field(default_factory=dict)
+    draft: dict[tuple[str, int, int], list[float]] = field(default_factory=dict)
+    lag: dict[tuple[str, int, int], list[float]] = field(default_factory=dict)
+    step: dict[tuple[str, int], list[float]] = field(default_factory=dict)
+
+
+def _measure_rounds(bench: _Bench, name: str, context: int, cells: _Cells, *, warm: bool, backwards: bool) -> None:
+    """One round of every gamma, and one first pass of every lag, at one context."""
     policy = Policy(draft=name, window=FixedWindow(gamma=bench.gamma_max))
     prepared = prepare(policy, bench.pair.draft_names)
     bench.begin(context, policy)
     backend, length = bench.backend, context + 1
     draft = backend.draft_named(name)
-    measured: dict[int, list[float]] = {}
     random_tokens = bench.tokens(bench.gamma_max)
-    gammas = list(range(bench.gamma_max + 1))
-    for repeat in range(bench.repeats + 1):
-        for gamma in gammas if repeat % 2 else reversed(gammas):
-            drafted: Drafted | None = None
-            if gamma:
-                if isinstance(draft, LanguageModelDraft):
-                    draft.rewind(length - 1)
-                    seconds = bench.timed(lambda g=gamma: backend.draft(prepared, g))  # type: ignore[misc]
-                    if repeat:
-                        measured.setdefault(gamma, []).append(seconds)
-                drafted = Drafted(gamma, gamma, 1, random_tokens[:gamma])
-            seconds = bench.timed(lambda d=drafted: backend.verify(d))  # type: ignore[misc]
-            if repeat:
-                verify.setdefault((gamma + 1, context), []).append(seconds)
+    gammas = list(range(bench.gamma_max, -1, -1) if backwards else range(bench.gamma_max + 1))
+    for gamma in [2, 2, *gammas] if warm else [2, *gammas]:
+        drafted: Drafted | None = None
+        if gamma:
+            if isinstance(draft, LanguageModelDraft):
+                draft.rewind(length - 1)
+                seconds = bench.timed(lambda g=gamma: backend.draft(prepared, g))  # type: ignore[misc]
+                cells.draft.setdefault((name, gamma, context), []).append(seconds)
+            drafted = Drafted(gamma, gamma, 1, random_tokens[:gamma])
+        seconds = bench.timed(lambda d=drafted: backend.verify(d))  # type: ignore[misc]
+        cells.verify.setdefault((gamma + 1, context), []).append(seconds)
     if not isinstance(draft, LanguageModelDraft):
-        _measure_ngram(bench, context, steps, phase)
+        _measure_ngram(bench, context, cells)
         return
-    medians = {g: statistics.median(v) for g, v in measured.items()}
-    slope, first = _line(list(medians), list(medians.values()))
-    phase.append(max(0.0, first))
-    steps[(1, context)] = [max(1e-7, slope), *((medians[g] - first) / g for g in medians if g >= bench.gamma_max // 2)]
     for lag in LAGS[1:]:
-        times = []
-        for repeat in range(bench.repeats + 1):
-            backend.verify(None)
-            draft.rewind(max(0, length - lag))
-            seconds = bench.timed(lambda: backend.draft(prepared, 1))
-            if repeat:
-                times.append(max(1e-7, seconds - max(0.0, first)))
-        if lag <= length:
-            steps[(lag, context)] = times
+        if lag > length:
+            continue
+        backend.verify(None)
+        draft.rewind(length - lag)
+        cells.lag.setdefault((name, lag, context), []).append(bench.timed(lambda: backend.draft(prepared, 1)))
 
 
-def _measure_ngram(bench: _Bench, context: int, steps: dict[tuple[int, int], list[float]], phase: list[float]) -> None:
+def _draft_costs(
+    cells: _Cells, drafts: Sequence[str], contexts: Sequence[int], gamma_max: int
+) -> tuple[dict[str, float], dict[str, dict[tuple[int, int], list[float]]]]:
+    """Splits drafting into a phase cost and a cost per step: a line through the means over gamma, per draft and context.
+
+    The phase holds what the first pass costs more than later ones (the target has just driven the draft out of the caches).
+    """
+    phase: dict[str, float] = {}
+    steps: dict[str, dict[tuple[int, int], list[float]]] = {}
+    for name in drafts:
+        steps[name] = {}
+        firsts: list[float] = []
+        for context in contexts:
+            if (name, context) in cells.step:
+                few = cells.step[name, context]
+                steps[name][1, context] = few[1:]
+                firsts.append(few[0])
+                continue
+            means = {g: center(cells.draft[name, g, context]) for g in range(1, gamma_max + 1)}
+            slope, first = _line(list(means), list(means.values()))
+            firsts.append(max(0.0, first))
+            slope = max(1e-7, slope)
+            steps[name][1, context] = [
+                max(1e-7, (s - first) / g) for g in means if g >= gamma_max // 2 for s in cells.draft[name, g, context]
+            ]
+            # The mean of a step is the line's slope; the samples above only say how it spreads.
+            shift = slope - center(steps[name][1, context])
+            steps[name][1, context] = [max(1e-7, s + shift) for s in steps[name][1, context]]
+        phase[name] = statistics.mean(firsts)
+        for (draft, lag, context), samples in cells.lag.items():
+            if draft == name:
+                steps[name][lag, context] = [max(1e-7, s - phase[name]) for s in samples]
+    return phase, steps
+
+
+def _measure_ngram(bench: _Bench, context: int, cells: _Cells) -> None:
     """Prompt lookup costs microseconds: timed over a repetitive text, many steps at once."""
+    if ("ngram", context) in cells.step:
+        return
     policy = Policy(draft="ngram", window=FixedWindow(gamma=bench.gamma_max))
     prepared = prepare(policy, bench.pair.draft_names)
     backend = bench.backend
@@ -205,20 +236,26 @@ def _measure_ngram(bench: _Bench, context: int, steps: dict[tuple[int, int], lis
         many.append(bench.timed(lambda: backend.draft(prepared, bench.gamma_max)))
     one, all_ = statistics.median(few), statistics.median(many)
     step = max(1e-7, (all_ - one) / max(1, bench.gamma_max - 1))
-    steps[(1, context)] = [step]
-    phase.append(max(0.0, one - step))
+    cells.step["ngram", context] = [max(0.0, one - step), step]
+
+
+def center(samples: Sequence[float]) -> float:
+    """The mean, samples beyond three medians counted as three: a machine's slow moments count, a lost second does not."""
+    limit = 3 * statistics.median(samples)
+    return statistics.mean(min(s, limit) for s in samples)
 
 
 def _prefill(bench: _Bench, read: Callable[[torch.Tensor], None], model: Any) -> CostCurve:
     lengths = [n for n in PROMPTS if n <= bench.pair.max_positions]
     model.reserve(max(lengths))
-    medians, spreads = [], []
+    medians, spreads, means = [], [], []
     for n in lengths:
         ids = torch.tensor(bench.tokens(n), device=bench.pair.device)
         times = [bench.timed(lambda i=ids: read(i)) for _ in range(bench.repeats + 1)][1:]  # type: ignore[misc]
         medians.append((statistics.median(times),))
         spreads.append((_spread(times),))
-    return CostCurve(tuple(lengths), (0,), tuple(medians), tuple(spreads))
+        means.append((center(times),))
+    return CostCurve(tuple(lengths), (0,), tuple(medians), tuple(spreads), tuple(means))
 
 
 def _stop_costs(bench: _Bench) -> dict[str, float]:
@@ -327,10 +364,10 @@ def merge_profiles(profiles: Sequence[LatencyProfile]) -> LatencyProfile:
             raise ValueError("profiles of different grids cannot be merged")
 
         def mean(name: str) -> tuple[tuple[float, ...], ...]:
-            stacked = np.mean([getattr(c, name) for c in parts], axis=0)
+            stacked = np.mean([getattr(c, name) if name != "mean_s" else c.cost_s for c in parts], axis=0)
             return tuple(tuple(float(x) for x in row) for row in stacked)
 
-        return CostCurve(parts[0].widths, parts[0].contexts, mean("median_s"), mean("spread_s"))
+        return CostCurve(parts[0].widths, parts[0].contexts, mean("median_s"), mean("spread_s"), mean("mean_s"))
 
     last = profiles[-1]
     scalars = ("overhead_s", "noise_s", "sample_s", "draft_sample_s", "request_s")
@@ -381,4 +418,5 @@ def _curve(cells: dict[tuple[int, int], list[float]], widths: Sequence[int], con
         contexts,
         tuple(tuple(statistics.median(cells[w, c]) for c in contexts) for w in used),
         tuple(tuple(_spread(cells[w, c]) for c in contexts) for w in used),
+        tuple(tuple(center(cells[w, c]) for c in contexts) for w in used),
     )

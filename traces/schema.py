@@ -201,18 +201,25 @@ class Step:
 class CostCurve:
     """Measured seconds of one operation over (width, context).
 
-    ``widths``: tokens in the pass; ``contexts``: tokens already in the cache; ``median_s[i][j]`` and ``spread_s[i][j]``
-    (interquartile range) belong to ``widths[i]`` and ``contexts[j]``.
+    ``widths``: tokens in the pass; ``contexts``: tokens already in the cache; ``median_s[i][j]``, ``spread_s[i][j]`` (interquartile
+    range) and ``mean_s[i][j]`` belong to ``widths[i]`` and ``contexts[j]``. The simulator charges the mean, because totals are sums, and
+    a machine that is now and then slow is slow in totals too; without means it charges medians.
     """
 
     widths: tuple[int, ...]
     contexts: tuple[int, ...]
     median_s: tuple[tuple[float, ...], ...]
     spread_s: tuple[tuple[float, ...], ...]
+    mean_s: tuple[tuple[float, ...], ...] = ()
+
+    @property
+    def cost_s(self) -> tuple[tuple[float, ...], ...]:
+        """What is charged: the means, or the medians where there are none."""
+        return self.mean_s or self.median_s
 
     def at(self, width: float, context: float) -> float:
         """Seconds at a width and context: bilinear inside the grid, the outer cell's slope beyond it, never negative."""
-        grid = np.asarray(self.median_s, dtype=np.float64)
+        grid = np.asarray(self.cost_s, dtype=np.float64)
         row = np.array([_interpolate(self.contexts, grid[i], context) for i in range(len(self.widths))])
         return max(0.0, float(_interpolate(self.widths, row, width)))
 
@@ -270,6 +277,7 @@ class LatencyProfile:
                 tuple(d["contexts"]),
                 tuple(tuple(r) for r in d["median_s"]),
                 tuple(tuple(r) for r in d["spread_s"]),
+                tuple(tuple(r) for r in d.get("mean_s", ())),
             )
 
         rest = dict(data)
