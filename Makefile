@@ -4,6 +4,8 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3 python; do \
 VENV ?= .venv
 BIN := $(VENV)/bin
 RUN := $(BIN)/python
+INSTALL = $(BIN)/pip install --disable-pip-version-check
+LOGGED = >>$(VENV)/install.log 2>&1 || { tail -n 15 $(VENV)/install.log >&2; exit 1; }
 
 .PHONY: help tune test lint bench acceptance train clean
 
@@ -12,13 +14,15 @@ help: ## Show this list
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "error: Python 3.11 or newer is needed (set PYTHON=/path/to/python3)" >&2; exit 2; }
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet -c constraints.txt -e .
+	@echo "installing into $(VENV) (log: $(VENV)/install.log)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(INSTALL) --upgrade pip $(LOGGED)
+	@$(INSTALL) -c constraints.txt -e . $(LOGGED)
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	@echo "installing what the tests need"
+	@$(INSTALL) -c constraints.txt -e '.[dev]' $(LOGGED)
 	@touch $@
 
 tune: $(VENV)/.installed ## Record, search, execute and publish for the demo pair
