@@ -310,7 +310,7 @@ def test_outcome_sums_what_the_rounds_say() -> None:
     steps = run_replay(trace, policy, PROFILE, per_round=True).steps()
     outcome = replay(trace, policy, PROFILE)
     assert outcome.kind == "replayed"
-    assert outcome.policy == policy.id
+    assert outcome.policy == policy.label()
     assert tuple(r.request_id for r in outcome.per_request) == trace.request_ids
     for request, mine in zip(outcome.per_request, steps, strict=True):
         c = request.counts
@@ -396,12 +396,12 @@ def test_what_was_not_recorded_is_refused_with_the_remedy() -> None:
     toy = Toy(2, 0.8)
     trace = toy_trace(toy)
     deep: dict[str, Any] = {"draft": "toy", "window": {"kind": "fixed", "gamma": 12}, "stop": {"kind": "max_prob"}}
-    with pytest.raises(TraceError, match=r"up to 12 tokens.*chains of 7.*gamma_max 12"):
+    with pytest.raises(TraceError, match=r"up to 12 tokens.*chains of 7.*--gamma-max 12"):
         run_replay(trace, parse_policy(deep))
     with pytest.raises(TraceError, match=r"no panorama of draft 'small' .it has: toy"):
         run_replay(trace, parse_policy({"draft": "small"}))
     silent = toy_trace(Toy(2, 0.8, silence=0.2))
-    with pytest.raises(TraceError, match="gamma_max 12"):
+    with pytest.raises(TraceError, match="--gamma-max 12"):
         run_replay(silent, parse_policy({**deep, "stop": {"kind": "none"}}))
     recent = parse_policy({"draft": "toy", "window": {"kind": "analytic", "costs": "recent"}})
     with pytest.raises(PolicyError, match="latency profile"):
