@@ -74,6 +74,21 @@ def table() -> str:
             f"recording {100 * loop['recording_share']:.1f}% of a decode; "
             f"panorama bytes per position: {sizes} | {'yes' if within else '**no**'} |"
         )
+    fidelity = load("acceptance-fidelity")
+    if fidelity:
+        lines += [
+            "",
+            "<details><summary>Predicted and executed speed of every policy of the fidelity run</summary>",
+            "",
+            "| policy | tau | predicted tokens/s | executed tokens/s | error |",
+            "|---|---|---|---|---|",
+        ]
+        for row in fidelity["rows"]:
+            lines.append(
+                f"| {row['policy']} | {row['tau']:.2f} | {row['predicted_tokens_per_s']:.0f} "
+                f"| {row['measured_tokens_per_s']:.0f} | {100 * row['error']:+.1f}% |"
+            )
+        lines += ["", "</details>"]
     return "\n".join(lines)
 
 
