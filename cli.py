@@ -143,7 +143,7 @@ def _load(kw: dict[str, Any]) -> LoadedPair:
     from runtime.pair import read_pair
 
     spec = read_pair(kw.pop("pair"), kw.pop("target"), kw.pop("drafts"))
-    spec.id  # noqa: B018  # reads the checkpoints' headers: a missing folder is told before torch is imported
+    spec.check()
     from runtime.loading import load_pair
 
     return load_pair(spec, device=kw.pop("device"), dtype=kw.pop("dtype"), threads=kw.pop("threads"))
@@ -1224,7 +1224,7 @@ def schedule_add(ctx: click.Context, as_json: bool, name: str, **kw: Any) -> Non
     from runtime.pair import read_pair
 
     spec = read_pair(kw["pair"], kw["target"], kw["drafts"])
-    spec.id  # noqa: B018  # a missing checkpoint is told now, not at three in the morning
+    spec.check()
     payload: dict[str, Any] = {
         "pair": spec.to_json(),
         "device": kw["device"],

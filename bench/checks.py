@@ -27,7 +27,7 @@ from runtime.pair import PairSpec, read_pair
 from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from runtime.policies.prepared import prepare
 from runtime.profiler import measure_profile, merge_profiles
-from traces.schema import Counts, LatencyProfile, Sampling, Step
+from traces.schema import Counts, LatencyProfile, Sampling, Step, Workload
 from traces.store import TraceStore
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -151,14 +151,7 @@ def _parity(path: Path, pair: LoadedPair, name: str) -> list[dict[str, Any]]:
                 short = tuple(replace(r, turns=(r.turns[0][:200],)) for r in workload.requests)
                 workload = replace(workload, requests=short)
             options = DecodeOptions(sampling, 24)
-            info = record(
-                store,
-                pair,
-                RecordRequest(workload, options, pair.draft_names, GAMMA_MAX),
-                StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names)),
-            )
-            loaded = store.load(info.id)
-            trace = ReplayTrace(loaded.trajectories, {d: loaded.panoramas(d) for d in pair.draft_names})
+            trace = _recorded(store, pair, workload, options)
             encoded = encode(pair, workload, options)
             for policy in policies:
                 replayed = run_replay(trace, policy, profile, per_round=True).steps()
@@ -170,6 +163,14 @@ def _parity(path: Path, pair: LoadedPair, name: str) -> list[dict[str, Any]]:
                 rows.append({"pair": name, "policy": policy.label(), "rounds": rounds, "mismatches": wrong, "requests": 64})
                 print(f"  {name} T={sampling.temperature} {policy.label()}: {wrong} of {rounds} rounds", flush=True)
     return rows
+
+
+def _recorded(store: TraceStore, pair: LoadedPair, workload: Workload, options: DecodeOptions) -> ReplayTrace:
+    """The workload decoded autoregressively and stored, with every draft's panorama."""
+    plain = StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names))
+    info = record(store, pair, RecordRequest(workload, options, pair.draft_names, GAMMA_MAX), plain)
+    loaded = store.load(info.id)
+    return ReplayTrace(loaded.trajectories, {d: loaded.panoramas(d) for d in pair.draft_names})
 
 
 def _mismatches(executed: Sequence[Step], replayed: Sequence[Step]) -> int:
@@ -185,14 +186,7 @@ def fidelity(state: Path) -> dict[str, Any]:
     store = _stored(path)
     workload = load_workload(["demo"], limit=30)
     options = DecodeOptions(Sampling(), 64)
-    info = record(
-        store,
-        pair,
-        RecordRequest(workload, options, pair.draft_names, GAMMA_MAX),
-        StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names)),
-    )
-    loaded = store.load(info.id)
-    trace = ReplayTrace(loaded.trajectories, {d: loaded.panoramas(d) for d in pair.draft_names})
+    trace = _recorded(store, pair, workload, options)
     wide = [(d, g) for d in ("small", "medium", "ngram") for g in (12, 16)]
     policies = kinds("small", "medium")
     policies += [parse_policy({"draft": d, "window": {"kind": "fixed", "gamma": g}}) for d, g in wide]

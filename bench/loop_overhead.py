@@ -11,29 +11,26 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from db.database import open_database
+from optimizer.execute import DecodeOptions, encode, warm
+from optimizer.inputs import load_workload
+from optimizer.record import RecordRequest, record
+from runtime.decoder import Decoder
+from runtime.loading import LoadedPair, load_pair
+from runtime.loop import StaticSource
+from runtime.models import CausalModel
+from runtime.pair import read_pair
+from runtime.policies.document import Policy, parse_policy
+from runtime.policies.prepared import prepare
+from traces.schema import Sampling
+from traces.store import TraceStore
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT)]
-
-from db.database import open_database  # noqa: E402
-from optimizer.execute import DecodeOptions, encode, warm  # noqa: E402
-from optimizer.inputs import load_workload  # noqa: E402
-from optimizer.record import RecordRequest, record  # noqa: E402
-from runtime.decoder import Decoder  # noqa: E402
-from runtime.loading import LoadedPair, load_pair  # noqa: E402
-from runtime.loop import StaticSource  # noqa: E402
-from runtime.models import CausalModel  # noqa: E402
-from runtime.pair import read_pair  # noqa: E402
-from runtime.policies.document import Policy, parse_policy  # noqa: E402
-from runtime.policies.prepared import prepare  # noqa: E402
-from traces.schema import Sampling  # noqa: E402
-from traces.store import TraceStore  # noqa: E402
-
 POLICIES = [
     {},
     {"draft": "small", "window": {"kind": "fixed", "gamma": 4}},

@@ -123,7 +123,7 @@ def gather(store: TraceStore, pair: LoadedPair, window: timedelta, sample: int, 
     """
     options = {**recording_options(pair, DecodeOptions()), "gathered": key}
     spec: dict[str, Any] = {"max_new_tokens": 0, "options": options, "source": "gathered"}
-    ready = store.finished_recording(pair.id, None, Sampling(), **spec) if key else None
+    ready = store.find_recording(pair.id, None, Sampling(), **spec, state="complete") if key else None
     if ready is not None:
         return ready.id
     found = store.recorded_since(pair.id, store.clock() - window, sources=("record", "serve"))
@@ -131,7 +131,7 @@ def gather(store: TraceStore, pair: LoadedPair, window: timedelta, sample: int, 
         raise TraceError(f"nothing was recorded with pair {pair.id} in the last {window}; run `record`, or `run --record`")
     rng = np.random.default_rng(0)
     picked = sorted(rng.permutation(len(found))[:sample].tolist())
-    begun = store.unfinished_recording(pair.id, None, Sampling(), **spec) if key else None
+    begun = store.find_recording(pair.id, None, Sampling(), **spec, state="recording") if key else None
     made = begun or store.create_recording(pair.id, None, Sampling(), **spec)
     have = store.recorded_ordinals(made.id)
     seen: set[tuple[str, bytes]] = set()

@@ -66,9 +66,9 @@ def record(
     }
     info = None
     if not fresh:
-        info = store.unfinished_recording(pair.id, digest, wanted.options.sampling, **spec)
+        info = store.find_recording(pair.id, digest, wanted.options.sampling, **spec, state="recording")
         if info is None and reuse_complete:
-            info = store.finished_recording(pair.id, digest, wanted.options.sampling, **spec)
+            info = store.find_recording(pair.id, digest, wanted.options.sampling, **spec, state="complete")
     if info is None:
         info = store.create_recording(pair.id, digest, wanted.options.sampling, **spec)
     have = store.recorded_ordinals(info.id)

@@ -37,6 +37,11 @@ class PairSpec:
         parts = [identity(self.target), *(f"{n}={identity(p)}" for n, p in sorted(self.drafts))]
         return hashlib.sha256("|".join(parts).encode()).hexdigest()[:12]
 
+    def check(self) -> None:
+        """Raises PairError if a checkpoint is missing or unreadable; imports no torch, so that this is told at once."""
+        for path in (self.target, *(p for _, p in self.drafts)):
+            identity(path)
+
     def to_json(self) -> dict[str, Any]:
         """``{"name", "target", "drafts"}``, the form of a pair file."""
         return {"name": self.name, "target": self.target, "drafts": dict(self.drafts)}

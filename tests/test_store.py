@@ -85,14 +85,14 @@ def test_appending_again_changes_nothing_and_another_text_is_refused(store: Trac
 
 def test_an_unfinished_recording_is_found_by_what_was_asked(store: TraceStore, begun: RecordingInfo) -> None:
     ask = {"max_new_tokens": 64, "options": None}
-    assert store.unfinished_recording(PAIR, begun.workload_id, GREEDY, max_new_tokens=64) == begun
-    assert store.unfinished_recording(PAIR, begun.workload_id, GREEDY, max_new_tokens=65) is None
-    assert store.unfinished_recording(PAIR, begun.workload_id, Sampling(0.5), **ask) is None
+    assert store.find_recording(PAIR, begun.workload_id, GREEDY, max_new_tokens=64, state="recording") == begun
+    assert store.find_recording(PAIR, begun.workload_id, GREEDY, max_new_tokens=65, state="recording") is None
+    assert store.find_recording(PAIR, begun.workload_id, Sampling(0.5), **ask, state="recording") is None
     store.set_progress(begun.id, {"done": 1})
     assert store.get_recording(begun.id).progress == {"done": 1}
     store.finish_recording(begun.id)
-    assert store.unfinished_recording(PAIR, begun.workload_id, GREEDY, max_new_tokens=64) is None
-    found = store.finished_recording(PAIR, begun.workload_id, GREEDY, max_new_tokens=64)
+    assert store.find_recording(PAIR, begun.workload_id, GREEDY, max_new_tokens=64, state="recording") is None
+    found = store.find_recording(PAIR, begun.workload_id, GREEDY, max_new_tokens=64, state="complete")
     assert found is not None
     assert (found.id, found.state) == (begun.id, "complete")
     assert found.finished_at is not None

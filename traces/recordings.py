@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, Literal
 
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
@@ -59,37 +59,23 @@ class Recordings(Storage):
             new = self.insert_new(session, RecordingRow, "rec", values)
             return info_of(session, session.get_one(RecordingRow, new))
 
-    def unfinished_recording(
+    def find_recording(
         self,
         pair_id: str,
         workload_id: str | None,
         sampling: Sampling,
         *,
+        state: Literal["recording", "complete"],
         max_new_tokens: int,
         verifier: Verifier = "coupled",
         options: Mapping[str, Any] | None = None,
         source: str = "record",
     ) -> RecordingInfo | None:
-        """The newest recording begun with exactly these arguments and not finished: what a killed ``record`` resumes."""
-        spec = spec_hash(pair_id, workload_id, sampling, max_new_tokens, verifier, options, source)
-        return self._newest(spec, "recording")
+        """The newest recording begun with exactly these arguments that is in ``state``, or None.
 
-    def finished_recording(
-        self,
-        pair_id: str,
-        workload_id: str | None,
-        sampling: Sampling,
-        *,
-        max_new_tokens: int,
-        verifier: Verifier = "coupled",
-        options: Mapping[str, Any] | None = None,
-        source: str = "record",
-    ) -> RecordingInfo | None:
-        """The newest complete recording of exactly these arguments: what ``tune`` need not record again."""
+        One in state ``recording`` is what a killed ``record`` resumes; a ``complete`` one is what ``tune`` need not record again.
+        """
         spec = spec_hash(pair_id, workload_id, sampling, max_new_tokens, verifier, options, source)
-        return self._newest(spec, "complete")
-
-    def _newest(self, spec: str, state: str) -> RecordingInfo | None:
         with self.database.read() as session:
             row = session.scalars(
                 select(RecordingRow)
