@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from runtime.loop import PolicySource
     from runtime.policies.document import Policy
     from runtime.policies.prepared import PreparedPolicy
-    from traces.schema import LatencyProfile, Outcome
+    from traces.schema import LatencyProfile, Outcome, Proposals
     from traces.store import TraceStore
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -215,7 +215,7 @@ class Meter:
         self._progress.update(self._tasks[key], completed=done, total=total, description=phase)
 
 
-def _policy(store: TraceStore, name: str, pair_id: str, device: str) -> Policy:
+def _policy(store: TraceStore, name: str, pair_id: str, device: str, *, option: str = "--policy") -> Policy:
     """A policy by built-in name, file, inline JSON, id, or ``active``. Raises PolicyError."""
     from db.errors import NotFoundError
     from optimizer.inputs import named_policy
@@ -235,7 +235,7 @@ def _policy(store: TraceStore, name: str, pair_id: str, device: str) -> Policy:
         stored = store.get_policy(name)
     except NotFoundError as error:
         raise PolicyError(
-            f"--policy {name}: neither a file, a JSON document, 'active' nor 'autoregressive', and {error} (see `policies list`)"
+            f"{option} {name}: neither a file, a JSON document, 'active' nor 'autoregressive', and {error} (see `policies list`)"
         ) from None
     return parse_policy(dict(stored.document), where=f"policy {name}")
 
@@ -251,15 +251,20 @@ def _dtype(pair: LoadedPair) -> str:
 
 
 def _write_rounds(path: str, rows: Iterator[dict[str, Any]]) -> None:
-    """Writes JSON lines beside the target and puts them in place at the end, so that a failure leaves nothing half-written."""
+    """Writes JSON lines (:func:`_write_text`)."""
+    _write_text(path, (json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def _write_text(path: str, parts: Iterable[str]) -> None:
+    """Writes beside the target and puts it in place at the end, so that a failure leaves nothing half-written."""
     from traces.errors import SpectuneError
 
     target = Path(path)
     part = target.with_name(f".{target.name}.part")
     try:
         with part.open("w", encoding="utf-8") as file:
-            for row in rows:
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            for text in parts:
+                file.write(text)
         part.replace(target)
     except OSError as error:
         raise SpectuneError(f"{path}: cannot be written ({error.strerror})") from None
@@ -299,16 +304,42 @@ def _rounds(request: str, steps: Any) -> Iterator[dict[str, Any]]:
 @click.option("--policy", "policy_name", default="active", show_default=True, help="Decodes the texts (never changes them).")
 @click.option("--fresh", is_flag=True, help="Begin anew instead of resuming an unfinished recording.")
 @click.option("--resume", "retrace_id", metavar="ID", help="Make the panoramas a recording lacks, for every draft of the pair.")
+@click.option(
+    "--tree-width",
+    type=int,
+    metavar="1..32",
+    help="Record draft trees too, of so many children a node; default: 8 with any --tree-... or --cover.",
+)
+@click.option(
+    "--tree-depth",
+    type=int,
+    metavar="1..64",
+    help="Record draft trees too, of so many levels; default: 8 with any --tree-... or --cover.",
+)
+@click.option(
+    "--tree-proposals",
+    type=click.Choice(["coupled", "probability"]),
+    help="How trees rank children: with the target's noise, or by probability alone; default: as --cover has it, else coupled.",
+)
+@click.option(
+    "--cover",
+    "covers",
+    multiple=True,
+    metavar="POLICY",
+    help="FILE, inline JSON or ID of a policy whose trees must replay exactly; repeatable. top_k with the default score needs none.",
+)
 @json_option
 @with_context
 def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     """Decode a workload, store the texts, and look around from every start of them.
 
-    An unfinished recording of the same arguments is resumed.
+    An unfinished recording of the same arguments is resumed. Trees are recorded on request; with --resume they may be made
+    wider, deeper, or cover more than before.
 
     \b
     Example:  cli.py record --limit 64 --max-new-tokens 96
               cli.py record --pair pair.json --workload chats.jsonl --temperature 0.7
+              cli.py record --resume latest --tree-width 8 --tree-depth 8
     """
     options = _decode_options(kw)
     workload = None if kw["retrace_id"] else _workload(kw)
@@ -316,8 +347,8 @@ def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         kw.pop(key, None)
     with _store(ctx) as store:
         pair = _load(kw)
-        from optimizer.artifacts import q_tables
-        from optimizer.record import RecordRequest, retrace
+        from optimizer.artifacts import fitted, q_tables
+        from optimizer.record import RecordRequest, retrace, retrace_trees
         from optimizer.record import record as do_record
         from runtime.loop import StaticSource
         from runtime.policies.prepared import prepare
@@ -325,10 +356,25 @@ def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         with Meter() as meter:
             if workload is None:
                 recording = store.resolve_recording(kw["retrace_id"])
-                _same_pair(store.get_recording(recording).pair_id, pair, recording)
+                before = store.get_recording(recording)
+                _same_pair(before.pair_id, pair, recording)
+                trees = _trees(store, pair, kw, sampled=not before.sampling.greedy)
                 retrace(store, pair, recording, pair.draft_names, kw["gamma_max"], progress=meter)
+                retrace_trees(
+                    store,
+                    pair,
+                    recording,
+                    pair.draft_names,
+                    trees["tree_width"],
+                    trees["tree_depth"],
+                    proposals=trees["tree_proposals"],
+                    covers=trees["covers"],
+                    chain_depth=kw["gamma_max"],
+                    progress=meter,
+                )
                 info = store.get_recording(recording)
             else:
+                trees = _trees(store, pair, kw, sampled=not options.sampling.greedy)
                 device = pair.device.type
                 _, profile = _profile(store, None, pair.id, device)
                 if kw["policy_name"] == "active":
@@ -341,16 +387,49 @@ def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
                         pair.draft_names,
                         profile=profile,
                         q_tables=q_tables(store),
+                        artifacts=fitted(store),
                     )
                 source = StaticSource(prepared)
-                wanted = RecordRequest(workload, options, pair.draft_names, kw["gamma_max"])
+                wanted = RecordRequest(workload, options, pair.draft_names, kw["gamma_max"], **trees)
                 info = do_record(store, pair, wanted, source, fresh=kw["fresh"], progress=meter)
     data = {"recording": info.id, "pair": info.pair_id, **info.to_json()}
     _emit(
         as_json,
         data,
-        f"recording {info.id}: {info.n_requests} requests, {info.n_output_tokens} tokens, panoramas of {', '.join(info.drafts)}",
+        f"recording {info.id}: {info.n_requests} requests, {info.n_output_tokens} tokens, panoramas of {', '.join(info.drafts)}"
+        + (f"; trees of {shown}" if (shown := info.trees_shown()) else ""),
     )
+
+
+def _trees(store: TraceStore, pair: LoadedPair, kw: dict[str, Any], *, sampled: bool) -> dict[str, Any]:
+    """What ``record`` was asked for in trees, as arguments of RecordRequest. Raises PolicyError and TraceError."""
+    from optimizer.artifacts import fitted
+    from optimizer.record import cover_of, tree_size
+    from traces.errors import PolicyError, TraceError
+
+    wide, deep, proposals = kw["tree_width"], kw["tree_depth"], kw["tree_proposals"]
+    if (wide, deep, proposals, kw["covers"]) == (None, None, None, ()):
+        return {"tree_width": 0, "tree_depth": 0, "tree_proposals": "coupled", "covers": {}}
+    named: list[tuple[str, Any]] = []
+    by_draft: dict[str, list[Any]] = {}
+    ranked: dict[str, str] = {}
+    for name in kw["covers"]:
+        policy = _policy(store, name, pair.id, pair.device.type, option="--cover")
+        if policy.draft not in pair.draft_names:
+            raise PolicyError(f"--cover {name}: the pair has no draft {policy.draft!r} (it has: {', '.join(pair.draft_names)})")
+        cover = cover_of(policy, sampled=sampled, artifacts=fitted(store))
+        named.append((name, cover))
+        by_draft.setdefault(policy.draft, []).append(cover)
+        ranked[getattr(policy.growth, "proposals", "coupled")] = name
+    asked = {proposals} if proposals else set(ranked) or {"coupled"}
+    if len(asked | set(ranked)) > 1:
+        other = next(r for r in ranked if r != proposals)
+        raise TraceError(
+            f"--cover {ranked[other]}: its trees rank children by proposals {other!r}, other trees asked for do not; "
+            f"record those apart (`record --resume ID --tree-proposals {other} --cover ...`)"
+        )
+    width, depth = tree_size(wide, deep, named)
+    return {"tree_width": width, "tree_depth": depth, "tree_proposals": asked.pop(), "covers": by_draft}
 
 
 def _same_pair(pair_id: str, pair: LoadedPair, recording: str) -> None:
@@ -368,9 +447,12 @@ def _same_pair(pair_id: str, pair: LoadedPair, recording: str) -> None:
 @click.option("--gamma-max", type=click.IntRange(1, 64), default=16, show_default=True)
 @click.option("--contexts", default="32,160,384", show_default=True, help="Context lengths to measure at, comma-separated.")
 @click.option("--repeats", type=click.IntRange(3), default=9, show_default=True)
+@click.option("--no-trees", is_flag=True, help="Leave out what trees cost: quicker, for chains alone.")
 @json_option
 @with_context
-def profile(ctx: click.Context, as_json: bool, gamma_max: int, contexts: str, repeats: int, **kw: Any) -> None:
+def profile(
+    ctx: click.Context, as_json: bool, gamma_max: int, contexts: str, repeats: int, no_trees: bool, **kw: Any
+) -> None:
     """Measure what every part of a round costs on this device.
 
     \b
@@ -393,16 +475,18 @@ def profile(ctx: click.Context, as_json: bool, gamma_max: int, contexts: str, re
                 gamma_max=gamma_max,
                 contexts=lengths,
                 repeats=repeats,
+                trees=not no_trees,
                 progress=lambda what, done, total: meter("profile", done, total),
             )
         store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
         name = store.put_profile(measured)
-    if not measured.check["accepted"]:
-        click.echo(
-            f"warning: composed rounds are off by {100 * measured.check['median_error']:.0f}% (median); the machine is busy, or changed "
-            "its speed while measuring: run `profile` again",
-            err=True,
-        )
+    for what, check in (("rounds", measured.check), ("rounds of trees", measured.check.get("trees"))):
+        if check is not None and not check["accepted"]:
+            click.echo(
+                f"warning: composed {what} are off by {100 * check['median_error']:.0f}% (median); the machine is busy, or changed "
+                "its speed while measuring: run `profile` again",
+                err=True,
+            )
     _emit(as_json, {"profile": name, **measured.to_json()}, lambda: profile_table(measured, name))
 
 
@@ -433,28 +517,45 @@ def simulate(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         policy = _policy(store, kw["policy_name"], info.pair_id, device)
         _, found = _profile(store, kw["profile_id"], info.pair_id, device)
         drafts = [policy.draft] if policy.speculates else []
-        if policy.speculates and policy.draft not in info.drafts:
+        proposals: Proposals = getattr(policy.growth, "proposals", "coupled")
+        grown = info.trees if proposals == "coupled" else info.trees_q
+        trees = policy.is_tree or (policy.draft in grown and policy.draft not in info.drafts)
+        if trees and policy.draft not in grown:
+            flag = "" if proposals == "coupled" else f" --tree-proposals {proposals}"
+            raise PolicyError(
+                f"draft: recording {recording} has no trees of draft {policy.draft!r} (it has: {info.trees_shown() or 'none'}); "
+                f"`record --resume {recording} --tree-width 8 --tree-depth {max(8, policy.depth_max)}{flag}` makes them"
+            )
+        if policy.speculates and not trees and policy.draft not in info.drafts:
             raise PolicyError(
                 f"draft: recording {recording} has no panorama of draft {policy.draft!r}; it has: "
                 f"{', '.join(sorted(info.drafts)) or 'none'}; `record --resume {recording}` makes those of every draft of its pair"
             )
-        loaded = store.load(recording, drafts, skip_corrupted=kw["skip_corrupted"])
+        loaded = store.load(recording, drafts, trees=trees, skip_corrupted=kw["skip_corrupted"])
     for skipped in loaded.skipped:
         click.echo(f"left out: request {skipped.ordinal} of {skipped.recording}: {skipped.problem}", err=True)
     if found is None:
         click.echo("no latency profile of this pair and device: seconds are left at 0 (run `profile`)", err=True)
-    from optimizer.artifacts import keep_q_table, q_tables
+    from optimizer.artifacts import fitted, keep_q_table, q_tables
     from optimizer.replay import ReplayTrace, run_replay
     from optimizer.report import outcome_table
 
-    loaded = loaded.having(drafts) if kw["skip_corrupted"] else loaded
+    chains = [] if trees else drafts
+    if kw["skip_corrupted"]:
+        loaded = loaded.having(chains, trees=drafts if trees else (), proposals=proposals)
     if not loaded.requests:
         raise TraceError(f"recording {recording} has no usable request")
-    trace = ReplayTrace(loaded.trajectories, {d: loaded.panoramas(d) for d in drafts})
+    trace = ReplayTrace(
+        loaded.trajectories,
+        {d: loaded.panoramas(d) for d in chains},
+        trees={(d, proposals): loaded.trees(d, proposals) for d in drafts} if trees else None,
+    )
     if kw["limit"]:
         trace = trace.select(range(min(kw["limit"], len(loaded.requests))))
     with _store(ctx, create=False) as store:
-        replayed = run_replay(trace, policy, found, per_round=kw["per_round"] is not None, q_tables=q_tables(store))
+        replayed = run_replay(
+            trace, policy, found, per_round=kw["per_round"] is not None, q_tables=q_tables(store), artifacts=fitted(store)
+        )
         learned = None
         if kw["keep_q_table"]:
             learned = keep_q_table(
@@ -557,13 +658,14 @@ def _source(
     store: TraceStore, pair: LoadedPair, name: str, profile: LatencyProfile | None, options: DecodeOptions
 ) -> Iterator[PolicySource]:
     """A policy source: the policy named for ever, or for ``active`` whatever is published, now and later."""
-    from optimizer.artifacts import q_tables
+    from optimizer.artifacts import fitted, q_tables
     from runtime.loop import StaticSource
     from runtime.policies.prepared import prepare
 
     if name != "active":
         policy = _policy(store, name, pair.id, pair.device.type)
-        yield StaticSource(prepare(policy, pair.draft_names, profile=profile, q_tables=q_tables(store)))
+        prepared = prepare(policy, pair.draft_names, profile=profile, q_tables=q_tables(store), artifacts=fitted(store))
+        yield StaticSource(prepared)
         return
     from optimizer.serving import watch
 
@@ -641,10 +743,13 @@ def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
 @device_options
 @click.option("--policy", "policy_name", default="active", show_default=True)
 @click.option("--no-compare", is_flag=True, help="Do not decode again autoregressively for comparison.")
+@click.option("--show-trees", is_flag=True, help="Draw the tree of every round, not of the last alone.")
 @json_option
 @with_context
 def generate(ctx: click.Context, as_json: bool, prompt: str, **kw: Any) -> None:
     """Stream a text, showing which tokens were drafted and accepted and which the target supplied.
+
+    Where the policy grows trees, the last round's is drawn below the text.
 
     \b
     Example:  cli.py generate "def fibonacci(n):" --max-new-tokens 64
@@ -656,7 +761,7 @@ def generate(ctx: click.Context, as_json: bool, prompt: str, **kw: Any) -> None:
         raise WorkloadError("the prompt is empty")
     with _store(ctx) as store:
         pair = _load(kw)
-        from optimizer.artifacts import q_tables
+        from optimizer.artifacts import fitted, q_tables
         from optimizer.execute import encode
         from optimizer.generate import generate as do_generate
         from runtime.policies.prepared import prepare
@@ -667,12 +772,129 @@ def generate(ctx: click.Context, as_json: bool, prompt: str, **kw: Any) -> None:
         )  # refused before anything else is said
         _, found = _profile(store, None, pair.id, pair.device.type)
         policy = _policy(store, kw["policy_name"], pair.id, pair.device.type)
-        prepared: PreparedPolicy = prepare(policy, pair.draft_names, profile=found, q_tables=q_tables(store))
+        prepared: PreparedPolicy = prepare(
+            policy, pair.draft_names, profile=found, q_tables=q_tables(store), artifacts=fitted(store)
+        )
     console = _console(stderr=as_json)
     console.width = 10_000 if not console.is_terminal else console.width
-    result = do_generate(pair, prepared, prompt, options, console, compare=not kw["no_compare"])
+    result = do_generate(pair, prepared, prompt, options, console, compare=not kw["no_compare"], show_trees=kw["show_trees"])
     if as_json:
         click.echo(json.dumps(result, ensure_ascii=False))
+
+
+# ---------------------------------------------------------------------------------------------------------- fitting
+
+
+@main.group()
+def fit() -> None:
+    """Fit what trees need to a recording with trees: bins, classifier, static-tree."""
+
+
+fit_options = _options(
+    click.option("--recording", default="latest", show_default=True, help="One recorded with --tree-width and --tree-depth."),
+    click.option("--draft", required=True, help="Draft whose trees are fitted to, by name."),
+    click.option(
+        "--proposals",
+        type=click.Choice(["coupled", "probability"]),
+        default="coupled",
+        show_default=True,
+        help="Trees recorded with these --tree-proposals.",
+    ),
+)
+sample_options = _options(
+    click.option("--width", type=click.IntRange(1, 32), help="Children of a node; default: as recorded."),
+    click.option("--starts", type=click.IntRange(1), help="Fit to at most so many rounds; default: 20000, of a classifier 4000."),
+    click.option("--seed", type=click.IntRange(0), default=0, show_default=True),
+)
+
+
+def _fitted(ctx: click.Context, as_json: bool, which: str, kw: dict[str, Any], view: Callable[[dict[str, Any]], Any]) -> None:
+    """Runs one of optimizer.fit's functions on what was asked for and shows what came of it."""
+    with _store(ctx, create=False) as store, Meter() as meter:
+        import optimizer.fit as fits
+
+        recording = store.resolve_recording(kw.pop("recording"))
+        given = {key: value for key, value in kw.items() if value is not None}
+        made = getattr(fits, which)(store, recording, given.pop("draft"), progress=meter, **given)
+    data = made.to_json()
+    if as_json:
+        click.echo(json.dumps(data, ensure_ascii=False))
+        return
+    _console().print(view(data))
+    click.echo(f"artifact {made.artifact}; a policy with it: {json.dumps(made.policy)}")
+
+
+@fit.command("bins")
+@fit_options
+@click.option("--depth", type=click.IntRange(1, 64), help="Levels of the trees; default: those recorded less 3.")
+@click.option("--top-n", type=click.IntRange(1, 256), help="Nodes kept of a tree; default: 60.")
+@sample_options
+@json_option
+@with_context
+def fit_bins(ctx: click.Context, as_json: bool, **kw: Any) -> None:
+    """Entropy bins for `stratify` (HeteroSpec): which rounds are sure enough for a smaller, deeper tree.
+
+    \b
+    Example:  cli.py fit bins --draft small --depth 5
+    """
+    from optimizer.report import bins_table
+
+    _fitted(ctx, as_json, "fit_bins_artifact", kw, bins_table)
+
+
+@fit.command("classifier")
+@fit_options
+@click.option("--depth", type=click.IntRange(1, 64), help="Levels of the trees; default: as recorded.")
+@click.option("--hidden", type=click.IntRange(2, 48), help="Hidden units; default: 48.")
+@click.option(
+    "--features",
+    multiple=True,
+    type=click.Choice(["probability", "entropy", "depth"]),
+    help="Only these; repeatable. Default: all three.",
+)
+@click.option("--epochs", type=click.IntRange(1, 1000), help="Passes over the nodes; default: 10, more where these are few.")
+@click.option("--from", "carried", metavar="ARTIFACT", help="Fine-tune this classifier, of any draft, instead of a new one.")
+@click.option(
+    "--fraction",
+    type=click.FloatRange(0.0, 1.0, min_open=True),
+    help="With --from: share of the rounds to fine-tune on; default: 0.1.",
+)
+@sample_options
+@json_option
+@with_context
+def fit_classifier(ctx: click.Context, as_json: bool, **kw: Any) -> None:
+    """The node classifier of `growth` classifier (C2T), trained, or carried over from another draft with --from.
+
+    \b
+    Example:  cli.py fit classifier --draft small
+              cli.py fit classifier --draft medium --from 3f2a
+    """
+    from optimizer.report import classifier_table
+    from traces.errors import PolicyError
+
+    if kw["fraction"] is not None and kw["carried"] is None:
+        raise PolicyError("--fraction says how much is fine-tuned on: give --from as well")
+    _fitted(ctx, as_json, "fit_classifier_artifact", kw, classifier_table)
+
+
+@fit.command("static-tree")
+@fit_options
+@click.option("--nodes", type=click.IntRange(1, 256), help="Most nodes; default: 64.")
+@click.option("--depth", type=click.IntRange(1, 64), help="Most levels; default: 16, or as recorded where replay needs that.")
+@click.option("--profile", "profile", help="Latency profile whose costs count; default: the latest of the recording's pair.")
+@json_option
+@with_context
+def fit_static_tree(ctx: click.Context, as_json: bool, **kw: Any) -> None:
+    """The best fixed tree for `growth` static (Sequoia): the fastest by a profile, or with both --nodes and --depth and no
+    --profile the one that accepts most.
+
+    \b
+    Example:  cli.py fit static-tree --draft small
+              cli.py fit static-tree --draft small --nodes 16 --depth 6
+    """
+    from optimizer.report import static_tree_table
+
+    _fitted(ctx, as_json, "fit_static_tree_artifact", kw, static_tree_table)
 
 
 # ----------------------------------------------------------------------------------------------------- command groups
@@ -832,11 +1054,11 @@ def policies_activate(ctx: click.Context, as_json: bool, policy_name: str, reaso
 
 def _check_runs(store: TraceStore, policy: Policy, pair_id: str, drafts: tuple[str, ...], device: str) -> None:
     """Raises PolicyError now for what every runtime would refuse later."""
-    from optimizer.artifacts import q_tables
+    from optimizer.artifacts import fitted, q_tables
     from runtime.policies.prepared import prepare
 
     _, found = _profile(store, None, pair_id, device)
-    prepare(policy, drafts, profile=found, q_tables=q_tables(store))
+    prepare(policy, drafts, profile=found, q_tables=q_tables(store), artifacts=fitted(store))
 
 
 @policies.command("rollback")
@@ -912,7 +1134,7 @@ def policies_export(ctx: click.Context, as_json: bool, policy_name: str, engine:
 
 @main.group()
 def traces() -> None:
-    """Recordings: list, show, stats, query, export, import, prune."""
+    """Recordings: list, show, stats, report, query, export, import, prune."""
 
 
 filter_options = _options(
@@ -958,9 +1180,22 @@ def traces_list(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     from traces.query import list_recordings
 
     with _store(ctx, create=False) as store:
-        rows = [r.to_json() for r in list_recordings(store.database, _filter(kw))]
-    columns = ("id", "pair_id", "source", "state", "n_requests", "n_output_tokens", "max_new_tokens", "drafts", "created_at")
-    _emit(as_json, {"recordings": rows}, lambda: rows_table(rows, columns, "recordings"))
+        found = list_recordings(store.database, _filter(kw))
+    rows = [info.to_json() for info in found]
+    columns = (
+        "id",
+        "pair_id",
+        "source",
+        "state",
+        "n_requests",
+        "n_output_tokens",
+        "max_new_tokens",
+        "drafts",
+        "trees",
+        "created_at",
+    )
+    table = [{**row, "trees": info.trees_shown()} for row, info in zip(rows, found, strict=True)]
+    _emit(as_json, {"recordings": rows}, lambda: rows_table(table, columns, "recordings"))
 
 
 @traces.command("show")
@@ -1008,7 +1243,8 @@ def traces_show(ctx: click.Context, as_json: bool, recording: str, request_id: s
             return
         rows = [r.to_json() for r in request_rows(store.database, TraceFilter(recordings=(name,)))]
     columns = tuple(c for c in RequestRow.columns() if c not in ("recording", "recorded_at"))
-    _emit(as_json, {**info.to_json(), "requests": rows}, lambda: rows_table(rows, columns, f"recording {name}: {info.state}"))
+    title = f"recording {name}: {info.state}" + (f"; trees of {grown}" if (grown := info.trees_shown()) else "")
+    _emit(as_json, {**info.to_json(), "requests": rows}, lambda: rows_table(rows, columns, title))
 
 
 @traces.command("stats")
@@ -1042,6 +1278,47 @@ def traces_stats(ctx: click.Context, as_json: bool, by: str, executed: bool, **k
     shown = tuple(g for g in groups if not (executed and g == "draft"))
     columns = (*shown, "requests", "acceptance", "mean_accepted_length", "by_position")
     _emit(as_json, {"stats": rows}, lambda: rows_table(rows, columns, "acceptance"))
+
+
+@traces.command("report")
+@click.argument("recording", default="latest")
+@click.option("--draft", help="Draft whose trees are meant; default: the first that has trees of every request.")
+@click.option("--out", type=click.Path(dir_okay=False), help="The page; default: trees-RECORDING-DRAFT.html here.")
+@click.option("--top-n", type=click.IntRange(1, 256), default=60, show_default=True, help="Nodes kept of a tree.")
+@click.option("--width", type=click.IntRange(2, 32), help="Children of a node; default: as recorded.")
+@click.option("--depth", type=click.IntRange(1, 64), help="Levels; default: as recorded.")
+@json_option
+@with_context
+def traces_report(ctx: click.Context, as_json: bool, recording: str, **kw: Any) -> None:
+    """Draw what a recording's draft trees do: one HTML page that needs nothing else, with the figures of the tree papers.
+
+    Terminal Confidence Ranks, probability and acceptance by entropy and rank, tau by window and by verified tokens for many policies,
+    entropy bins, categories. The recording must hold trees (`record --tree-width 8 --tree-depth 8`).
+
+    \b
+    Example:  cli.py traces report latest --out trees.html
+              cli.py traces report latest --draft small --top-n 32 --depth 6
+    """
+    from optimizer.tree_sources import report_of
+
+    _check_writable(("--out", kw["out"]))
+    with _store(ctx, create=False) as store, Meter() as meter:
+        report, name = report_of(
+            store,
+            store.resolve_recording(recording),
+            kw["draft"],
+            top_n=kw["top_n"],
+            width=kw["width"],
+            depth=kw["depth"],
+            progress=lambda done, total: meter("replay", done, total),
+        )
+    from optimizer.report_html import page
+
+    out = kw["out"] or f"trees-{name}-{report.draft}.html"
+    _write_text(out, [page(report)])
+    data = {"path": out, "recording": name, **report.to_json()}
+    left_out = f", {len(report.skipped)} policies left out" if report.skipped else ""
+    _emit(as_json, data, f"{out}: trees of draft {report.draft}, {len(report.points)} policies{left_out}")
 
 
 @traces.command("query")

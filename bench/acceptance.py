@@ -25,7 +25,10 @@ RESULTS = ROOT / "bench" / "results"
 
 def main() -> int:
     """Runs the checks that are asked for, prints a table, returns the exit code."""
-    from checks import CHECKS
+    import checks
+    import tree_checks
+
+    CHECKS = {**checks.CHECKS, **tree_checks.CHECKS}
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", metavar="NAME", choices=list(CHECKS), help="run these checks alone")

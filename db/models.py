@@ -108,11 +108,13 @@ class TrajectoryRow(Packed, Base):
 
 
 class PanoramaChunkRow(Packed, Base):
-    """What one draft would propose from every start of one trajectory; ``kind`` is ``chain`` (trees come later).
+    """What one draft would propose from every start of one trajectory; ``kind`` is ``chain``, or of its trees ``tree`` (children ranked
+    with the target's noise) or ``tree_q`` (ranked by probability alone).
 
     ``n`` positions; ``agree_count`` proposals that equal the text, ``none_count`` positions without a proposal; ``acceptance``
     the mean chance that the verifier keeps a proposal. ``survived[j]`` and ``at_risk[j]`` are sums over starts: proposals 0..j
-    all kept; proposals 0..j-1 kept and a token of the text left at j.
+    all kept; proposals 0..j-1 kept and a token of the text left at j. Of a tree these are its best children's, and the two lists are
+    empty; ``width`` children of a node and ``gamma_max`` levels are held, and ``covers`` names the growths that replay exactly.
     """
 
     __tablename__ = "panorama_chunk"
@@ -122,6 +124,8 @@ class PanoramaChunkRow(Packed, Base):
     draft: Mapped[str] = mapped_column(String(128), primary_key=True)
     kind: Mapped[str] = mapped_column(String(16), primary_key=True)
     gamma_max: Mapped[int]
+    width: Mapped[int] = mapped_column(default=0, server_default="0")
+    covers: Mapped[list[Any]] = mapped_column(JSON, default=list, server_default="[]")
     n: Mapped[int]
     agree_count: Mapped[int]
     none_count: Mapped[int]

@@ -21,6 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from demo.prompts import CATEGORIES, Prompt, demo_workload
 
+HEAD = "head"
+"""The folder of the EAGLE-3-style head, which demo/train_head.py measures itself."""
 KINDS = ("greedy", "greedy, first 32", "argmax at T=1", "coupled at T=1")
 
 
@@ -49,6 +51,7 @@ def agreement(
     drafts = {
         name: AutoModelForCausalLM.from_pretrained(pair / path, dtype=torch.float32).eval()
         for name, path in spec["drafts"].items()
+        if path != HEAD
     }
     torch.manual_seed(seed)
     noise = torch.Generator().manual_seed(seed)
@@ -144,6 +147,7 @@ def card(pair: Path, measured: dict[str, dict[str, dict[str, float]]], count: in
             "|---|---|" + "---|" * len(CATEGORIES),
             *agreements,
             "",
+            *_head(pair),
             "## Training",
             "",
             f"`python -m demo.train` with seed {settings['seed']}, {batch} tokens a step, AdamW, bf16 autocast,",
@@ -167,6 +171,38 @@ def card(pair: Path, measured: dict[str, dict[str, dict[str, float]]], count: in
             "",
         ]
     )
+
+
+def _head(pair: Path) -> list[str]:
+    """The section on the head, from its own training record; nothing where there is no head."""
+    file = pair / HEAD / "training.json"
+    if not file.exists():
+        return []
+    record = json.loads(file.read_text())
+    settings, measured = record["settings"], record["agreement"]
+    rows = []
+    for kind in ("greedy", "coupled at T=1"):
+        for name in measured:
+            found = [measured[name][c][kind] for c in CATEGORIES]
+            shares = " | ".join(f"{x['depth'][0]:.2f} -> {x['depth'][-1]:.2f}, {x['accepted']:.2f}" for x in found)
+            rows.append(f"| {name} | {kind} | {shares} |")
+    size = (pair / HEAD / "model.safetensors").stat().st_size / 1e6
+    return [
+        "## The head",
+        "",
+        f"`head` is an EAGLE-3-style head on the target: one layer, {record['parameters'] / 1e6:.2f} M parameters, {size:.1f} MB,",
+        "reading the target's hidden states 2, 4 and 5 and sharing its output matrix, in the format of EAGLE-3 checkpoints",
+        "(`docs/heads.md`). `python -m demo.train_head`",
+        f"trained it for {settings['steps']} steps of {settings['rows'] * settings['length']} tokens with {settings['unroll']} steps of",
+        "its own output each, half on the corpus, half on text the target wrote. " + record.get("note", ""),
+        "",
+        "Share of right proposals at depth 1 -> depth 5 of a chain that was right so far, and tokens kept of a chain of five:",
+        "",
+        "| draft | proposal | " + " | ".join(CATEGORIES) + " |",
+        "|---|---|" + "---|" * len(CATEGORIES),
+        *rows,
+        "",
+    ]
 
 
 def main() -> None:

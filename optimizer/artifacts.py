@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from db.errors import NotFoundError
+from db.errors import CorruptedChunkError, NotFoundError
 from runtime.policies.machines import Q_LEARNING
 from runtime.policies.prepared import QTables
 from runtime.policies.windows import WindowController, export_q_table
 from traces.errors import PolicyError
 from traces.store import TraceStore
+
+if TYPE_CHECKING:
+    from runtime.policies.tree_rules import Artifacts, Fitted
 
 Q_TABLE = "q_table"
 
@@ -26,9 +29,33 @@ def q_tables(store: TraceStore) -> QTables:
             artifact = store.get_artifact(name)
         except NotFoundError:
             raise PolicyError(f"window.artifact: there is no artifact {name!r} in this database") from None
+        except CorruptedChunkError as error:
+            raise PolicyError(f"window.artifact: {error}") from None
         if artifact.kind != Q_TABLE:
             raise PolicyError(f"window.artifact: artifact {name} is a {artifact.kind}, not a {Q_TABLE}")
         return np.asarray(artifact.arrays["values"], dtype=np.float64)
+
+    return find
+
+
+def fitted(store: TraceStore) -> Artifacts:
+    """Finds what trees were fitted to by artifact id or an unambiguous beginning of one, for
+    :func:`runtime.policies.prepared.prepare`. It raises PolicyError where there is none, or it is damaged. What was found is
+    remembered: an artifact never changes."""
+    from runtime.policies.tree_rules import Fitted  # imports torch, which chains over a trace do without
+
+    known: dict[str, Fitted] = {}
+
+    def find(name: str) -> Fitted:
+        if name not in known:
+            try:
+                artifact = store.get_artifact(name)
+            except NotFoundError as error:
+                raise PolicyError(f"{error} in this database (`fit` makes them)") from None
+            except CorruptedChunkError as error:
+                raise PolicyError(str(error)) from None
+            known[name] = Fitted(artifact.kind, artifact.document, artifact.arrays)
+        return known[name]
 
     return find
 

@@ -3,7 +3,7 @@
 A round at context c (tokens in the target's cache: prompt + start - 1) with g drafted and e emitted tokens, m draft steps
 and lag l takes, m > 0 being understood in the first line and temperature > 0 in the terms in brackets,
 
-    draft_s  = draft_phase_s + step(l, c) + (m - 1) step(1, c) + m (stop_step_s [+ draft_sample_s])
+    draft_s  = draft_phase_s + step(l, c) + (m - 1) step(1, c) + draft_bend_s(m) + m (stop_step_s [+ draft_sample_s])
     verify_s = verify(g + 1, c) [+ sample_s (g + 1) + noise_s e]
     round_s  = draft_s + verify_s + overhead_s
 
@@ -19,12 +19,12 @@ from typing import Any, Final, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from runtime.policies.document import GAMMA_LIMIT
+from runtime.policies.document import GAMMA_LIMIT, NODE_LIMIT, WIDTH_LIMIT
 from runtime.policies.prepared import window_costs
 from traces.errors import TraceError
 from traces.schema import CostCurve, LatencyProfile
 
-__all__ = ["BUCKET", "LAG_LIMIT", "CostModel", "RoundSeconds", "window_costs"]
+__all__ = ["BUCKET", "LAG_LIMIT", "CostModel", "RoundSeconds", "TreeCosts", "request_seconds", "window_costs"]
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -60,13 +60,14 @@ class CostModel:
     """The costs of one draft (or none), under one kind of stop, beside the target.
 
     ``verify_s`` float64 [buckets, GAMMA_LIMIT + 1] by drafted tokens; ``first_s`` [buckets, LAG_LIMIT + 2] by lag, of the
-    pass that reads it, the phase's fixed part included; ``step_s`` [buckets], of every later pass. Contexts beyond the last
-    bucket cost as in it.
+    pass that reads it, the phase's fixed part included; ``step_s`` [buckets], of every later pass; ``bend_s`` [GAMMA_LIMIT + 1],
+    what that many passes together take more. Contexts beyond the last bucket cost as in it.
     """
 
     verify_s: FloatArray
     first_s: FloatArray
     step_s: FloatArray
+    bend_s: FloatArray
     overhead_s: float
     noise_s: float
     sample_s: float
@@ -84,7 +85,7 @@ class CostModel:
         """
         contexts = np.arange(max(0, max_context) // BUCKET + 1) * float(BUCKET) + (BUCKET - 1) / 2
         verify = _grid(profile.verify, np.arange(1.0, GAMMA_LIMIT + 2), contexts)
-        first, step, prefill = np.zeros((len(contexts), LAG_LIMIT + 2)), np.zeros(len(contexts)), None
+        first, step, bend = np.zeros((len(contexts), LAG_LIMIT + 2)), np.zeros(len(contexts)), np.zeros(GAMMA_LIMIT + 1)
         if draft is not None:
             curve = profile.draft_step.get(draft)
             if curve is None:
@@ -93,18 +94,19 @@ class CostModel:
             first = _grid(curve, np.arange(LAG_LIMIT + 2.0), contexts) + profile.stop_step_s.get(stop, 0.0)
             step = first[:, 1].copy()
             first += profile.draft_phase_s.get(draft, 0.0)
-            prefill = profile.draft_prefill.get(draft)
+            bend += [profile.draft_bend(draft, passes) for passes in range(GAMMA_LIMIT + 1)]
         return cls(
             verify,
             first,
             step,
+            bend,
             profile.overhead_s,
             profile.noise_s,
             profile.sample_s,
             profile.draft_sample_s,
             profile.request_s,
             profile.prefill,
-            prefill,
+            None if draft is None else profile.draft_prefill.get(draft),
         )
 
     @classmethod
@@ -112,7 +114,7 @@ class CostModel:
         """Where there is no profile: everything takes 0 seconds."""
         verify, first = np.zeros((1, GAMMA_LIMIT + 1)), np.zeros((1, LAG_LIMIT + 2))
         nothing = CostCurve((1,), (0,), ((0.0,),), ((0.0,),))
-        return cls(verify, first, np.zeros(1), 0.0, 0.0, 0.0, 0.0, 0.0, nothing, None)
+        return cls(verify, first, np.zeros(1), np.zeros(GAMMA_LIMIT + 1), 0.0, 0.0, 0.0, 0.0, 0.0, nothing, None)
 
     def round_seconds(self, step: RoundLike, context: int, *, sampled: bool = False) -> RoundSeconds:
         """Seconds of one round; the replay kernel computes the same. ``sampled``: the temperature is above 0."""
@@ -122,6 +124,7 @@ class CostModel:
             first, beyond = self.first_s[bucket], max(0, step.lag - LAG_LIMIT)
             draft_s = float(first[min(step.lag, LAG_LIMIT)] + beyond * (first[LAG_LIMIT + 1] - first[LAG_LIMIT]))
             draft_s += (step.draft_steps - 1) * float(self.step_s[bucket])
+            draft_s += float(self.bend_s[min(step.draft_steps, GAMMA_LIMIT)])
         verify_s = float(self.verify_s[bucket, step.drafted])
         if sampled:
             draft_s += self.draft_sample_s * step.draft_steps
@@ -130,12 +133,60 @@ class CostModel:
 
     def request_seconds(self, prompt_tokens: npt.ArrayLike) -> FloatArray:
         """Seconds before the first round of requests with these prompts, same shape. A prompt of one token needs no prefill."""
-        read = np.asarray(prompt_tokens) - 1
-        seconds = np.full(read.shape, self.request_s)
-        for curve in (self.prefill, self.draft_prefill):
-            if curve is not None:
-                seconds += np.where(read > 0, _grid(curve, read.ravel(), np.zeros(1)).reshape(read.shape), 0.0)
-        return seconds
+        return _before_rounds(self.request_s, (self.prefill, self.draft_prefill), prompt_tokens)
+
+
+def request_seconds(profile: LatencyProfile, draft: str | None, prompt_tokens: npt.ArrayLike) -> FloatArray:
+    """:meth:`CostModel.request_seconds` of any draft, heads included, whose rounds are those of trees."""
+    curves = (profile.prefill, None if draft is None else profile.draft_prefill.get(draft))
+    return _before_rounds(profile.request_s, curves, prompt_tokens)
+
+
+def _before_rounds(request_s: float, curves: tuple[CostCurve | None, ...], prompt_tokens: npt.ArrayLike) -> FloatArray:
+    read = np.asarray(prompt_tokens) - 1
+    seconds = np.full(read.shape, request_s)
+    for curve in curves:
+        if curve is not None:
+            seconds += np.where(read > 0, _grid(curve, read.ravel(), np.zeros(1)).reshape(read.shape), 0.0)
+    return seconds
+
+
+@dataclass(frozen=True, eq=False)
+class TreeCosts:
+    """The costs of rounds of trees with one draft: float64 [2, buckets, width], greedy and sampled. ``verify_s`` by drafted nodes
+    (0 .. NODE_LIMIT), ``first_s`` by lag (0 .. LAG_LIMIT + 1), ``level_s`` by nodes read (0 .. WIDTH_LIMIT)."""
+
+    verify_s: FloatArray
+    first_s: FloatArray
+    level_s: FloatArray
+    overhead_s: float
+    noise_s: float
+
+    @classmethod
+    def of(cls, profile: LatencyProfile, draft: str, max_context: int, *, stop: str = "none") -> TreeCosts:
+        """Tables for contexts up to ``max_context``. Raises TraceError when the profile was measured without trees or this draft."""
+        trees = profile.trees
+        if trees is None or draft not in trees.level:
+            known = "none" if trees is None else ", ".join(sorted(trees.level))
+            raise TraceError(
+                f"the latency profile has no costs of trees for draft {draft!r} (it has: {known}); run `profile` again"
+            )
+        contexts = np.arange(max(0, max_context) // BUCKET + 1) * float(BUCKET) + (BUCKET - 1) / 2
+        nodes, lags, widths = np.arange(1.0, NODE_LIMIT + 2), np.arange(LAG_LIMIT + 2.0), np.arange(WIDTH_LIMIT + 1.0)
+        extra = profile.stop_step_s.get(stop, 0.0)
+        return cls(
+            np.stack([_grid(c, nodes, contexts) for c in (trees.verify, trees.sampled_verify)]),
+            np.stack([_grid(c[draft], lags, contexts) for c in (trees.first, trees.sampled_first)]) + extra,
+            np.stack([_grid(c[draft], widths, contexts) for c in (trees.level, trees.sampled_level)]) + extra,
+            profile.overhead_s,
+            profile.noise_s,
+        )
+
+    @classmethod
+    def free(cls) -> TreeCosts:
+        """Where there is no profile."""
+        verify, first, level = (np.zeros((2, 1, n)) for n in (NODE_LIMIT + 1, LAG_LIMIT + 2, WIDTH_LIMIT + 1))
+        return cls(verify, first, level, 0.0, 0.0)
 
 
 def _grid(curve: CostCurve, widths: npt.NDArray[Any], contexts: npt.NDArray[Any]) -> FloatArray:

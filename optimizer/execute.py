@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
+from scipy.special import stdtrit
 
 from runtime.decoder import Decoded, Decoder
 from runtime.loading import LoadedPair
 from runtime.loop import DecodeRequest, PolicySource, StaticSource
 from runtime.policies.document import Policy
 from runtime.policies.prepared import QTables, prepare
+from runtime.policies.tree_rules import Artifacts
 from traces.schema import Counts, LatencyProfile, Outcome, Request, RequestOutcome, Sampling, Step, Trajectory, Verifier, Workload
 
 
@@ -111,23 +114,76 @@ def outcome(policy: str, decoded: Sequence[Decoded]) -> Outcome:
 
 
 @dataclass(frozen=True)
+class Expected:
+    """Predicted seconds by policy id: of each executed request, and of the whole workload that these are part of."""
+
+    requests: Mapping[str, NDArray[np.float64]]
+    whole: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Measured seconds by policy id, as arrays of (request, pass), NaN where not executed."""
+
+    seconds: Mapping[str, NDArray[np.float64]]
+    expected: Expected | None = None
+
+    def ratio(
+        self,
+        policy_id: str,
+        base_id: str,
+        *,
+        projected: bool = False,
+        level: float = 0.95,
+    ) -> tuple[float, float, float]:
+        """(speed-up of one policy over another, interval) on the passes both were executed in: a request counts with its median
+        seconds; the interval is Student's, of the ratio of sums over requests, linearised in its logarithm. (0, inf) where fewer
+        than two requests are shared.
+
+        ``projected`` estimates the ratio on the whole workload: the executed ratio, times the predicted one there, over the
+        predicted one on the executed requests. Which requests were executed cancels as far as prediction knows how they differ,
+        and so does a prediction that is off by a factor; what stays is noise, and what prediction does not know.
+        """
+        one, other = self.seconds[policy_id], self.seconds[base_id]
+        shared = ~(np.isnan(one) | np.isnan(other))
+        rows = np.flatnonzero(shared.any(1))
+        if not len(rows):
+            return 1.0, 0.0, float("inf")
+        a = np.nanmedian(np.where(shared, one, np.nan)[rows], axis=1)
+        b = np.nanmedian(np.where(shared, other, np.nan)[rows], axis=1)
+        ratio, deviations = b.sum() / a.sum(), b / b.mean() - a / a.mean()
+        if projected and self.expected is not None:
+            a, b = self.expected.requests[policy_id][rows], self.expected.requests[base_id][rows]
+            ratio *= self.expected.whole[base_id] / self.expected.whole[policy_id] * a.sum() / b.sum()
+            deviations = deviations - b / b.mean() + a / a.mean()
+        if len(rows) < 2:
+            return float(ratio), 0.0, float("inf")
+        error = deviations.std(ddof=1) / np.sqrt(len(rows)) * stdtrit(len(rows) - 1, (1 + level) / 2)
+        return float(ratio), float(ratio * np.exp(-error)), float(ratio * np.exp(error))
+
+    def leader(self, policies: Sequence[str]) -> str:
+        """The fastest of some policies on the whole workload, by point estimate against the first of them."""
+        return max(policies, key=lambda p: self.ratio(p, policies[0], projected=True)[0])
+
+
+@dataclass(frozen=True)
 class Comparison:
     """Policies executed on the same requests in interleaved blocks. ``texts_differ`` counts requests whose tokens were not equal
-    under every policy: 0 unless arithmetic is of low precision."""
+    under every policy: 0 unless arithmetic is of low precision. ``timings`` has every execution and ``survivors`` the policies
+    that a race did not drop, both empty where there was none."""
 
     outcomes: dict[str, Outcome]
     policies: dict[str, Policy]
     texts_differ: int
+    timings: Timings | None = None
+    survivors: tuple[str, ...] = ()
 
-    def ratio(self, policy_id: str, base_id: str, *, resamples: int = 2000, seed: int = 0) -> tuple[float, float, float]:
-        """(speed-up of one policy over another, 95% interval): total tokens/s, bootstrapped over requests, pairs kept together."""
-        one, other = self.outcomes[policy_id].per_request, self.outcomes[base_id].per_request
-        a = np.array([r.counts.seconds for r in one])
-        b = np.array([r.counts.seconds for r in other])
-        pick = np.random.default_rng(seed).integers(0, len(a), size=(resamples, len(a)))
-        ratios = b[pick].sum(1) / a[pick].sum(1)
-        low, high = np.quantile(ratios, [0.025, 0.975])
-        return float(b.sum() / a.sum()), float(low), float(high)
+    def ratio(self, policy_id: str, base_id: str, *, projected: bool = False) -> tuple[float, float, float]:
+        """(speed-up of one policy over another, 95% interval), as :meth:`Timings.ratio`."""
+        timings = self.timings
+        if timings is None:
+            timings = Timings({k: np.array([[r.counts.seconds] for r in o.per_request]) for k, o in self.outcomes.items()})
+        return timings.ratio(policy_id, base_id, projected=projected)
 
 
 def compare(
@@ -141,6 +197,7 @@ def compare(
     clock: Callable[[], float] = time.perf_counter,
     progress: Callable[[int, int], None] = lambda done, total: None,
     q_tables: QTables | None = None,
+    artifacts: Artifacts | None = None,
     between: Callable[[int], None] = lambda done: None,
 ) -> Comparison:
     """Executes every policy on every request, request by request in rotating order, so that a slow minute of the machine falls on
@@ -152,12 +209,7 @@ def compare(
     """
     warm(pair, encoded)
     unique = list({p.id: p for p in policies}.values())
-    decoders = {
-        p.id: Decoder(
-            pair, StaticSource(prepare(p, pair.draft_names, profile=profile, q_tables=q_tables)), encoded.options.verifier, clock
-        )
-        for p in unique
-    }
+    decoders = _decoders(pair, unique, encoded, profile, q_tables, artifacts, clock)
     collected: dict[str, list[RequestOutcome]] = {p.id: [] for p in unique}
     began, differ = clock(), 0
     for n, (item, request) in enumerate(encoded.items):
@@ -180,3 +232,132 @@ def compare(
         between(n + 1)
     outcomes = {p.id: Outcome(p.label(), "executed", tuple(collected[p.id])) for p in unique}
     return Comparison(outcomes, {p.id: p for p in unique}, differ)
+
+
+BLOCK = 4
+"""Requests between two looks at who is to be dropped."""
+DROP_LEVEL = 0.998
+"""Level of the interval that drops a policy: there are many looks at many policies."""
+SETTLED = 0.005
+"""A race ends when nobody left can be faster than the leader by more than this, relative, in a 95% interval."""
+
+
+def eliminate(
+    policies: Sequence[str],
+    requests: int,
+    execute: Callable[[str, int], float],
+    *,
+    whole: Collection[str] = (),
+    kept: Collection[str] = (),
+    expected: Expected | None = None,
+    passes: int = 8,
+    budget_s: float | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> tuple[Timings, tuple[str, ...]]:
+    """Races policies, by id: passes over the requests, every policy on each in rotating order, the clearly slower dropped.
+
+    ``execute`` decodes one request (by index) under one policy and returns its seconds. After every ``BLOCK`` requests those
+    are dropped whose 99.8% interval of the projected ratio to the leader lies below 1; those in ``whole`` are executed to the end
+    of the first pass all the same, those in ``kept`` always. It ends after a pass that left one, or
+    nobody who can be faster than the leader by ``SETTLED``; after ``passes``; or after ``budget_s`` (at least one request is
+    executed). Returns the timings and who was not dropped.
+    """
+    seconds = {p: np.full((requests, passes), np.nan) for p in policies}
+    timings = Timings(seconds, expected)
+    racing, began, turn = list(policies), clock(), 0
+    for k in range(passes):
+        for n in range(requests):
+            if turn and budget_s is not None and clock() - began > budget_s:
+                return timings, tuple(racing)
+            here = [p for p in policies if p in racing or p in kept or (k == 0 and p in whole)]
+            for p in here[turn % len(here) :] + here[: turn % len(here)]:
+                seconds[p][n, k] = execute(p, n)
+            turn += 1
+            progress(turn, requests * passes)
+            if turn % BLOCK == 0 or n + 1 == requests:
+                leader = timings.leader(racing)
+                racing = [
+                    p for p in racing if p == leader or timings.ratio(p, leader, projected=True, level=DROP_LEVEL)[2] >= 1.0
+                ]
+        rest = [timings.ratio(p, leader, projected=True) for p in racing if p != leader]
+        if all(high <= 1.0 + SETTLED for _, _, high in rest):
+            break
+    return timings, tuple(racing)
+
+
+def race(
+    pair: LoadedPair,
+    policies: Sequence[Policy],
+    encoded: Encoded,
+    *,
+    whole: Collection[str] = (),
+    kept: Collection[str] = (),
+    expected: Expected | None = None,
+    profile: LatencyProfile | None = None,
+    passes: int = 8,
+    budget_s: float | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    q_tables: QTables | None = None,
+    artifacts: Artifacts | None = None,
+) -> Comparison:
+    """Executes policies in a race (:func:`eliminate`), so that most of the time goes to telling the fastest apart.
+
+    A request's seconds in the outcomes are the median of its executions. Windows that carry state keep one controller for the
+    whole race. Raises PolicyError if a policy cannot run.
+    """
+    warm(pair, encoded)
+    unique = {p.id: p for p in policies}
+    decoders = _decoders(pair, list(unique.values()), encoded, profile, q_tables, artifacts, clock)
+    counts: dict[str, dict[int, Counts]] = {p: {} for p in unique}
+    texts: list[set[tuple[int, ...]]] = [set() for _ in encoded.items]
+
+    def execute(policy_id: str, n: int) -> float:
+        item, request = encoded.items[n]
+        decoded = decoders[policy_id].decode(request, item.category, encoded.options.stop_strings)
+        texts[n].add(tuple(decoded.trajectory.output_ids.tolist()))
+        counts[policy_id].setdefault(n, counts_of(decoded.steps, decoded.seconds))
+        return decoded.seconds
+
+    timings, survivors = eliminate(
+        list(unique),
+        len(encoded.items),
+        execute,
+        whole=whole,
+        kept=kept,
+        expected=expected,
+        passes=passes,
+        budget_s=budget_s,
+        clock=clock,
+        progress=progress,
+    )
+    outcomes = {}
+    for policy_id, policy in unique.items():
+        rows = []
+        for n, found in sorted(counts[policy_id].items()):
+            item, _ = encoded.items[n]
+            typical = float(np.nanmedian(timings.seconds[policy_id][n]))
+            rows.append(RequestOutcome(item.id, item.category, replace(found, seconds=typical)))
+        outcomes[policy_id] = Outcome(policy.label(), "executed", tuple(rows))
+    return Comparison(outcomes, unique, sum(len(t) > 1 for t in texts), timings, survivors)
+
+
+def _decoders(
+    pair: LoadedPair,
+    policies: Sequence[Policy],
+    encoded: Encoded,
+    profile: LatencyProfile | None,
+    q_tables: QTables | None,
+    artifacts: Artifacts | None,
+    clock: Callable[[], float],
+) -> dict[str, Decoder]:
+    return {
+        p.id: Decoder(
+            pair,
+            StaticSource(prepare(p, pair.draft_names, profile=profile, q_tables=q_tables, artifacts=artifacts)),
+            encoded.options.verifier,
+            clock,
+        )
+        for p in policies
+    }

@@ -9,23 +9,31 @@ from rich.console import Console
 from rich.text import Text
 
 from optimizer.execute import DecodeOptions, counts_of
+from optimizer.tree_view import ACCEPTED, OWN, tree_json, tree_view
 from runtime.decoder import Decoder
 from runtime.loading import LoadedPair
-from runtime.loop import StaticSource
+from runtime.loop import Round, StaticSource
 from runtime.policies.document import AUTOREGRESSIVE
 from runtime.policies.prepared import PreparedPolicy, prepare
-from traces.schema import Request, Step
-
-ACCEPTED, OWN = "green", "bold yellow"
+from traces.schema import Request
 
 
 def generate(
-    pair: LoadedPair, prepared: PreparedPolicy, prompt: str, options: DecodeOptions, console: Console, *, compare: bool = True
+    pair: LoadedPair,
+    prepared: PreparedPolicy,
+    prompt: str,
+    options: DecodeOptions,
+    console: Console,
+    *,
+    compare: bool = True,
+    show_trees: bool = False,
 ) -> dict[str, Any]:
-    """Streams the continuation of ``prompt``: drafted and accepted tokens in green, the target's own in yellow.
+    """Streams the continuation of ``prompt``: drafted and accepted tokens in green, the target's own in yellow. Where trees were drafted
+    the last one is drawn below, or with ``show_trees`` every one.
 
     Returns ``text``, ``token_ids``, ``rounds``, ``tau``, ``tokens_per_s`` and, with ``compare``, ``autoregressive_tokens_per_s`` and
-    whether the texts are equal. Raises WorkloadError when the prompt does not fit.
+    whether the texts are equal; where trees were drafted also ``trees``, one per round (:func:`optimizer.tree_view.tree_json`). Raises
+    WorkloadError when the prompt does not fit.
     """
     item = Request("prompt", "prompt", (prompt,))
     ids = pair.encode_request(item, chat=options.chat)
@@ -33,12 +41,12 @@ def generate(
     request = decoder.request(item, ids, options.sampling, options.max_new_tokens, options.stop_strings)
     _touch(pair, prepared, item, ids, options)
     output: list[int] = []
-    steps: list[Step] = []
+    rounds: list[Round] = []
     shown = ""
     began = time.perf_counter()
     drawing = 0.0
     for round_ in decoder.rounds(request):
-        steps.append(round_.step)
+        rounds.append(round_)
         drew = time.perf_counter()
         for i, token in enumerate(round_.tokens):
             output.append(token)
@@ -49,7 +57,7 @@ def generate(
                 shown = text
         drawing += time.perf_counter() - drew
     seconds = time.perf_counter() - began - drawing
-    counts = counts_of(steps, seconds)
+    counts = counts_of([r.step for r in rounds], seconds)
     result: dict[str, Any] = {
         "text": pair.text(output),
         "token_ids": output,
@@ -61,6 +69,12 @@ def generate(
         "tokens_per_s": counts.tokens_per_s,
     }
     console.print()
+    grown = [i for i, r in enumerate(rounds) if r.tree is not None]
+    if grown or prepared.policy.is_tree:
+        result["trees"] = [tree_json(r) for r in rounds]
+    for i in grown if show_trees else grown[-1:]:
+        before = [*ids, *output][len(ids) + rounds[i].step.start - 1]
+        console.print(tree_view(i + 1, rounds[i], pair.text([before]), lambda token: pair.text([token])))
     console.print(
         Text.assemble(("accepted draft tokens", ACCEPTED), "  ", ("the target's own", OWN), f"   policy: {prepared.label}")
     )

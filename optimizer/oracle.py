@@ -58,7 +58,7 @@ class TraceBackend:
             return AGREE_NONE, 0, 0
         return AGREE_NO, int(view.branch_logp[row, entry]), int(view.branch_entropy[row, entry])
 
-    def draft(self, prepared: PreparedPolicy, gamma: int) -> Drafted:
+    def draft(self, prepared: PreparedPolicy, gamma: int, limit: int | None = None) -> Drafted:
         if self.panorama is None:
             raise TraceError(f"this recording has no panorama of draft {prepared.policy.draft!r}")
         stop = prepared.stop

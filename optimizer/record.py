@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from optimizer.artifacts import fitted
 from optimizer.execute import DecodeOptions, encode, warm
 from runtime.decoder import Decoded, Decoder
 from runtime.loading import LoadedPair
 from runtime.loop import PolicySource
 from runtime.panorama import record_panorama
-from traces.schema import Workload
+from runtime.policies.document import DEFAULT_TOP_N, GAMMA_LIMIT, POOL_LIMIT, WIDTH_LIMIT, Policy, parse_policy
+from runtime.policies.tree_rules import Artifacts, Fitted, compile_tree
+from runtime.policies.trees import TreeRule
+from runtime.tree_panorama import Cover, base_covers, cover_name, record_tree_panorama
+from traces.errors import PolicyError, TraceError
+from traces.recording import TREE_DEPTH, TREE_WIDTH
+from traces.schema import Proposals, Workload
 from traces.store import RecordingInfo, TraceStore
 
 Progress = Callable[[str, int, int], None]
 """Called with (phase, done, total)."""
 BATCH = 8
 """Panoramas stored in one transaction."""
+TREE_BATCH = 4
+"""Tree panoramas stored in one transaction; each takes seconds to make."""
+Covers = Sequence[Cover] | Mapping[str, Sequence[Cover]]
+"""Growths to cover: of every draft, or by draft."""
 
 
 def recording_options(pair: LoadedPair, options: DecodeOptions) -> dict[str, Any]:
@@ -32,12 +44,20 @@ def recording_options(pair: LoadedPair, options: DecodeOptions) -> dict[str, Any
 
 @dataclass(frozen=True)
 class RecordRequest:
-    """What to record: a workload under given sampling, with panoramas of these drafts up to ``gamma_max``."""
+    """What to record: a workload under given sampling, with panoramas of these drafts up to ``gamma_max``.
+
+    With a ``tree_width`` above 0 also the trees of up to that many children and ``tree_depth`` levels, and the growths of ``covers``
+    (:func:`retrace_trees`).
+    """
 
     workload: Workload
     options: DecodeOptions
     drafts: tuple[str, ...]
     gamma_max: int = 16
+    tree_width: int = 0
+    tree_depth: int = 0
+    tree_proposals: Proposals = "coupled"
+    covers: Covers = ()
 
 
 def record(
@@ -50,7 +70,7 @@ def record(
     reuse_complete: bool = False,
     progress: Progress = lambda phase, done, total: None,
 ) -> RecordingInfo:
-    """Decodes and stores every request, then every panorama; what is stored already is not done again.
+    """Decodes and stores every request, then every panorama, then the trees; what is stored already is not done again.
 
     A recording that was begun with the same arguments and not finished is resumed, unless ``fresh``; with ``reuse_complete`` a
     finished one counts as well. The policy in ``source`` changes how fast this goes, never what is recorded. Every request is
@@ -82,6 +102,18 @@ def record(
                 store.append_trajectory(info.id, ordinal, decoded.trajectory, decoded.steps)
             progress("decode", ordinal + 1, total)
     retrace(store, pair, info.id, wanted.drafts, wanted.gamma_max, progress=progress)
+    retrace_trees(
+        store,
+        pair,
+        info.id,
+        wanted.drafts,
+        wanted.tree_width,
+        wanted.tree_depth,
+        proposals=wanted.tree_proposals,
+        covers=wanted.covers,
+        chain_depth=wanted.gamma_max,
+        progress=progress,
+    )
     if info.state != "complete":
         store.finish_recording(info.id)
     return store.get_recording(info.id)
@@ -96,9 +128,14 @@ def retrace(
     *,
     progress: Progress = lambda phase, done, total: None,
 ) -> int:
-    """Records the panoramas that a recording lacks, of drafts that may be newer than it; how many were made."""
+    """Records the panoramas that a recording lacks, of drafts that may be newer than it; how many were made.
+
+    An EAGLE head has none: what it proposes depends on where its round began (:func:`retrace_trees` records that).
+    """
     made = 0
     for draft in drafts:
+        if draft in pair.heads:
+            continue
         missing = store.missing_panoramas(recording, draft, gamma_max)
         batch: list[Any] = []
         for n, request in enumerate(store.iterate(recording, drafts=(), ordinals=missing) if missing else ()):
@@ -108,6 +145,190 @@ def retrace(
                 batch = []
             progress(f"panorama {draft}", n + 1, len(missing))
     return made
+
+
+def cover_of(policy: Policy, *, sampled: bool, artifacts: Artifacts | None = None) -> Cover:
+    """A policy's growth as something to record, to the deepest level that the policy can draft. Raises PolicyError for a chain."""
+    if not policy.is_tree:
+        raise PolicyError(f"policy {policy.id} drafts a chain; every recording covers those")
+    return Cover(
+        cover_name(policy.growth, sampled=sampled), compile_tree(policy, sampled=sampled, artifacts=artifacts), policy.depth_max
+    )
+
+
+def tree_size(width: int | None, depth: int | None, covers: Sequence[tuple[str, Cover]] = ()) -> tuple[int, int]:
+    """The (width, depth) to record: as given, else 8, which :func:`retrace_trees` raises where a cover needs more.
+
+    ``covers`` come with their names for messages. Raises TraceError when a limit is exceeded, or a cover needs more than was given.
+    """
+    for name, cover in covers:
+        for what, flag, given, least in (
+            ("wide", "--tree-width", width, cover.rule.width),
+            ("deep", "--tree-depth", depth, cover.depth),
+        ):
+            if given is not None and given < least:
+                raise TraceError(f"--cover {name}: its trees are {least} {what}; give {flag} {least} instead of {given}")
+    wide, deep = TREE_WIDTH if width is None else width, TREE_DEPTH if depth is None else depth
+    for flag, value, limit in (("--tree-width", wide, WIDTH_LIMIT), ("--tree-depth", deep, GAMMA_LIMIT)):
+        if not 1 <= value <= limit:
+            raise TraceError(f"{flag} {value}: from 1 to {limit} is possible")
+    grown = wide + (deep - 1) * wide * wide
+    if grown > POOL_LIMIT:
+        raise TraceError(
+            f"--tree-width {wide} --tree-depth {deep}: trees of {grown} candidates, more than any policy may grow ({POOL_LIMIT}); "
+            "lower one of them"
+        )
+    return wide, deep
+
+
+def retrace_trees(
+    store: TraceStore,
+    pair: LoadedPair,
+    recording: str,
+    drafts: Collection[str],
+    width: int,
+    depth: int,
+    *,
+    proposals: Proposals = "coupled",
+    covers: Covers = (),
+    chain_depth: int = 0,
+    progress: Progress = lambda phase, done, total: None,
+) -> int:
+    """Records the trees that a recording lacks, ``width`` children wide and ``depth`` levels deep; how many were made.
+
+    ``covers`` are growths beside EAGLE-2's; all are recorded to the same depth, so width and depth are raised to the largest cover's.
+    What replaces narrower trees holds all that any stored tree of the draft holds. Width 0 records none, but for EAGLE heads: they
+    have no chain panorama, so the trees hold their chains of ``chain_depth``. A draft that cannot grow trees is passed over.
+    """
+    made = 0
+    for draft in drafts:
+        if draft == "ngram":
+            continue
+        own = tuple(covers.get(draft, ()) if isinstance(covers, Mapping) else covers)
+        head = draft in pair.heads
+        chains = chain_depth if head else 0
+        if width:
+            wanted = _Trees(draft, width, depth, proposals, own, chains if proposals == "coupled" else 0)
+            made += _retrace_trees(store, pair, recording, wanted, f"trees {draft}", progress)
+        if chains and not (width and proposals == "coupled"):
+            made += _retrace_trees(
+                store, pair, recording, _Trees(draft, 1, 1, "coupled", (), chains), f"panorama {draft}", progress
+            )
+    return made
+
+
+@dataclass(frozen=True)
+class _Trees:
+    """What one draft's trees are to hold at least; ``chain_depth`` is that of a head's chains."""
+
+    draft: str
+    width: int
+    depth: int
+    proposals: Proposals
+    covers: tuple[Cover, ...]
+    chain_depth: int
+
+
+def _retrace_trees(store: TraceStore, pair: LoadedPair, recording: str, wanted: _Trees, phase: str, progress: Progress) -> int:
+    wanted = replace(
+        wanted,
+        width=max([wanted.width, *(c.rule.width for c in wanted.covers)]),
+        depth=max([wanted.depth, *(c.depth for c in wanted.covers)]),
+    )
+    missing = _lacking(store, recording, wanted)
+    if not missing:
+        return 0
+    wanted = _united(store, recording, wanted)
+    made, batch = 0, list[Any]()
+    for n, request in enumerate(store.iterate(recording, drafts=(), ordinals=missing)):
+        panorama = record_tree_panorama(
+            pair,
+            request.trajectory,
+            wanted.draft,
+            wanted.width,
+            wanted.depth,
+            proposals=wanted.proposals,
+            covers=wanted.covers,
+            chain_depth=wanted.chain_depth,
+        )
+        batch.append((request.ordinal, panorama))
+        if len(batch) >= TREE_BATCH or n + 1 == len(missing):
+            made += store.put_tree_panoramas(recording, batch)
+            batch = []
+        progress(phase, n + 1, len(missing))
+    return made
+
+
+def _lacking(store: TraceStore, recording: str, wanted: _Trees) -> tuple[int, ...]:
+    """Ordinals whose stored trees do not hold what is wanted. Chains are held by trees as deep, or by a chain's cover."""
+
+    def ask(depth: int, *also: str) -> tuple[int, ...]:
+        names = (*(c.name for c in wanted.covers), *also)
+        return store.missing_trees(
+            recording, wanted.draft, width=wanted.width, depth=depth, proposals=wanted.proposals, covers=names
+        )
+
+    missing = ask(max(wanted.depth, wanted.chain_depth))
+    if missing and wanted.chain_depth > wanted.depth:
+        stored = store.tree_limits(recording, wanted.draft, wanted.proposals)[2]
+        for name in stored:
+            if _chain_depth(name) >= wanted.chain_depth:
+                lacking = set(ask(wanted.depth, name))
+                missing = tuple(o for o in missing if o in lacking)
+    return missing
+
+
+def _united(store: TraceStore, recording: str, wanted: _Trees) -> _Trees:
+    """What is wanted and all that any stored tree of the draft holds, so that recording it again loses nothing."""
+    width, depth, names = store.tree_limits(recording, wanted.draft, wanted.proposals)
+    width, depth = max(width, wanted.width), max(depth, wanted.depth)
+    chains = {c for name in names if (c := _chain_depth(name))} | {wanted.chain_depth}
+    if width == 1:
+        depth = max(depth, *chains)
+    sampled = not store.get_recording(recording).sampling.greedy
+    by_itself = {c.name for c in base_covers(width, depth, sampled=sampled, proposals=wanted.proposals)}
+    rules = {c.name: c.rule for c in wanted.covers}
+    for name in names:
+        if name not in rules and name not in by_itself and not _chain_depth(name):
+            rules[name] = _stored_rule(name, wanted.draft, wanted.proposals, sampled, fitted(store))
+    covers = [Cover(name, rule, depth) for name, rule in rules.items() if name not in by_itself]
+    one = TreeRule(width=1, frontier=1, by_probability=wanted.proposals == "probability")
+    covers += [Cover(_chain_name(c), one, c) for c in sorted(chains) if c]
+    deepest = max(chains)
+    return replace(wanted, width=width, depth=depth, covers=tuple(covers), chain_depth=deepest if deepest > depth else 0)
+
+
+def _chain_name(depth: int) -> str:
+    """The name of the cover that says how deep chains were recorded, where that is deeper than the trees."""
+    return json.dumps({"depth": depth, "kind": "chain"}, separators=(",", ":"))
+
+
+def _chain_depth(name: str) -> int:
+    """The depth that :func:`_chain_name` tells; 0 for any other cover."""
+    data = json.loads(name)
+    return int(data["depth"]) if data["kind"] == "chain" else 0
+
+
+def _stored_rule(name: str, draft: str, proposals: Proposals, sampled: bool, artifacts: Artifacts) -> TreeRule:
+    """The growth that a cover's name tells (:func:`runtime.tree_panorama.cover_name`). Raises PolicyError when its artifact is gone."""
+    data = json.loads(name)
+    growth: dict[str, Any] = {"kind": data["kind"], "proposals": proposals}
+    if data["kind"] == "static":
+        growth["artifact" if isinstance(data["paths"], str) else "paths"] = data["paths"]
+    else:
+        growth |= {key: data[key] for key in ("width", "cap", "beta", "artifact") if key in data}
+        score, _, sharpness = str(data.get("score", "probability")).removesuffix(")").partition("(")
+        growth |= {"score": score} | ({"sharpness": float(sharpness)} if sharpness else {})
+    # The depth is no part of a growth's name, nor of its rule.
+    document = {"draft": draft, "growth": growth, "window": {"kind": "fixed", "gamma": 1}}
+    if data["kind"] == "top_k":
+        document["select"] = {"top_n": DEFAULT_TOP_N}
+
+    def find(artifact: str) -> Fitted:
+        found = artifacts(artifact)
+        return replace(found, document={k: v for k, v in found.document.items() if k != "draft"})
+
+    return compile_tree(parse_policy(document, where=f"stored cover {name}"), sampled=sampled, artifacts=find)
 
 
 def keep_served(store: TraceStore, pair: LoadedPair, options: DecodeOptions, decoded: Sequence[Decoded]) -> str:

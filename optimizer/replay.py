@@ -20,21 +20,27 @@ import numpy.typing as npt
 
 import optimizer.cost as cost
 import runtime.policies.machines as machines
-from optimizer.cost import BUCKET, LAG_LIMIT, CostModel
+from optimizer.cost import BUCKET, LAG_LIMIT, CostModel, TreeCosts, request_seconds
 from optimizer.outcomes import Chains, Index, Words, check_reach, first_occurrences, join_chains, tabulate
+from optimizer.tree_outcomes import Forest, GrowthTable, join_trees, tabulate_growth
+from optimizer.tree_replay import TreeLimits, replay_trees, stop_levels
 from runtime.policies.document import Policy
 from runtime.policies.jit import compiled
 from runtime.policies.machines import advance, reset
-from runtime.policies.prepared import QTables, prepare
+from runtime.policies.prepared import PreparedPolicy, QTables, prepare
 from runtime.policies.stops import CompiledStop
+from runtime.policies.tree_rules import Artifacts
+from runtime.policies.trees import TreeRule
 from runtime.policies.windows import WindowController
 from traces.errors import PolicyError, TraceError
-from traces.schema import ChainPanorama, Counts, LatencyProfile, Outcome, RequestOutcome, Step, Trajectory
+from traces.schema import NO_BIN, ChainPanorama, Counts, LatencyProfile, Outcome, RequestOutcome, Step, Trajectory, TreePanorama
 
 FloatArray = npt.NDArray[np.float64]
 
-ROUND_COLUMNS: Final = ("request", "start", "drafted", "verified", "accepted", "emitted", "draft_steps", "lag")
+ROUND_COLUMNS: Final = ("request", "start", "drafted", "verified", "accepted", "emitted", "draft_steps", "lag", "depth", "bin")
 """Columns of :attr:`Replay.rounds`; ``request`` is the index in :attr:`ReplayTrace.request_ids`."""
+CACHED_GROWTHS: Final = 48
+"""Growth tables a trace keeps (a few hundred bytes a position each)."""
 CACHED_TABLES: Final = 64
 """Tabulations a trace keeps (4 bytes a position each)."""
 
@@ -44,11 +50,17 @@ class ReplayTrace:
 
     ``panoramas`` maps each draft to its panoramas, one per trajectory in the same order. Requests are replayed in order,
     which matters only to windows that carry their state from one to the next. ``seed`` chooses the draws of requests decoded
-    by the rejection verifier. Raises TraceError where panoramas do not match.
+    by the rejection verifier. ``trees`` maps (draft, proposals) to tree panoramas likewise. Raises TraceError where panoramas do
+    not match.
     """
 
     def __init__(
-        self, trajectories: Sequence[Trajectory], panoramas: Mapping[str, Sequence[ChainPanorama]], *, seed: int = 0
+        self,
+        trajectories: Sequence[Trajectory],
+        panoramas: Mapping[str, Sequence[ChainPanorama]],
+        *,
+        seed: int = 0,
+        trees: Mapping[tuple[str, str], Sequence[TreePanorama]] | None = None,
     ) -> None:
         self.trajectories = tuple(trajectories)
         lengths = np.array([len(t.output_ids) for t in trajectories], dtype=np.int64)
@@ -61,6 +73,9 @@ class ReplayTrace:
         self.max_context = int((self.prompts + lengths).max(initial=1))
         self._first_seen = np.concatenate([np.zeros(0, np.int32), *(first_occurrences(t) for t in trajectories)])
         self.chains: dict[str, Chains] = {d: join_chains(self.trajectories, p) for d, p in panoramas.items()}
+        self.forests: dict[tuple[str, str], Forest] = {k: join_trees(self.trajectories, p) for k, p in (trees or {}).items()}
+        self._growths: OrderedDict[tuple[object, ...], GrowthTable] = OrderedDict()
+        self._tree_costs: OrderedDict[tuple[int, str, str], tuple[LatencyProfile, TreeCosts, FloatArray]] = OrderedDict()
         self._lock = threading.Lock()
         self._tables: OrderedDict[tuple[str, CompiledStop], Words] = OrderedDict()
         self._costs: OrderedDict[tuple[int, str | None, str], tuple[LatencyProfile, CostModel, FloatArray]] = OrderedDict()
@@ -94,6 +109,60 @@ class ReplayTrace:
             raise TraceError(f"the recording has no panorama of draft {policy.draft!r} (it has: {known}); retrace it")
         check_reach(policy, chains)
         return self._remember(policy.draft, stop, chains)
+
+    def uses_trees(self, policy: Policy) -> bool:
+        """Whether a policy is replayed from tree panoramas: it grows trees, or its draft is a head (whose chains are trees too)."""
+        return policy.is_tree or (
+            policy.speculates and policy.draft not in self.chains and (policy.draft, "coupled") in self.forests
+        )
+
+    def growth(self, policy: Policy, rules: tuple[TreeRule, TreeRule]) -> GrowthTable:
+        """What every start grows under a policy's growth, remembered; windows, selections, stops and bins share it.
+
+        Raises TraceError if too little was recorded.
+        """
+        proposals = getattr(policy.growth, "proposals", "coupled")
+        forest = self.forests.get((policy.draft, proposals))
+        if forest is None:
+            known = ", ".join(sorted({d for d, p in self.forests if p == proposals})) or "none"
+            flag = "" if proposals == "coupled" else " --tree-proposals probability"
+            raise TraceError(
+                f"the recording has no trees of draft {policy.draft!r} (it has: {known}); `record --resume ID --tree-width "
+                f"{rules[0].width} --tree-depth {policy.depth_max}{flag}` makes them"
+            )
+        document = policy.growth.model_dump_json()
+        stops = policy.stop.kind != "none" and policy.growth.kind == "static"
+        depth = max(policy.depth_max, forest.depth)  # shallower policies share the deepest one's table
+        key = (policy.draft, proposals, document, depth, stops)
+        with self._lock:
+            found = self._growths.get(key)
+            if found is not None:
+                self._growths.move_to_end(key)
+                return found
+        hot = self._sampled_positions()
+        made = tabulate_growth(forest, [(rules[0], np.flatnonzero(~hot)), (rules[1], np.flatnonzero(hot))], depth)
+        with self._lock:
+            self._growths[key] = made
+            while len(self._growths) > CACHED_GROWTHS:
+                self._growths.popitem(last=False)
+        return made
+
+    def _sampled_positions(self) -> npt.NDArray[np.bool_]:
+        return np.repeat(self.sampled > 0, np.diff(self.offsets))
+
+    def tree_costs(self, policy: Policy, profile: LatencyProfile) -> tuple[TreeCosts, FloatArray]:
+        """:meth:`costs` for policies that are replayed from tree panoramas."""
+        key = (id(profile), policy.draft, policy.stop.kind)
+        with self._lock:
+            found = self._tree_costs.get(key)
+        if found is None:
+            tables = TreeCosts.of(profile, policy.draft, self.max_context, stop=policy.stop.kind)
+            found = (profile, tables, request_seconds(profile, policy.draft, self.prompts))
+            with self._lock:
+                self._tree_costs[key] = found
+                while len(self._tree_costs) > CACHED_TABLES:
+                    self._tree_costs.popitem(last=False)
+        return found[1], found[2]
 
     def _remember(self, draft: str, stop: CompiledStop, chains: Chains | None) -> Words:
         with self._lock:
@@ -133,7 +202,7 @@ class Replay:
     ``counts`` int64 [requests, 6] (rounds, emitted, accepted, drafted, draft steps, verified), ``seconds`` float64
     [requests] (0 without a profile). ``rounds`` int32 [rounds, 8] (:data:`ROUND_COLUMNS`) and ``round_s`` float64 [rounds,
     3] (draft, verify, round), in order, are None unless asked for. ``controller`` is the window as it was left, a learned
-    Q-table included.
+    Q-table included. ``missing`` rounds read laws that were not recorded (0 unless approximate).
     """
 
     policy: Policy
@@ -143,6 +212,7 @@ class Replay:
     controller: WindowController
     rounds: npt.NDArray[np.int32] | None = None
     round_s: FloatArray | None = None
+    missing: int = 0
 
     @property
     def total(self) -> Counts:
@@ -164,30 +234,37 @@ class Replay:
             raise ValueError("replayed without per_round")
         out: list[list[Step]] = [[] for _ in self.trace.order]
         for row, (draft_s, verify_s, round_s) in zip(self.rounds.tolist(), self.round_s.tolist(), strict=True):
-            request, start, drafted, verified, accepted, emitted, draft_steps, lag = row
+            request, start, drafted, verified, accepted, emitted, draft_steps, lag, depth, bin_ = row
             out[request].append(
                 Step(
                     start, drafted, verified, accepted, emitted, draft_steps, lag,
-                    self.policy.draft, self.policy.id, draft_s, verify_s, round_s,
+                    self.policy.draft, self.policy.id, draft_s, verify_s, round_s, depth, bin_,
                 )
             )  # fmt: skip
         return out
 
 
 def _counts(requests: int, row: npt.NDArray[np.int64], seconds: float) -> Counts:
-    rounds, emitted, accepted, drafted, draft_steps, verified = row.tolist()
+    rounds, emitted, accepted, drafted, draft_steps, verified = row.tolist()[:6]
     return Counts(requests, rounds, emitted, accepted, drafted, draft_steps, verified, seconds)
 
 
 def replay(
-    trace: ReplayTrace, policy: Policy, profile: LatencyProfile | None = None, *, q_tables: QTables | None = None
+    trace: ReplayTrace,
+    policy: Policy,
+    profile: LatencyProfile | None = None,
+    *,
+    q_tables: QTables | None = None,
+    artifacts: Artifacts | None = None,
+    approximate: bool = False,
 ) -> Outcome:
     """What the policy costs and yields on the trace. Rounds are exact; seconds are the profile's, or 0 without one.
 
     Raises TraceError if the recording or the profile does not hold what the policy needs, PolicyError if the policy needs
     costs and there is no profile.
     """
-    return run_replay(trace, policy, profile, q_tables=q_tables).outcome()
+    replayed = run_replay(trace, policy, profile, q_tables=q_tables, artifacts=artifacts, approximate=approximate)
+    return replayed.outcome()
 
 
 def run_replay(
@@ -198,16 +275,21 @@ def run_replay(
     per_round: bool = False,
     controller: WindowController | None = None,
     q_tables: QTables | None = None,
+    artifacts: Artifacts | None = None,
+    approximate: bool = False,
 ) -> Replay:
     """:func:`replay` with arrays instead of values, and on request every round. Releases the GIL while it runs.
 
     ``controller`` goes on from an earlier session's state (it is copied); by default the policy's window starts anew.
-    ``q_tables`` finds the Q-table of a window that names an artifact.
+    ``q_tables`` finds the Q-table of a window that names an artifact, ``artifacts`` what trees need. A tree that would read laws which were
+    not recorded raises TraceError, unless ``approximate``: then such nodes have no children, and ``Replay.missing`` counts the rounds.
     """
     if profile is None and not policy.replays_exactly:
         raise PolicyError("window.costs 'recent' reads the clock, which a replay takes from a latency profile: give one")
-    prepared = prepare(policy, [policy.draft], profile=profile, q_tables=q_tables)
+    prepared = prepare(policy, [policy.draft], profile=profile, q_tables=q_tables, artifacts=artifacts)
     window = (prepared.controller if controller is None else controller).fork()
+    if trace.uses_trees(policy):
+        return _run_trees(trace, policy, prepared, window, profile, per_round=per_round, approximate=approximate)
     words = trace.outcomes(policy, prepared.stop)
     model, before = (_FREE, np.zeros(len(trace.trajectories))) if profile is None else trace.costs(policy, profile)
     counts = np.zeros((len(trace.order), 6), dtype=np.int64)
@@ -218,13 +300,56 @@ def run_replay(
     used = _replay(
         w.kind, w.ints, w.floats, w.table, window.state,
         trace.order, trace.offsets, trace.prompts, trace.budgets, trace.sampled, words,
-        model.verify_s, model.first_s, model.step_s,
+        model.verify_s, model.first_s, model.step_s, model.bend_s,
         model.overhead_s, model.noise_s, model.sample_s, model.draft_sample_s,
         per_round, counts, seconds, rounds, round_s,
     )  # fmt: skip
     if not per_round:
         return Replay(policy, trace, counts, seconds, window)
     return Replay(policy, trace, counts, seconds, window, rounds[:used].copy(), round_s[:used].copy())
+
+
+def _run_trees(
+    trace: ReplayTrace,
+    policy: Policy,
+    prepared: PreparedPolicy,
+    window: WindowController,
+    profile: LatencyProfile | None,
+    *,
+    per_round: bool,
+    approximate: bool,
+) -> Replay:
+    assert prepared.rules is not None
+    growth = trace.growth(policy, prepared.rules)
+    hot = trace._sampled_positions()
+    limits = TreeLimits.of(prepared.rules[0])
+    costs, before = TreeCosts.free(), np.zeros(len(trace.trajectories))
+    if profile is not None:
+        costs, before = trace.tree_costs(policy, profile)
+    counts = np.zeros((len(trace.order), 7), dtype=np.int64)
+    seconds = before[trace.order]
+    size = trace.tokens if per_round else 0
+    rounds, round_s = np.zeros((size, len(ROUND_COLUMNS)), dtype=np.int32), np.zeros((size, 3))
+    forest = trace.forests[policy.draft, getattr(policy.growth, "proposals", "coupled")]
+    w = window.window
+    used = replay_trees(
+        w.kind, w.ints, w.floats, w.table, window.state,
+        trace.order, trace.offsets, trace.prompts, trace.budgets, trace.sampled, trace._first_seen,
+        growth.rank, growth.pool, growth.width, growth.read, growth.phi,
+        stop_levels(growth, prepared.rules, hot), growth.end, growth.missing,
+        limits.numbers, limits.thresholds, limits.kept, not forest.shared,
+        costs.verify_s, costs.first_s, costs.level_s, costs.overhead_s, costs.noise_s,
+        per_round, counts, seconds, rounds, round_s,
+    )  # fmt: skip
+    missing = int(counts[:, 6].sum())
+    if missing and not approximate:
+        raise TraceError(
+            f"{missing} of {int(counts[:, 0].sum())} rounds of {policy.label()} would read laws of draft {policy.draft!r} that the "
+            f"recording does not hold (it holds width {forest.width}, depth {forest.depth}): `record --resume ID --cover POLICY` records them"
+        )
+    if not per_round:
+        return Replay(policy, trace, counts, seconds, window, missing=missing)
+    return Replay(policy, trace, counts, seconds, window, rounds[:used].copy(), round_s[:used].copy(), missing)
 
 
 def replay_many(
@@ -251,6 +376,7 @@ def _replay(
     verify_table: FloatArray,
     first_table: FloatArray,
     step_table: FloatArray,
+    bend_table: FloatArray,
     overhead_s: float,
     noise_s: float,
     sample_s: float,
@@ -284,6 +410,7 @@ def _replay(
             draft_s = 0.0
             if steps > 0:
                 draft_s = first_table[bucket, min(lag, LAG_LIMIT)] + (steps - 1) * step_table[bucket] + draft_sample * steps
+                draft_s += bend_table[min(steps, len(bend_table) - 1)]
                 if lag > LAG_LIMIT:
                     slope = first_table[bucket, LAG_LIMIT + 1] - first_table[bucket, LAG_LIMIT]
                     draft_s += (lag - LAG_LIMIT) * slope
@@ -298,6 +425,8 @@ def _replay(
                 rounds[used, 5] = emitted
                 rounds[used, 6] = steps
                 rounds[used, 7] = lag
+                rounds[used, 8] = drafted
+                rounds[used, 9] = NO_BIN
                 round_s[used, 0] = draft_s
                 round_s[used, 1] = verify_s
                 round_s[used, 2] = draft_s + verify_s + overhead_s

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from optimizer.tune import Tuned
-from traces.schema import Counts, LatencyProfile, Outcome
+from traces.schema import TREE_SCALE, Counts, LatencyProfile, Outcome, TreeProfile
 
 
 def outcome_table(outcome: Outcome) -> RenderableType:
@@ -104,7 +104,80 @@ def profile_table(profile: LatencyProfile, name: str) -> RenderableType:
         f"{check.get('rounds', 0)} executed rounds: median error {100 * check.get('median_error', 0):.1f}%, "
         f"total {100 * check.get('total_error', 0):+.1f}%, {'accepted' if check.get('accepted') else 'NOT accepted'}"
     )
+    if profile.trees is not None:
+        _tree_rows(table, profile.trees, profile.verify.contexts)
+        of_trees = check.get("trees", {})
+        notes += (
+            f"; of trees against {of_trees.get('rounds', 0)}: median error {100 * of_trees.get('median_error', 0):.1f}%, total "
+            f"{100 * of_trees.get('total_error', 0):+.1f}%, {'accepted' if of_trees.get('accepted') else 'NOT accepted'}"
+        )
     return Group(table, Text(notes, style="dim"))
+
+
+def bins_table(fitted: Mapping[str, Any]) -> RenderableType:
+    """Fitted entropy bins, lowest first; thresholds in nats."""
+    table = Table(title=f"Entropy bins of draft {fitted['draft']}, {fitted['depth']} levels", title_justify="left")
+    for column in ("bin", "up to, nats", "rounds fitted", "mean TCR", "share of all", "fully accepted"):
+        table.add_column(column, justify="right")
+    bounds = [*(f"{t / TREE_SCALE:.3g}" for t in fitted["thresholds"]), "-"]
+    for n, (bound, row) in enumerate(zip(bounds, fitted["statistics"], strict=True)):
+        figures = (f"{row['mean_tcr']:.1f}", f"{100 * row['share']:.0f}%", f"{100 * row['fully_accepted']:.0f}%")
+        table.add_row(str(n), bound, str(row["count"]), *figures)
+    which = "all rounds, too few being fully accepted" if fitted["fallback"] else "fully accepted rounds"
+    overlap = ", ".join(f"{j:.2f}" for j in fitted["jaccard"])
+    notes = (
+        f"fitted to {fitted['rounds']} of {fitted['starts']} rounds ({which}), N = {fitted['top_n']}; R2 {fitted['explained']:.3f}; "
+        f"overlap (Jaccard) with trees of 4, 5, 6 layers: {overlap}"
+    )
+    return Group(table, Text(notes, style="dim"))
+
+
+def classifier_table(fitted: Mapping[str, Any]) -> RenderableType:
+    """A trained classifier by epoch, on the nodes held out."""
+    metrics = fitted["metrics"]
+    how = f"carried over from {fitted['from']}" if "from" in fitted else "trained"
+    table = Table(title=f"Classifier of draft {fitted['draft']}, {how}", title_justify="left")
+    for column in ("epoch", "loss", "recall", "positive rate"):
+        table.add_column(column, justify="right")
+    every = max(1, len(metrics["curve"]) // 10)
+    for point in (p for p in metrics["curve"] if p["epoch"] % every == 0 or p is metrics["curve"][-1]):
+        table.add_row(str(point["epoch"]), *(_cell(point[k]) for k in ("loss", "recall", "positive_rate")))
+    notes = (
+        f"{fitted['hidden']} hidden units on {', '.join(metrics['features'])}; {fitted['nodes']} nodes of {fitted['starts']} trees, "
+        f"{fitted['accepted']} accepted; trained on {metrics['positives']} accepted and {metrics['negatives']} rejected ones; recall and "
+        f"positive rate at 0.5 on {metrics['held_out']} held-out nodes"
+    )
+    return Group(table, Text(notes, style="dim"))
+
+
+def static_tree_table(fitted: Mapping[str, Any]) -> RenderableType:
+    """A static tree, level by level."""
+    table = Table(title=f"Static tree of draft {fitted['draft']}, {fitted['nodes']} nodes", title_justify="left")
+    table.add_column("level", justify="right")
+    table.add_column("nodes", justify="right")
+    table.add_column("P(accepted) of ranks 0, 1, ... given the parent")
+    table.add_column("paths")
+    for level in range(1, fitted["depth"] + 1):
+        paths = [p for p in fitted["paths"] if len(p) == level]
+        chances = fitted["acceptance"][min(level, len(fitted["acceptance"])) - 1]
+        shown = " ".join("/".join(map(str, p)) for p in paths[:8]) + (" ..." if len(paths) > 8 else "")
+        table.add_row(str(level), str(len(paths)), " ".join(f"{p:.3f}" for p in chances[:6]), shown)
+    rate = fitted["expected_tokens_per_s"]
+    notes = f"{fitted['expected_tokens']:.2f} tokens a round expected" + (
+        f", {rate:.1f} tokens/s by profile {fitted['profile']}" if rate else "; chosen by acceptance alone, without costs"
+    )
+    return Group(table, Text(notes, style="dim"))
+
+
+def _tree_rows(table: Table, trees: TreeProfile, contexts: Sequence[int]) -> None:
+    """Rows of what trees cost; they are measured at some of the contexts only."""
+    parts = [("tree verify", trees.verify)]
+    parts += [(f"tree {d} {what}", c[d]) for what, c in (("first", trees.first), ("level", trees.level)) for d in c]
+    for part, curve in parts:
+        for i, width in enumerate(curve.widths):
+            found = dict(zip(curve.contexts, zip(curve.median_s[i], curve.spread_s[i], strict=True), strict=True))
+            cells = [f"{1e3 * found[c][0]:.3f} ± {5e2 * found[c][1]:.3f}" if c in found else "" for c in contexts]
+            table.add_row(part, str(width), *cells)
 
 
 def rows_table(rows: Sequence[dict[str, Any]], columns: Sequence[str], title: str = "") -> RenderableType:

@@ -8,7 +8,7 @@ best of every enumerated family. Within a tie the simpler policy wins.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,17 +16,35 @@ import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
 from optimizer.replay import ReplayTrace, replay, run_replay
-from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
+from runtime.policies.document import (
+    AUTOREGRESSIVE,
+    DEFAULT_TOP_N,
+    ChainGrowth,
+    ClassifierGrowth,
+    Policy,
+    Select,
+    StaticGrowth,
+    TopKGrowth,
+    parse_policy,
+)
 from runtime.policies.prepared import QTables
-from traces.errors import PolicyError
+from runtime.policies.tree_rules import Artifacts
+from runtime.tree_panorama import SHARPNESSES
+from traces.errors import PolicyError, TraceError
 from traces.schema import LatencyProfile, Outcome
 
 TIE = 0.01
 """Relative difference in predicted tokens/s below which the simpler policy is preferred."""
 
+PREDICTION_ERROR = 0.06
+"""Relative difference in predicted tokens/s below which execution has to tell which policy is faster."""
+
 WINDOW_ORDER = ("fixed", "fsm", "heuristic", "cache_fsm", "analytic", "q_learning")
 """Windows from the simplest to the most elaborate."""
 STOP_ORDER = ("none", "max_prob", "joint_prob", "entropy")
+GROWTH_ORDER = ("chain", "static", "top_k", "classifier")
+MISSING_SHARE = 0.02
+"""Share of rounds whose trees may read laws that were not recorded (they count as having no children) in a policy that is tried."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +86,11 @@ class Study:
 
 
 def complexity(policy: Policy) -> tuple[int, int, int, int]:
-    """Orders policies from simple to elaborate: no speculation, window kind, stop kind, then the shorter window."""
+    """Orders policies from simple to elaborate: no speculation, chains before trees, then by the kinds of window and stop, then the
+    shorter window."""
+    growth = GROWTH_ORDER.index(policy.growth.kind) + len(GROWTH_ORDER) * int(policy.stratify is not None)
     return (
-        int(policy.speculates),
+        int(policy.speculates) + growth,
         WINDOW_ORDER.index(policy.window.kind),
         STOP_ORDER.index(policy.stop.kind),
         policy.gamma_max,
@@ -95,6 +115,78 @@ def enumerated(drafts: Sequence[str], gamma_max: int) -> list[Policy]:
     return list({p.id: p for p in policies}.values())
 
 
+BETAS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85)
+"""C2T's thresholds that are tried, and covered by recordings that a classifier was fitted on."""
+
+
+SCORES = ("auto", *(f"coupled {s:g}" for s in SHARPNESSES))
+"""Scores of top-k growth that are tried: those that every recording covers."""
+
+
+def _score(name: str) -> dict[str, Any]:
+    kind, _, sharpness = name.partition(" ")
+    return {"score": kind, **({"sharpness": float(sharpness)} if sharpness else {})}
+
+
+@dataclass(frozen=True)
+class TreeLimit:
+    """Trees that may be tried with one draft: what was recorded of it (``width``, ``depth``), and what was fitted on that:
+    ids of ``bins`` and
+    ``classifier`` (with the ``grown`` width and cap it was covered at), and ``static`` trees as rank paths."""
+
+    width: int
+    depth: int
+    bins: str | None = None
+    fitted_depth: int = 0
+    classifier: str | None = None
+    grown: int = 8
+    static: tuple[tuple[tuple[int, ...], ...], ...] = ()
+
+    def grower(self, beta: float) -> dict[str, Any]:
+        """The document of C2T's growth at a threshold."""
+        return {"kind": "classifier", "width": self.grown, "cap": self.grown, "beta": beta, "artifact": self.classifier}
+
+
+def enumerated_trees(trees: Mapping[str, TreeLimit]) -> list[Policy]:
+    """The tree families, by draft: EAGLE-2's width x depth x N whole on a grid, static trees, C2T's thresholds, HeteroSpec with the paper's
+    alpha and fractions, adaptive depths, and AdaEDL's stop."""
+    policies: list[Policy] = []
+
+    def add(draft: str, growth: dict[str, Any], window: dict[str, Any], **blocks: Any) -> None:
+        policies.append(parse_policy({"draft": draft, "growth": growth, "window": window, **blocks}, where="search space"))
+
+    for draft, limit in trees.items():
+        sizes = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, DEFAULT_TOP_N)
+        for width in (w for w in (2, 3, 4, 6, 8, 10, 16) if w <= limit.width):
+            growth: dict[str, Any] = {"kind": "top_k", "width": width, "score": "coupled", "sharpness": SHARPNESSES[-1]}
+            others = [{"kind": "top_k", "width": width}, {**growth, "sharpness": SHARPNESSES[0]}]
+            for depth in range(1, limit.depth + 1):
+                fixed = {"kind": "fixed", "gamma": depth}
+                pool = width + (depth - 1) * width * width
+                for n in (n for n in sizes if depth <= n <= pool):
+                    add(draft, growth, fixed, select={"top_n": n})
+                    for other in others:
+                        add(draft, other, fixed, select={"top_n": n})
+                    alpha = min((depth + 1) // 2, limit.depth - depth)
+                    if limit.bins is not None and alpha > 0 and n >= 6:
+                        bins = {"artifact": limit.bins, "alpha": alpha, "fractions": [0.3, 0.6, 1.0]}
+                        add(draft, growth, fixed, select={"top_n": n}, stratify=bins)
+            for n in (n for n in sizes if 4 <= n <= 32):
+                for kind in ("fsm", "cache_fsm", "analytic"):
+                    add(draft, growth, {"kind": kind, "gamma_max": limit.depth}, select={"top_n": n})
+                for threshold in (0.3, 0.5):
+                    stop = {"kind": "entropy", "threshold": threshold}
+                    add(draft, growth, {"kind": "fixed", "gamma": limit.depth}, select={"top_n": n}, stop=stop)
+        for paths in limit.static:
+            add(draft, {"kind": "static", "paths": paths}, {"kind": "fixed", "gamma": max(len(p) for p in paths)})
+        if limit.classifier is not None:
+            for beta in BETAS:
+                for depth in sorted({2, 3, 4, 6, limit.depth}):
+                    if depth <= limit.depth:
+                        add(draft, limit.grower(beta), {"kind": "fixed", "gamma": depth})
+    return list({p.id: p for p in policies}.values())
+
+
 def transformers_heuristic(draft: str, gamma_max: int) -> Policy:
     """transformers' heuristic schedule with its other defaults: 20 tokens to begin with, confidence threshold 0.4.
 
@@ -116,20 +208,26 @@ def search(
     incumbents: Iterable[Policy] = (),
     progress: Callable[[int, int, float], None] = lambda done, total, best: None,
     q_tables: QTables | None = None,
+    trees: Mapping[str, TreeLimit] | None = None,
+    artifacts: Artifacts | None = None,
 ) -> Study:
     """Searches the joint space on a trace; ``gamma_max`` is the largest window tried (the panorama's, for policies with stops).
+    ``trees`` says of each draft what trees may be tried (none by default).
 
     ``progress`` is called with (trials done, in all, best tokens/s). The result is a function of the arguments alone.
     """
     done: dict[str, Trial] = {}
-    todo = enumerated(drafts, gamma_max)
+    todo = [*enumerated(drafts, gamma_max), *enumerated_trees(trees or {})]
     total = len(todo) + trials
     best = 0.0
 
     def evaluate(policy: Policy, origin: str) -> float:
         nonlocal best
         if policy.id not in done:
-            value = run_replay(trace, policy, profile, q_tables=q_tables).total.tokens_per_s
+            replayed = run_replay(trace, policy, profile, q_tables=q_tables, artifacts=artifacts, approximate=True)
+            if replayed.missing > MISSING_SHARE * replayed.total.rounds:
+                return 0.0
+            value = replayed.total.tokens_per_s
             done[policy.id] = Trial(policy, value, origin)
             best = max(best, value)
         return done[policy.id].value
@@ -137,12 +235,12 @@ def search(
     for policy in incumbents:
         try:
             evaluate(policy, "incumbent")
-        except PolicyError:
-            continue  # an incumbent for a draft that is gone cannot be replayed, and need not be beaten
+        except (PolicyError, TraceError):
+            continue  # one whose draft or artifact is gone, or whose trees were not recorded, cannot be replayed
     for i, policy in enumerate(todo):
         evaluate(policy, "enumerated")
         progress(i + 1, total, best)
-    space = Space(tuple(drafts), gamma_max)
+    space: Space = Space(tuple(drafts), gamma_max) if not trees else TreeSpace(tuple(drafts), gamma_max, dict(trees))
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     with warnings.catch_warnings():
         warnings.simplefilter(
@@ -268,6 +366,102 @@ class Space:
         return found
 
 
+@dataclass(frozen=True)
+class TreeSpace(Space):
+    """The joint space with growth, selection and bins: draft x window x growth x stop x stratify x select."""
+
+    trees: Mapping[str, TreeLimit] = field(default_factory=dict)
+
+    def distributions(self, window: str, stop: str, growth: str = "chain") -> dict[str, BaseDistribution]:
+        found = super().distributions(window, stop)
+        found["growth"] = CategoricalDistribution(GROWTH_ORDER)
+        widest = max(limit.width for limit in self.trees.values())
+        if growth in ("top_k", "classifier"):
+            found["top_n"] = IntDistribution(2, DEFAULT_TOP_N + 4, log=True)
+            found["alpha"] = IntDistribution(0, 4)
+            found["low_bins"] = IntDistribution(1, 3)
+            found["fraction"] = FloatDistribution(0.2, 0.8)
+        if growth == "top_k":
+            found["width"] = IntDistribution(2, max(2, widest))
+            found["score"] = CategoricalDistribution(SCORES)
+        if growth == "classifier":
+            found["beta"] = CategoricalDistribution(BETAS)
+        if growth == "static":
+            found["tree"] = IntDistribution(0, max(0, max(len(limit.static) for limit in self.trees.values()) - 1))
+        return found
+
+    def suggest(self, trial: optuna.trial.Trial) -> Policy:
+        def ask(name: str, distribution: BaseDistribution) -> Any:
+            if isinstance(distribution, CategoricalDistribution):
+                return trial.suggest_categorical(name, distribution.choices)
+            if isinstance(distribution, IntDistribution):
+                return trial.suggest_int(name, distribution.low, distribution.high, log=distribution.log)
+            assert isinstance(distribution, FloatDistribution)
+            return trial.suggest_float(name, distribution.low, distribution.high, log=distribution.log)
+
+        kinds = self.distributions("", "")
+        chosen = {name: ask(name, kinds[name]) for name in ("draft", "window", "stop", "growth")}
+        for name, distribution in self.distributions(chosen["window"], chosen["stop"], chosen["growth"]).items():
+            if name not in chosen:
+                chosen[name] = ask(name, distribution)
+        return self.policy(chosen)
+
+    def policy(self, chosen: dict[str, Any]) -> Policy:
+        limit = self.trees.get(chosen["draft"])
+        growth = chosen.get("growth", "chain")
+        if limit is None or growth == "chain" or (growth == "classifier" and limit.classifier is None) or (
+            growth == "static" and not limit.static
+        ):
+            return super().policy(chosen)
+        depth = min(chosen["gamma"], limit.depth)
+        document = dict(super().policy({**chosen, "gamma": depth}).spelled_out())
+        if growth == "static":
+            document["growth"] = {"kind": "static", "paths": limit.static[min(chosen["tree"], len(limit.static) - 1)]}
+            return parse_policy({k: document[k] for k in ("draft", "window", "stop", "growth")}, where="search space")
+        if growth == "top_k":
+            document["growth"] = {"kind": "top_k", "width": min(chosen["width"], limit.width), **_score(chosen["score"])}
+        else:
+            document["growth"] = limit.grower(chosen["beta"])
+        document["select"] = {"top_n": chosen["top_n"]}
+        alpha = min(chosen["alpha"], limit.depth - depth)
+        if alpha > 0 and limit.bins is not None:
+            first = round(chosen["fraction"], 2)
+            fractions = [round(min(1.0, first + i * (1.0 - first) / 2), 2) for i in range(chosen["low_bins"])]
+            document["stratify"] = {"artifact": limit.bins, "alpha": alpha, "fractions": fractions}
+        else:
+            document.pop("stratify", None)
+        return parse_policy(document, where="search space")
+
+    def params(self, policy: Policy) -> dict[str, Any] | None:
+        growth = policy.growth
+        chain = policy.model_copy(update={"growth": ChainGrowth(), "select": Select(), "stratify": None})
+        found = super().params(chain)
+        if found is None:
+            return None
+        found["growth"] = growth.kind
+        if isinstance(growth, StaticGrowth):
+            limit = self.trees.get(policy.draft)
+            if limit is None or growth.paths not in limit.static:
+                return None
+            found["tree"] = limit.static.index(growth.paths)
+        if isinstance(growth, (TopKGrowth, ClassifierGrowth)):
+            if policy.select.top_n is None or not 2 <= policy.select.top_n <= DEFAULT_TOP_N + 4:
+                return None
+            found["top_n"] = policy.select.top_n
+            bins = policy.stratify
+            found["alpha"] = 0 if bins is None else min(4, bins.alpha)
+            found["low_bins"] = 1 if bins is None else min(3, len(bins.fractions))
+            found["fraction"] = 0.3 if bins is None else min(0.8, max(0.2, bins.fractions[0]))
+        if isinstance(growth, TopKGrowth):
+            found["width"] = max(2, growth.width)
+            found["score"] = next((s for s in SCORES if _score(s).items() <= growth.model_dump().items()), SCORES[0])
+        if isinstance(growth, ClassifierGrowth):
+            if growth.beta not in BETAS:
+                return None
+            found["beta"] = growth.beta
+        return found
+
+
 def finalists(study: Study, count: int = 4) -> list[Trial]:
     """The policies worth executing: the tie-broken best, then the best of each other (draft, window, stop) family, fastest first."""
     first = study.best()
@@ -283,8 +477,16 @@ def finalists(study: Study, count: int = 4) -> list[Trial]:
     return chosen
 
 
-def _family(policy: Policy) -> tuple[str, str, str]:
-    return (policy.draft, policy.window.kind, policy.stop.kind)
+def rivals(study: Study, chosen: Iterable[Policy], count: int = 6) -> list[Trial]:
+    """Fixed windows that prediction cannot tell from the best of them, fastest first, beside those that are chosen already."""
+    fixed = [t for t in study.trials if t.policy.speculates and t.policy.window.kind == "fixed" and t.policy.stop.kind == "none"]
+    have = {p.id for p in chosen}
+    close = [t for t in fixed if t.value >= fixed[0].value * (1 - PREDICTION_ERROR)]
+    return [t for t in close if t.policy.id not in have][:count]
+
+
+def _family(policy: Policy) -> tuple[str, ...]:
+    return (policy.draft, policy.window.kind, policy.stop.kind, policy.growth.kind, str(policy.stratify is not None))
 
 
 def outcomes(trace: ReplayTrace, profile: LatencyProfile, policies: Iterable[Policy]) -> dict[str, Outcome]:

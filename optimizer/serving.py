@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Literal
 
 from db.errors import DatabaseError
-from optimizer.artifacts import q_tables
+from optimizer.artifacts import fitted, q_tables
 from runtime.loading import LoadedPair
 from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from runtime.policies.prepared import PreparedPolicy, check_verifier, prepare
@@ -36,7 +36,7 @@ def last_good(
         try:
             policy = parse_policy(dict(publication.document), where=f"publication {publication.version}")
             check_verifier(policy, verifier, sampling or Sampling())
-            return prepare(policy, pair.draft_names, profile=profile, q_tables=q_tables(store))
+            return prepare(policy, pair.draft_names, profile=profile, q_tables=q_tables(store), artifacts=fitted(store))
         except PolicyError:
             continue
     return prepare(AUTOREGRESSIVE, pair.draft_names)
@@ -79,7 +79,9 @@ def watch(
 
     def ready(policy: Policy, version: int) -> PreparedPolicy:
         check_verifier(policy, verifier, sampling or Sampling())
-        return prepare(policy, pair.draft_names, profile=latest_profile(), version=version, q_tables=q_tables(store))
+        return prepare(
+            policy, pair.draft_names, profile=latest_profile(), version=version, q_tables=q_tables(store), artifacts=fitted(store)
+        )
 
     def acknowledge(version: int, status: Literal["applied", "refused"], reason: str) -> None:
         store.acknowledge(version, who, status, reason)
@@ -90,7 +92,7 @@ def watch(
     source = WatchedSource(
         last_good(store, pair, profile, verifier, sampling)
         if initial is None
-        else prepare(initial, pair.draft_names, profile=profile, q_tables=q_tables(store)),
+        else prepare(initial, pair.draft_names, profile=profile, q_tables=q_tables(store), artifacts=fitted(store)),
         fetch,
         ready,
         acknowledge,

@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from optimizer.artifacts import q_tables
-from optimizer.execute import Comparison, DecodeOptions, compare, encode_recorded
-from optimizer.record import RecordRequest, record, retrace, split
+import numpy as np
+
+from optimizer.artifacts import fitted, q_tables
+from optimizer.execute import Comparison, DecodeOptions, Expected, encode_recorded, race
+from optimizer.record import RecordRequest, record, retrace, retrace_trees, split
 from optimizer.replay import ReplayTrace, replay
-from optimizer.search import Study, complexity, finalists, search, transformers_heuristic
+from optimizer.search import TIE, Study, complexity, finalists, rivals, search, transformers_heuristic
+from optimizer.tree_tuning import fit_trees
 from runtime.loading import LoadedPair
 from runtime.loop import StaticSource
 from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from runtime.policies.prepared import QTables, prepare
+from runtime.policies.tree_rules import Artifacts
 from runtime.profiler import environment, measure_profile
 from traces.errors import PolicyError, TraceError
 from traces.recording import Recording
@@ -37,7 +41,9 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """How a tuning is done. ``drafts`` empty means all of the pair's. ``budget_s`` bounds the executed comparison."""
+    """How a tuning is done. ``drafts`` empty means all of the pair's; ``tree_width`` 0 leaves trees out. ``finalists`` of
+    different kinds and ``rivals``
+    (fixed windows too close for prediction) race against the baselines, in at most ``passes`` and about ``budget_s``."""
 
     options: DecodeOptions = field(default_factory=DecodeOptions)
     drafts: tuple[str, ...] = ()
@@ -45,25 +51,36 @@ class TuneOptions:
     trials: int = 400
     seed: int = 0
     finalists: int = 4
-    repeats: int = 2
+    rivals: int = 6
+    passes: int = 8
     budget_s: float = 120.0
     fresh: bool = False
     publish: bool = True
     actor: str = "tune"
     idempotency_key: str | None = None
     still_owner: Callable[[], bool] = lambda: True
+    tree_width: int = 8
+    tree_depth: int = 8
+
+
+def finite(values: Sequence[float]) -> list[float | None]:
+    """For JSON, which has no infinity: an interval's end that is not known is None."""
+    return [v if math.isfinite(v) else None for v in values]
 
 
 @dataclass(frozen=True)
 class Candidate:
     """One executed policy beside its prediction. Speeds in tokens/s; ``ratio`` is its speed over the incumbent's, with a 95%
-    interval from a bootstrap over requests."""
+    interval over requests. ``raced`` is its speed over the leader's of the race, projected to the whole
+    workload, and ``left`` says whether the race ended with it."""
 
     role: str
     policy: Policy
     predicted: Outcome
     executed: Outcome
     ratio: tuple[float, float, float]
+    raced: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    left: bool = True
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -76,7 +93,10 @@ class Candidate:
             "measured_interval": list(self.executed.tokens_per_s_interval()),
             "mean_accepted_length": self.executed.total.mean_accepted_length,
             "ratio_to_incumbent": self.ratio[0],
-            "ratio_interval": list(self.ratio[1:]),
+            "ratio_interval": finite(self.ratio[1:]),
+            "ratio_to_leader": self.raced[0],
+            "ratio_to_leader_interval": finite(self.raced[1:]),
+            "left_in_race": self.left,
         }
 
 
@@ -110,7 +130,7 @@ class Tuned:
             "measured": self.winner.executed.to_json(),
             "baselines": {c.role: c.to_json() for c in self.candidates if not c.role.startswith("finalist")},
             "candidates": [c.to_json() for c in self.candidates],
-            "ratio_to_incumbent": list(self.winner.ratio),
+            "ratio_to_incumbent": finite(self.winner.ratio),
             "published": None
             if self.published is None
             else {"version": self.published.version, "policy": self.published.policy_id},
@@ -131,7 +151,7 @@ def usable_profile(store: TraceStore, pair: LoadedPair, drafts: tuple[str, ...],
     here = environment(pair)
     for found in store.list_profiles(pair.id, pair.device.type, here["dtype"]):
         same = all(found.profile.environment.get(k) == here[k] for k in ("device", "torch", "threads", "dtype"))
-        if same and now - found.created_at < PROFILE_AGE and set(drafts) <= set(found.profile.draft_step):
+        if same and now - found.created_at < PROFILE_AGE and set(drafts) <= set(found.profile.priced_drafts):
             return found if found.profile.check.get("accepted", False) else None
     return None
 
@@ -157,7 +177,7 @@ def tune(
     info = record(
         store,
         pair,
-        RecordRequest(workload, wanted.options, drafts, wanted.gamma_max),
+        RecordRequest(workload, wanted.options, drafts, wanted.gamma_max, *_tree_size(wanted)),
         StaticSource(prepare(_recording_policy(pair), pair.draft_names)),
         fresh=wanted.fresh,
         reuse_complete=True,
@@ -182,7 +202,12 @@ def tune_recording(
     times = {} if times is None else times
     drafts = wanted.drafts or pair.draft_names
     retrace(store, pair, recording_id, drafts, wanted.gamma_max, progress=progress)
-    recording = store.load(recording_id, drafts, skip_corrupted=True).having(drafts)
+    retrace_trees(
+        store, pair, recording_id, drafts, *_tree_size(wanted), chain_depth=wanted.gamma_max, progress=progress
+    )
+    chains = tuple(d for d in drafts if d not in pair.heads)
+    grown = tuple(d for d in drafts if d in pair.heads or (_tree_size(wanted)[0] and d != "ngram"))
+    recording = store.load(recording_id, drafts, skip_corrupted=True, trees=bool(grown)).having(chains, trees=grown)
     if not recording.requests:
         raise TraceError(f"recording {recording_id} has no usable request; record again")
     began = clock()
@@ -192,7 +217,13 @@ def tune_recording(
 
     began = clock()
     trajectories = recording.trajectories
-    trace = ReplayTrace(trajectories, {d: recording.panoramas(d) for d in drafts})
+    trees = {(d, "coupled"): recording.trees(d) for d in grown}
+    trace = ReplayTrace(trajectories, {d: recording.panoramas(d) for d in chains}, trees=trees)
+    limits = {}
+    if _tree_size(wanted)[0]:
+        limits = fit_trees(store, recording_id, grown, profile=stored.id, seed=wanted.seed, progress=progress)
+        times["fit"] = clock() - began
+        began = clock()
     search_part, test_part = split([t.request_id for t in trajectories], [t.category for t in trajectories])
     incumbent = _incumbent(active, pair)
     seeds = [incumbent, *(p for p in _earlier_winners(store, pair) if p.draft in (*drafts, "none"))]
@@ -205,6 +236,8 @@ def tune_recording(
         seed=wanted.seed,
         incumbents=seeds,
         q_tables=q_tables(store),
+        artifacts=fitted(store),
+        trees=limits,
         progress=lambda done, total, best: progress(f"search, best {best:.0f} tokens/s", done, total),
     )
     times["search"] = clock() - began
@@ -218,21 +251,24 @@ def tune_recording(
     )
 
     began = clock()
-    roles = _roles(study, incumbent, wanted.finalists, wanted.gamma_max)
+    roles = _roles(study, incumbent, wanted)
     encoded = encode_recorded(pair, [trajectories[i] for i in test_part], wanted.options.chat)
-    compared = compare(
+    compared = race(
         pair,
         list(roles.values()),
         encoded,
+        whole={p.id for role, p in roles.items() if not role.startswith("finalist")},
+        expected=expected_seconds(trace, test_part, roles.values(), profile, q_tables(store), fitted(store)),
         profile=profile,
-        repeats=wanted.repeats,
+        passes=wanted.passes,
         budget_s=wanted.budget_s,
         clock=clock,
         progress=lambda done, total: progress("execute", done, total),
         q_tables=q_tables(store),
+        artifacts=fitted(store),
     )
     times["execute"] = clock() - began
-    candidates = _candidates(roles, compared, trace.select(test_part), profile, incumbent, q_tables(store))
+    candidates = _candidates(roles, compared, trace.select(test_part), profile, incumbent, q_tables(store), fitted(store))
     winner = _winner(candidates, compared)
     current = next(c for c in candidates if c.policy.id == incumbent.id)
     reason, chosen, fresh_choice = _verdict(winner, current, active is not None)
@@ -300,6 +336,13 @@ def publish(
     return store.publish(pair.id, pair.device.type, policy.id, actor=actor, evidence=evidence, reason=reason, idempotency_key=key)
 
 
+def _tree_size(wanted: TuneOptions) -> tuple[int, int]:
+    """Width and depth of the trees to record: none where the verifier is for chains."""
+    if wanted.options.verifier == "rejection" and not wanted.options.sampling.greedy:
+        return 0, 0
+    return wanted.tree_width, wanted.tree_depth
+
+
 def _recording_policy(pair: LoadedPair) -> Policy:
     """What a recording is decoded by when nothing better is known: any policy gives the same text, a short window is quicker."""
     if not pair.drafts:
@@ -329,14 +372,33 @@ def _earlier_winners(store: TraceStore, pair: LoadedPair, count: int = 5) -> lis
     return list(found.values())
 
 
-def _roles(study: Study, incumbent: Policy, count: int, gamma_max: int) -> dict[str, Policy]:
+def expected_seconds(
+    trace: ReplayTrace,
+    executed: Sequence[int],
+    policies: Iterable[Policy],
+    profile: LatencyProfile,
+    tables: QTables | None = None,
+    artifacts: Artifacts | None = None,
+) -> Expected:
+    """What replay predicts for the requests of a trace that are executed (indices), and for all of it."""
+    requests, whole = {}, {}
+    for policy in policies:
+        predicted = replay(trace, policy, profile, q_tables=tables, artifacts=artifacts, approximate=True)
+        seconds = np.array([r.counts.seconds for r in predicted.per_request])
+        requests[policy.id], whole[policy.id] = seconds[list(executed)], float(seconds.sum())
+    return Expected(requests, whole)
+
+
+def _roles(study: Study, incumbent: Policy, wanted: TuneOptions) -> dict[str, Policy]:
     """Who is executed, by role; a policy that has several roles appears under each."""
-    roles = {f"finalist {i + 1}": trial.policy for i, trial in enumerate(finalists(study, count))}
+    chosen = finalists(study, wanted.finalists)
+    chosen += rivals(study, [t.policy for t in chosen], wanted.rivals)
+    roles = {f"finalist {i + 1}": trial.policy for i, trial in enumerate(chosen)}
     roles["autoregressive"] = AUTOREGRESSIVE
     fixed = study.best(lambda p: p.speculates and p.window.kind == "fixed" and p.stop.kind == "none")
     if fixed is not None:
         roles["best fixed gamma"] = fixed.policy
-        roles["transformers heuristic"] = transformers_heuristic(fixed.policy.draft, gamma_max)
+        roles["transformers heuristic"] = transformers_heuristic(fixed.policy.draft, wanted.gamma_max)
     roles["incumbent"] = incumbent
     return roles
 
@@ -348,28 +410,35 @@ def _candidates(
     profile: LatencyProfile,
     incumbent: Policy,
     tables: QTables,
+    artifacts: Artifacts,
 ) -> list[Candidate]:
+    assert compared.timings is not None
+    leader = compared.timings.leader(compared.survivors)
     return [
         Candidate(
             role,
             policy,
-            replay(trace, policy, profile, q_tables=tables),
+            replay(trace, policy, profile, q_tables=tables, artifacts=artifacts, approximate=True),
             compared.outcomes[policy.id],
             compared.ratio(policy.id, incumbent.id),
+            compared.ratio(policy.id, leader, projected=True),
+            policy.id in compared.survivors,
         )
         for role, policy in roles.items()
     ]
 
 
 def _winner(candidates: list[Candidate], compared: Comparison) -> Candidate:
-    """The fastest executed; among those that it does not beat beyond noise, and that are within 1% of it, the simplest."""
-    fastest = max(candidates, key=lambda c: c.executed.total.tokens_per_s)
+    """The fastest on the whole workload of those that the race left; of those that are as fast, within 1% with their whole
+    interval, the simplest kind. Windows of one kind are equally simple whatever their length."""
+    left = [c for c in candidates if c.left]
+    fastest = max(left, key=lambda c: compared.ratio(c.policy.id, left[0].policy.id, projected=True)[0])
     tied = []
-    for candidate in candidates:
-        ratio, low, _ = compared.ratio(fastest.policy.id, candidate.policy.id)
-        if candidate.policy.id == fastest.policy.id or (low <= 1.0 and ratio < 1.01):
-            tied.append(candidate)
-    return min(tied, key=lambda c: (complexity(c.policy), -c.executed.total.tokens_per_s))
+    for candidate in left:
+        lead, low, high = compared.ratio(fastest.policy.id, candidate.policy.id, projected=True)
+        if candidate.policy.id == fastest.policy.id or (low <= 1.0 and high <= 1.0 + TIE):
+            tied.append((complexity(candidate.policy)[:3], lead, candidate))
+    return min(tied, key=lambda t: t[:2])[2]
 
 
 def _verdict(winner: Candidate, incumbent: Candidate, published: bool) -> tuple[str, Candidate, bool]:

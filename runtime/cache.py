@@ -101,5 +101,16 @@ class SlotCache:
             layer.slots, layer.view = slots, view
 
 
+    def move(self, slots: list[int], start: int) -> None:
+        """Copies slots (any order, possibly overlapping) to ``start ..``: what a tree's accepted path becomes."""
+        if all(slot == start + i for i, slot in enumerate(slots)) or not self.layers or not self.layers[0].is_initialized:
+            return
+        index = torch.tensor(slots, device=self.layers[0].keys.device)
+        stop = start + len(slots)
+        for layer in self.layers:
+            layer.keys[:, :, start:stop] = layer.keys.index_select(2, index)
+            layer.values[:, :, start:stop] = layer.values.index_select(2, index)
+
+
 def _round_up(n: int, step: int) -> int:
     return (n + step - 1) // step * step

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
-from runtime.drafts import Chain, ChainContext, Draft, LanguageModelDraft, NgramDraft
+from runtime.drafts import TREE_SLOTS, Chain, ChainContext, Draft, LanguageModelDraft, NgramDraft
+from runtime.head_drafts import Features, HeadDraft
 from runtime.loading import LoadedPair
 from runtime.loop import DecodeRequest, Drafted, PolicySource, Round, Verified, decode_rounds
+from runtime.models import ids_tensor
+from runtime.policies.document import NODE_LIMIT
 from runtime.policies.prepared import PreparedPolicy, check_verifier
-from runtime.sampling import Noise
-from runtime.verification import verify_coupled, verify_rejection
-from traces.errors import WorkloadError
+from runtime.sampling import Noise, filters
+from runtime.tree_drafts import GrownTree, ModelLaws, TreeContext, ancestors, grow
+from runtime.verification import verify_coupled, verify_rejection, verify_tree
+from traces.errors import PolicyError, WorkloadError
 from traces.schema import Finish, Request, Sampling, Step, Trajectory, Verifier, request_seed
 
 
@@ -28,10 +32,14 @@ class ModelBackend:
         self._drafts: dict[str, Draft] = {"ngram": NgramDraft()}
         for name, model in pair.drafts.items():
             self._drafts[name] = LanguageModelDraft(model)
+        self._features = Features(pair.target)
+        self._heads = {name: HeadDraft(head, self._features) for name, head in pair.heads.items()}
+        self._keeps_features = False
         self._awake: set[str] = set()
         self._text: list[int] = []
         self._chain: Chain | None = None
-        self._active: Draft | None = None
+        self._path: list[int] = []
+        self._active: Draft | HeadDraft | None = None
         self._rounds = 0
         self._request: DecodeRequest | None = None
         self._noise: Noise | None = None
@@ -46,32 +54,52 @@ class ModelBackend:
         sampled = not request.sampling.greedy
         self._noise = Noise(request.seed, target.vocab_size, target.device) if sampled else None
         self._awake.clear()
-        target.reserve(self._capacity)
+        self._keeps_features = prepared.policy.draft in self._heads
+        target.reserve(self._capacity + NODE_LIMIT)
         if len(self._text) > 1:
             target.read(torch.tensor(self._text[:-1], device=target.device), 0)
+        if self._keeps_features:
+            empty = torch.zeros(0, len(target.taps) * target.hidden_size, device=target.device, dtype=target.dtype)
+            self._features.begin(self._capacity, target.tapped if len(self._text) > 1 else empty)
         if prepared.policy.speculates:
             self._wake(prepared.policy.draft, self._text)
 
-    def draft_named(self, name: str) -> Draft:
+    def draft_named(self, name: str) -> Draft | HeadDraft:
         """The draft behind a name (KeyError if there is none)."""
-        return self._drafts[name]
+        return self._heads[name] if name in self._heads else self._drafts[name]
 
     def set_text(self, text: list[int]) -> None:
         """Replaces the text of the request in hand, and lets every draft forget what it read (the profiler's)."""
         self._text = text
         self._awake.clear()
 
-    def _wake(self, name: str, text: list[int]) -> Draft:
-        draft = self._drafts[name]
+    def rewind(self, length: int) -> None:
+        """Forgets the text beyond its first ``length`` tokens (the profiler's; drafts have a ``rewind`` of their own)."""
+        del self._text[length:]
+
+    def draw_noise(self, positions: int) -> None:
+        """Draws the noise of the next ``positions`` tokens, which rounds then find ready (the profiler's)."""
+        if self._noise is not None:
+            self._noise.rows(len(self._text), positions)
+
+    def _wake(self, name: str, text: list[int]) -> Draft | HeadDraft:
+        draft = self.draft_named(name)
         if name not in self._awake:
-            draft.begin(text, self._capacity)
+            target = self.pair.target
+            if name in self._heads and len(text) > 1 and (not self._keeps_features or self._features.count < len(text) - 1):
+                # A head takes over in the middle of a text, whose features were not kept: one pass makes them.
+                self._features.begin(self._capacity, target.canonical_features(text[:-1], target.taps))
+                self._keeps_features = True
+            draft.begin(text, self._capacity + TREE_SLOTS)
             self._awake.add(name)
         return draft
 
-    def draft(self, prepared: PreparedPolicy, gamma: int) -> Drafted:
+    def draft(self, prepared: PreparedPolicy, gamma: int, limit: int | None = None) -> Drafted:
         request = self._request
         assert request is not None
         self._active = self._wake(prepared.policy.draft, self._text)
+        if prepared.policy.is_tree or isinstance(self._active, HeadDraft):
+            return self._draft_tree(prepared, gamma, gamma if limit is None else limit)
         independent = request.verifier == "rejection" and not request.sampling.greedy
         context = ChainContext(
             sampling=request.sampling,
@@ -83,12 +111,41 @@ class ModelBackend:
         self._chain = self._active.propose(self._text, gamma, prepared.stop, context)
         return Drafted(len(self._chain.tokens), self._chain.steps, self._chain.lag, self._chain.tokens)
 
+    def _draft_tree(self, prepared: PreparedPolicy, gamma: int, limit: int) -> Drafted:
+        request, draft = self._request, self._active
+        assert request is not None
+        assert isinstance(draft, (LanguageModelDraft, HeadDraft))
+        rule = prepared.rule(request.sampling)
+        lag = draft.lag(self._text)
+        if isinstance(draft, HeadDraft) and len(self._text) < 2:
+            return Drafted(0, 0, lag, [], GrownTree())  # a head has nothing to read before the second token
+        context = TreeContext(request.sampling, self._noise, self.exact)
+        target = self.pair.target
+        whole = not filters(request.sampling, target.vocab_size)
+        tree = grow(rule, gamma, limit, ModelLaws(rule, draft.reader(self._text), context), target.device, whole=whole)
+        return Drafted(len(tree.tokens), tree.steps, lag, tree.tokens, tree)
+
+    def _verify_tree(self, tree: GrownTree) -> Verified:
+        request, target = self._request, self.pair.target
+        assert request is not None
+        length, n = len(self._text), len(tree.tokens)
+        ids = torch.tensor([[self._text[-1], *tree.tokens], [0, *tree.depths]], device=target.device)
+        mask = np.zeros((n + 1, length + n), dtype=np.bool_)
+        mask[:, :length] = True  # the text and the root
+        mask[:, length - 1 :] |= ancestors(tree)
+        logits = target.tree(ids[0], length - 1 + ids[1], length - 1, torch.from_numpy(mask).to(target.device))
+        verdict = verify_tree(target, logits, self._text, tree, request.sampling, self._noise, self.exact)
+        self._path = verdict.path
+        return replace(verdict, read=0) if isinstance(self._active, HeadDraft) else verdict
+
     def verify(self, drafted: Drafted | None) -> Verified:
         request, target = self._request, self.pair.target
         assert request is not None
+        if drafted is not None and drafted.tree is not None:
+            return self._verify_tree(drafted.tree)
         tokens = drafted.tokens if drafted else []
         length = len(self._text)
-        ids = torch.tensor([self._text[-1], *tokens], device=target.device)
+        ids = ids_tensor([self._text[-1], *tokens], target.device)
         logits = target.chain(ids, length - 1, logits=len(tokens) + 1)
         if request.verifier == "rejection" and not request.sampling.greedy:
             log_q = self._chain.log_q if drafted and self._chain else []
@@ -96,7 +153,17 @@ class ModelBackend:
         return verify_coupled(target, logits, self._text, tokens, request.sampling, self._noise, self.exact)
 
     def commit(self, emitted: list[int], accepted: int, drafted: Drafted | None) -> None:
-        if drafted is not None and self._active is not None:
+        length = len(self._text)
+        if self._keeps_features:
+            nodes = self._path[:accepted] if drafted is not None and drafted.tree is not None else range(accepted)
+            self._features.put(length - 1, self.pair.target.tapped[[0, *(node + 1 for node in nodes)]])
+        if drafted is not None and drafted.tree is not None:
+            path = self._path[:accepted]
+            self.pair.target.cache.move([length + node for node in path], length)
+            assert isinstance(self._active, (LanguageModelDraft, HeadDraft))
+            self._active.commit_tree(length, [drafted.tree.expanded[node] for node in path], emitted)
+        elif drafted is not None and self._active is not None:
+            assert not isinstance(self._active, HeadDraft)
             self._active.commit(len(self._text), accepted, drafted.steps, emitted)
         self._text.extend(emitted)
         self._rounds += 1
@@ -148,7 +215,10 @@ class Decoder:
 
     def rounds(self, request: DecodeRequest) -> Iterator[Round]:
         """Streams the rounds of one request."""
-        check_verifier(self.source.current().policy, request.verifier, request.sampling)
+        policy = self.source.current().policy
+        check_verifier(policy, request.verifier, request.sampling)
+        if policy.draft in self.pair.heads and request.verifier == "rejection" and not request.sampling.greedy:
+            raise PolicyError(f"draft {policy.draft!r} is a head, which the rejection verifier is not built for; use the coupled verifier")
         return decode_rounds(self.backend, request, self.source, self.clock)
 
     def decode(self, request: DecodeRequest, category: str = "", stop_strings: tuple[str, ...] = ()) -> Decoded:

@@ -11,8 +11,9 @@ from typing import Protocol
 
 import torch
 
-from runtime.models import CausalModel
+from runtime.models import CausalModel, ids_tensor, view_of
 from runtime.ngram import NgramIndex
+from runtime.policies.document import WIDTH_LIMIT
 from runtime.policies.stops import STOP_ENTROPY, STOP_JOINT_PROB, STOP_MAX_PROB, STOP_NONE, CompiledStop, should_stop
 from runtime.sampling import (
     Noise,
@@ -28,6 +29,8 @@ from runtime.sampling import (
 )
 from traces.schema import Sampling
 
+TREE_SLOTS = WIDTH_LIMIT * 16
+"""Slots that a draft keeps beyond the text for the nodes of a tree."""
 LONG_LAG = 64
 """Tokens to read above which they are read apart from the first proposal's pass."""
 
@@ -87,6 +90,32 @@ class LanguageModelDraft:
             self.model.read(torch.tensor(prompt[:-1], device=self.model.device), 0)
             self._read = len(prompt) - 1
 
+    def reader(self, text: list[int]) -> LanguageModelReader:
+        """Passes over a tree that grows from the end of ``text``."""
+        return LanguageModelReader(self, text)
+
+    def pending(self, text: list[int]) -> tuple[torch.Tensor, int]:
+        """Token ids int64 that the pass for the first proposal reads, and where they begin; a long lag is read apart first."""
+        model = self.model
+        if len(text) - self._read > LONG_LAG:
+            model.read(torch.tensor(text[self._read : -1], device=model.device), self._read)
+            self._read = len(text) - 1
+        return ids_tensor(text[self._read :], model.device), self._read
+
+    def lag(self, text: list[int]) -> int:
+        """Tokens of ``text`` not read yet."""
+        return len(text) - self._read
+
+    def commit_tree(self, length_before: int, places: list[int], emitted: list[int]) -> int:
+        """``places`` of the accepted nodes among those read for the tree (-1: not read), from the root. Keeps what was read, moved to
+        where the text continues; how many that are."""
+        kept = 0
+        while kept < len(places) and places[kept] >= 0:
+            kept += 1
+        self.model.cache.move([length_before + p for p in places[:kept]], length_before)
+        self._read = length_before + kept
+        return kept
+
     def rewind(self, length: int) -> None:
         """Forgets what was read beyond the first ``length`` tokens of the text."""
         self._read = min(self._read, length)
@@ -94,11 +123,7 @@ class LanguageModelDraft:
     def propose(self, text: list[int], gamma: int, stop: CompiledStop, context: ChainContext) -> Chain:
         model, sampling = self.model, context.sampling
         chain = Chain(lag=len(text) - self._read)
-        if chain.lag > LONG_LAG:
-            model.read(torch.tensor(text[self._read : -1], device=model.device), self._read)
-            self._read = len(text) - 1
-        at = self._read
-        pending = torch.tensor(text[at:], device=model.device)
+        pending, at = self.pending(text)
         reads = stop.kind != STOP_NONE or context.own_seed is not None
         if not reads and not context.exact:
             return self._propose_blind(pending, at, len(text), gamma, context, chain)
@@ -110,7 +135,7 @@ class LanguageModelDraft:
             chain.steps += 1
             log_q = log_law(logits, sampling)[0] if reads else None
             pending = self._token(logits, log_q, position, prefix, context)
-            token = int(pending[0])
+            token = int(pending.item())
             ended = False
             if stop.kind != STOP_NONE:
                 assert log_q is not None
@@ -181,6 +206,38 @@ class LanguageModelDraft:
     def commit(self, length_before: int, accepted: int, steps: int, emitted: list[int]) -> None:
         if steps:
             self._read = length_before + min(accepted, steps - 1)
+
+
+class LanguageModelReader:
+    """A language model's passes over one tree: each level in one pass, nodes apart under a mask (:class:`runtime.tree_drafts.Reader`)."""
+
+    def __init__(self, draft: LanguageModelDraft, text: list[int]) -> None:
+        self.draft, self.model, self.text = draft, draft.model, text
+        self.device, self.length = draft.model.device, len(text)
+        self._placed = 0
+        self._mask: torch.Tensor | None = None
+
+    def root(self) -> torch.Tensor:
+        pending, at = self.draft.pending(self.text)
+        return self.model.chain(pending, at, logits=1)
+
+    def level(self, tokens: torch.Tensor, parents: torch.Tensor | None, depth: int) -> torch.Tensor:
+        n, first = tokens.shape[0], self.length + self._placed
+        slots = torch.arange(first, first + n, device=self.device)
+        view = min(self.model.cache.capacity, view_of(first + n))
+        mask = torch.zeros(n, view, dtype=torch.bool, device=self.device)
+        if parents is None or self._mask is None:
+            mask[:, : self.length] = True
+        else:
+            mask[:, : self._mask.shape[1]] = self._mask[parents]
+        mask[torch.arange(n, device=self.device), slots] = True
+        self._mask = mask
+        self._placed += n
+        positions = torch.full((n,), self.length + depth - 1, dtype=torch.int64, device=self.device)
+        return self.model.scattered(tokens, positions, slots, mask)
+
+    def canonical(self, path: list[int]) -> torch.Tensor:
+        return self.model.canonical(self.text + path)
 
 
 def canonical_codes(model: CausalModel, prefix: list[int], token: int, sampling: Sampling) -> tuple[int, int]:

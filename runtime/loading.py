@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoTokenizer
 
+from runtime.heads import EagleHead, load_head
 from runtime.models import CausalModel, load_model, pick_device, pick_dtype
-from runtime.pair import PairSpec, is_local
+from runtime.pair import PairSpec, is_head, is_local
 from traces.errors import PairError
 from traces.schema import Request
 
 
 @dataclass
 class LoadedPair:
-    """Models and tokenizer. ``exact`` says that near ties are settled canonically (float32)."""
+    """Models and tokenizer. ``exact`` says that near ties are settled canonically (float32).
+
+    ``drafts`` are language models, ``heads`` EAGLE heads on the target; where there are heads, the target's ``taps`` are what they read.
+    """
 
     spec: PairSpec
     target: CausalModel
     drafts: dict[str, CausalModel]
     tokenizer: Any
     eos_ids: frozenset[int]
+    heads: dict[str, EagleHead] = field(default_factory=dict)
 
     @property
     def id(self) -> str:
@@ -38,12 +43,13 @@ class LoadedPair:
     @property
     def draft_names(self) -> tuple[str, ...]:
         """Drafts that policies may name."""
-        return (*self.drafts, "ngram")
+        return (*self.drafts, *self.heads, "ngram")
 
     @property
     def max_positions(self) -> int:
         """Longest sequence that every model of the pair can hold."""
-        return min(m.max_positions for m in (self.target, *self.drafts.values()))
+        models: list[CausalModel | EagleHead] = [self.target, *self.drafts.values(), *self.heads.values()]
+        return min(m.max_positions for m in models)
 
     @property
     def device(self) -> torch.device:
@@ -96,10 +102,10 @@ def load_pair(
     drafts: Collection[str] | None = None,
     threads: int | None = None,
 ) -> LoadedPair:
-    """Loads target, tokenizer and drafts (all, or those named).
+    """Loads target, tokenizer and drafts (all, or those named), each a language model or an EAGLE head.
 
     ``threads`` are torch's on a CPU; by default one for a small target, else torch's own choice (or ``OMP_NUM_THREADS``).
-    Raises PairError on a missing model or a vocabulary that differs.
+    Raises PairError on a missing model, a vocabulary that differs, or a head of another target.
     """
     where = pick_device(device)
     kind = pick_dtype(dtype, where)
@@ -108,8 +114,12 @@ def load_pair(
     if tokenizer is None:
         raise PairError(f"target: no tokenizer at {spec.target} (tokenizer.json or the like is expected beside the weights)")
     loaded: dict[str, CausalModel] = {}
+    heads: dict[str, EagleHead] = {}
     for name, path in spec.drafts:
         if drafts is not None and name not in drafts:
+            continue
+        if is_head(path):
+            heads[name] = load_head(path, name=name, target=target, device=where, dtype=kind)
             continue
         model = load_model(path, name=name, device=where, dtype=kind)
         if model.vocab_size != target.vocab_size:
@@ -123,7 +133,8 @@ def load_pair(
         torch.set_num_threads(threads)
     elif where.type == "cpu" and "OMP_NUM_THREADS" not in os.environ and target.num_parameters < SMALL:
         torch.set_num_threads(1)
-    return LoadedPair(spec, target, loaded, tokenizer, _eos(target, tokenizer))
+    target.taps = tuple(sorted({tap for head in heads.values() for tap in head.taps}))
+    return LoadedPair(spec, target, loaded, tokenizer, _eos(target, tokenizer), heads)
 
 
 def _tokenizer(path: str) -> Any:

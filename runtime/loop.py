@@ -9,10 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from runtime.policies.prepared import PreparedPolicy
-from traces.schema import Finish, Sampling, Step, Verifier
+from traces.schema import NO_BIN, Finish, Sampling, Step, Verifier
+
+if TYPE_CHECKING:
+    from runtime.tree_drafts import GrownTree
 
 
 @dataclass(frozen=True)
@@ -37,21 +40,31 @@ class DecodeRequest:
 class Drafted:
     """What one draft phase did: ``count`` tokens for verification, the passes and the tokens read to get them.
 
-    ``tokens`` are their ids (a trace knows only those on the text, so there it is empty).
+    ``tokens`` are their ids (a trace knows only those on the text, so there it is empty). ``tree`` is set where they form one; else
+    each follows the one before.
     """
 
     count: int
     steps: int
     lag: int
     tokens: list[int] = field(default_factory=list)
+    tree: GrownTree | None = None
+
+    @property
+    def depth(self) -> int:
+        """Levels drafted: what a window counts as drafted."""
+        return self.count if self.tree is None else self.tree.levels
 
 
 @dataclass(frozen=True)
 class Verified:
-    """``accepted`` leading drafted tokens, and the tokens to emit: those, then the target's own."""
+    """``accepted`` drafted tokens, and the tokens to emit: those, then the target's own. ``path``: the accepted nodes' numbers among
+    the drafted ones. ``read``: how many of the accepted tokens the draft has read already (None: those its passes began with)."""
 
     accepted: int
     tokens: list[int]
+    path: list[int] = field(default_factory=list)
+    read: int | None = None
 
 
 class Backend(Protocol):
@@ -60,8 +73,8 @@ class Backend(Protocol):
     def begin(self, request: DecodeRequest, prepared: PreparedPolicy) -> None:
         """Makes ready for the first round of a request (prefill)."""
 
-    def draft(self, prepared: PreparedPolicy, gamma: int) -> Drafted:
-        """Drafts at most ``gamma`` > 0 tokens from the current end of the text."""
+    def draft(self, prepared: PreparedPolicy, gamma: int, limit: int | None = None) -> Drafted:
+        """Drafts at most ``gamma`` > 0 levels from the current end of the text; HeteroSpec may go on up to ``limit``."""
 
     def verify(self, drafted: Drafted | None) -> Verified:
         """The target's verdict on the drafted tokens (None: it only supplies its own token)."""
@@ -89,12 +102,15 @@ class StaticSource:
 
 @dataclass(frozen=True)
 class Round:
-    """One round as the loop yields it: its step, the tokens it emitted, what was drafted, and how the text ended, if it did."""
+    """One round as the loop yields it: its step, the tokens it emitted, what was drafted, how the text ended, if it did, and the
+    tree with the accepted nodes' numbers in it, where one was drafted."""
 
     step: Step
     tokens: list[int]
     drafted: list[int]
     finish: Finish | None
+    tree: GrownTree | None = None
+    path: list[int] = field(default_factory=list)
 
 
 def decode_rounds(
@@ -120,8 +136,9 @@ def decode_rounds(
             controller.start_request()
             seen = {*request.prompt_ids, *output} if prepared.needs_cache else set()
         start = len(output)
-        gamma = min(controller.choose(), request.max_new_tokens - start - 1)
-        drafted = backend.draft(prepared, gamma) if gamma > 0 else None
+        limit = request.max_new_tokens - start - 1
+        gamma = min(controller.choose(), limit)
+        drafted = backend.draft(prepared, gamma, limit) if gamma > 0 else None
         draft_done = clock()
         verdict = backend.verify(drafted)
         verify_done = clock()
@@ -133,7 +150,8 @@ def decode_rounds(
         if prepared.needs_cache:
             seen.update(tokens)
         draft_s, verify_s = draft_done - started, verify_done - draft_done
-        controller.observe(count, accepted, cached, draft_s, verify_s)
+        depth = drafted.depth if drafted else 0
+        controller.observe(depth, accepted, cached, draft_s, verify_s)
         output.extend(tokens)
         step = Step(
             start=start,
@@ -148,9 +166,13 @@ def decode_rounds(
             draft_s=draft_s if drafted else 0.0,
             verify_s=verify_s,
             round_s=clock() - started,
+            depth=depth,
+            bin=drafted.tree.bin if drafted and drafted.tree else NO_BIN,
         )
-        lag = emitted - min(accepted, steps - 1) if steps else step.lag + emitted
-        yield Round(step, tokens, drafted.tokens if drafted else [], finish)
+        read = min(accepted, steps - 1) if verdict.read is None else verdict.read
+        lag = emitted - read if steps else step.lag + emitted
+        tree = drafted.tree if drafted else None
+        yield Round(step, tokens, drafted.tokens if drafted else [], finish, tree, verdict.path[:accepted])
         if finish is not None:
             return
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
@@ -21,6 +22,8 @@ from traces.errors import PairError
 
 CHUNK = 512
 """Longest pass over a prompt; longer ones are cut so that masks stay small."""
+FINAL = -1
+"""As a tap: the last hidden state, after the final norm."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -50,26 +53,72 @@ class CausalModel:
         if any("sliding" in str(kind) for kind in windows) or getattr(config, "attn_logit_softcapping", None):
             raise PairError(f"{name}: models with sliding-window or soft-capped attention are not supported yet")
         model.set_attn_implementation(attention.NAME)
-        self.model = model.eval()
+        self.model = model.eval().requires_grad_(False)  # so that no pass records a graph, and none needs to be told
         self.name = name
         self.fingerprint = fingerprint
         self.device = next(model.parameters()).device
         self.dtype = next(model.parameters()).dtype
-        self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
+        self._lm_head = model.get_output_embeddings()
+        self.vocab_size = int(self._lm_head.weight.shape[0])
         self.max_positions = int(getattr(config, "max_position_embeddings", 0) or 1 << 20)
         self.num_parameters = sum(p.numel() for p in model.parameters())
-        self.cache = SlotCache(config.num_hidden_layers)
+        self.num_layers = int(config.num_hidden_layers)
+        self.hidden_size = int(getattr(config, "hidden_size", 0))
+        self.cache = SlotCache(self.num_layers)
         self._decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+        self._taps: tuple[int, ...] = ()
+        self._hooks: list[Any] = []
+        self._tapped: dict[int, torch.Tensor] = {}
         self._positions = torch.zeros(1, 0, dtype=torch.long, device=self.device)
-        self._causal = torch.zeros(0, 0, dtype=torch.bool, device=self.device)
+        self._causal = torch.zeros(1, 1, 0, 0, dtype=torch.bool, device=self.device)
 
     def reserve(self, tokens: int) -> None:
         """Makes room for sequences of ``tokens``; forgets the cache if it must grow."""
         self.cache.reserve(tokens)
-        if self._causal.shape[1] < self.cache.capacity:
+        if self._causal.shape[-1] < self.cache.capacity:
             size = self.cache.capacity
             self._positions = torch.arange(size, device=self.device)[None]
-            self._causal = torch.ones(size, size, dtype=torch.bool, device=self.device).tril()
+            self._causal = torch.ones(1, 1, size, size, dtype=torch.bool, device=self.device).tril()
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Hidden states kept of every pass: 0 is the embeddings, i what layer i reads, the number of layers what the last one gives,
+        ``FINAL`` that after the final norm. Empty by default, which costs nothing."""
+        return self._taps
+
+    @taps.setter
+    def taps(self, taps: tuple[int, ...]) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._taps, self._hooks, self._tapped = tuple(taps), [], {}
+        layers = next(
+            (m for m in self._decoder.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == self.num_layers), None
+        )
+        for tap in set(taps) - {FINAL}:
+            if layers is None or not 0 <= tap <= self.num_layers:
+                raise PairError(f"{self.name}: no hidden state {tap} to read (the model has {self.num_layers} layers)")
+            if tap < self.num_layers:
+
+                def before(module: Any, args: Any, kwargs: Any, tap: int = tap) -> None:
+                    self._tapped[tap] = (args[0] if args else kwargs["hidden_states"])[0]
+
+                self._hooks.append(layers[tap].register_forward_pre_hook(before, with_kwargs=True))
+            else:
+
+                def after(module: Any, args: Any, output: Any, tap: int = tap) -> None:
+                    self._tapped[tap] = (output[0] if isinstance(output, tuple) else output)[0]
+
+                self._hooks.append(layers[-1].register_forward_hook(after))
+
+    @property
+    def tapped(self) -> torch.Tensor:
+        """``features`` of all taps."""
+        return self.features(self._taps)
+
+    def features(self, taps: tuple[int, ...]) -> torch.Tensor:
+        """Hidden states ``taps``, some of ``self.taps``, of the last pass (or of all tokens of the last ``read``), side by side:
+        [tokens, len(taps) * hidden_size]. The next pass replaces them; the canonical ones do not."""
+        return torch.cat([self._tapped[tap] for tap in taps], -1)
 
     def chain(self, ids: torch.Tensor, start: int, *, logits: int = 0) -> torch.Tensor:
         """Runs ``ids`` (int64 [width]) at slots and positions ``start ..``; every token sees all slots up to its own.
@@ -77,15 +126,29 @@ class CausalModel:
         Returns float32 logits of the last ``logits`` tokens, ``[logits, vocab]`` (0: none, the head is not run).
         """
         width = ids.shape[0]
+        stop = start + width
         view = self.cache.place(start, width)
-        mask = self._causal[start : start + width, :view][None, None]
-        hidden = self._hidden(ids[None], self._positions[:, start : start + width], mask)
+        hidden = self._hidden(ids[None], self._positions[:, start:stop], self._causal[:, :, start:stop, :view])
         return self._head(hidden[0, width - logits :]) if logits else hidden.new_zeros(0)
 
     def read(self, ids: torch.Tensor, start: int) -> None:
         """Fills the cache with ``ids`` at ``start ..`` in chunks, without logits."""
+        parts: list[dict[int, torch.Tensor]] = []
         for at in range(0, ids.shape[0], CHUNK):
             self.chain(ids[at : at + CHUNK], start + at)
+            parts.append(dict(self._tapped))
+        if len(parts) > 1:
+            self._tapped.update({tap: torch.cat([part[tap] for part in parts]) for tap in self._tapped})
+
+    def tree(self, ids: torch.Tensor, positions: torch.Tensor, start: int, mask: torch.Tensor) -> torch.Tensor:
+        """Runs ``ids`` (int64 [width]) at slots ``start ..`` and given positions under ``mask``, bool [width, start + width].
+
+        Returns float32 logits [width, vocab].
+        """
+        width = ids.shape[0]
+        view = self.cache.place(start, width)
+        mask = torch.nn.functional.pad(mask, (0, view - mask.shape[1]))
+        return self._head(self._hidden(ids[None], positions[None], mask[None, None])[0])
 
     def scattered(self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Runs ``ids`` (int64 [width]) at given positions and slots under ``mask`` (bool [width, view]).
@@ -97,25 +160,44 @@ class CausalModel:
 
     def canonical(self, prefix: list[int]) -> torch.Tensor:
         """Float32 logits ``[vocab]`` after ``prefix``, computed in one pass without cache: the same bits for the same prefix."""
+        return self._head(self._canonical(prefix)[0][-1:])[0]
+
+    def canonical_features(self, prefix: list[int], taps: tuple[int, ...]) -> torch.Tensor:
+        """Hidden states ``taps`` (some of ``self.taps``) of ``prefix`` from the canonical pass, [len(prefix), len(taps) * hidden_size]."""
+        tapped = self._canonical(prefix)[1]
+        return torch.cat([tapped[tap] for tap in taps], -1)
+
+    def _canonical(self, prefix: list[int]) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """Last hidden states [len(prefix), hidden_size] and those of the taps, in one pass without cache."""
         ids = torch.tensor([prefix], device=self.device)
         n = ids.shape[1]
         mask = torch.ones(n, n, dtype=torch.bool, device=self.device).tril()[None, None]
         positions = torch.arange(n, device=self.device)[None]
-        with torch.no_grad():
-            hidden = self._decoder(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False).last_hidden_state
-            return self._head(hidden[0, -1:])[0]
+        kept, self._tapped = self._tapped, {}
+        hidden: torch.Tensor = self._decoder(
+            input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False
+        ).last_hidden_state
+        tapped, self._tapped = self._tapped, kept
+        if FINAL in self._taps:
+            tapped[FINAL] = hidden[0]
+        return hidden[0], tapped
 
     def _hidden(self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            out: torch.Tensor = self._decoder(
-                input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=self.cache.cache, use_cache=True
-            ).last_hidden_state
-            return out
+        out: torch.Tensor = self._decoder(
+            input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=self.cache.cache, use_cache=True
+        ).last_hidden_state
+        if FINAL in self._taps:
+            self._tapped[FINAL] = out[0]
+        return out
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            out: torch.Tensor = self.model.get_output_embeddings()(hidden)
-            return out.float()
+        out: torch.Tensor = self._lm_head(hidden)
+        return out.float()
+
+
+def ids_tensor(tokens: list[int], device: torch.device) -> torch.Tensor:
+    """Token ids, int64 [n]. By way of numpy, which takes half as long as torch when code is cold (docs/log.md)."""
+    return torch.from_numpy(np.array(tokens, dtype=np.int64)).to(device)
 
 
 def view_of(tokens: int) -> int:

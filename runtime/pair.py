@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import pickletools
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,6 +139,53 @@ def identity(path: str) -> str:
                 f.seek(max(1 << 20, size - (1 << 20)))
                 h.update(f.read())
     return h.hexdigest()[:16]
+
+
+def head_config(folder: Path) -> dict[str, Any]:
+    """The configuration of an EAGLE head, flat. Raises PairError where there is none."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise PairError(f"{folder / 'config.json'}: {error}") from None
+    if not isinstance(config, dict):
+        raise PairError(f"{folder / 'config.json'}: a head's configuration is a JSON object, not {type(config).__name__}")
+    return config
+
+
+def is_head(path: str) -> bool:
+    """Whether a checkpoint is an EAGLE head rather than a language model; imports no torch.
+
+    EAGLE-1 and 2 configurations look like any Llama's: there the names of the tensors tell. On a hub the name must say ``eagle``, as
+    those of published heads do: nothing is fetched to find out.
+    """
+    folder = Path(path).expanduser()
+    if not is_local(path):
+        return "eagle" in path.lower()
+    if not (folder / "config.json").is_file():
+        return False
+    config = head_config(folder)
+    if "eagle_config" in config or "draft_vocab_size" in config:
+        return True
+    if any("eagle" in str(a).lower() for a in config.get("architectures") or ()):
+        return True
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+    return any(n.removeprefix("model.") == "fc.weight" for f in files for n in _tensor_names(f))
+
+
+def _tensor_names(file: Path) -> set[str]:
+    """Names of the tensors in a weight file (and, in a pickle, other strings); none where it cannot be read."""
+    try:
+        if file.suffix == ".safetensors":
+            with file.open("rb") as f:
+                size = int.from_bytes(f.read(8), "little")
+                return set(json.loads(f.read(size))) if size < file.stat().st_size else set()
+        if zipfile.is_zipfile(file):
+            with zipfile.ZipFile(file) as archive:
+                inner = next(n for n in archive.namelist() if n.endswith("/data.pkl"))
+                return {arg for _, arg, _ in pickletools.genops(archive.read(inner)) if isinstance(arg, str)}
+    except (OSError, ValueError, StopIteration, zipfile.BadZipFile):
+        pass  # loading it will say what is wrong
+    return set()
 
 
 def is_local(path: str) -> bool:

@@ -17,8 +17,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from runtime.policies.jit import compiled
 from traces.schema import NAT_CODE_MAX, NAT_SCALE, Sampling
 
 CHOICE_MARGIN = 2e-4
@@ -53,12 +56,37 @@ def _weyl(vocab_size: int, device: torch.device) -> torch.Tensor:
     return torch.arange(vocab_size, dtype=torch.int64, device=device) * _C1
 
 
+_W1, _W2, _W3 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_S30, _S27, _S32 = np.uint64(30), np.uint64(27), np.uint64(32)
+_HALF, _UNIT, _BELOW_ONE = np.float32(0.5), np.float32(2.0**-32), np.float32(1.0 - 2.0**-24)
+
+
+@compiled()
+def _minus_uniforms(key: np.uint64, out: npt.NDArray[np.float32]) -> None:
+    """Writes -w of :func:`gumbel_row`: the same whole numbers and the same three float32 roundings, in one loop."""
+    for i in range(out.shape[0]):
+        x = np.uint64(i) * _W1 + key
+        x = (x ^ (x >> _S30)) * _W2
+        x = (x ^ (x >> _S27)) * _W3
+        w = (np.float32(np.int64(x >> _S32)) + _HALF) * _UNIT
+        out[i] = -min(w, _BELOW_ONE)
+
+
 def gumbel_row(key: int, vocab_size: int, device: torch.device) -> torch.Tensor:
     """Gumbel(0, 1) noise, float32 ``[vocab_size]``: SplitMix64 of (key, token id); equal arguments give equal bits on one device.
 
     The uniform is taken from the small side, where float32 is fine: -log(-log1p(-w)) resolves the upper tail, which decides who wins,
     to 2 ** -33.
     """
+    if device.type == "cpu":
+        row = torch.empty(vocab_size)
+        _minus_uniforms(np.uint64(key), row.numpy())
+        return row.log1p_().neg_().log_().neg_()
+    return _gumbel_anywhere(key, vocab_size, device)
+
+
+def _gumbel_anywhere(key: int, vocab_size: int, device: torch.device) -> torch.Tensor:
+    """:func:`gumbel_row` in torch's operations alone, for devices without compiled loops: on a CPU the same bits, four times slower."""
     x = _weyl(vocab_size, device) + _signed(key)
     x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _C2
     x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _C3
@@ -105,8 +133,8 @@ class Noise:
 
 
 def scaled(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Logits after temperature (unchanged when greedy), float32."""
-    return logits if sampling.greedy else logits / sampling.temperature
+    """Logits after temperature (unchanged when greedy or at temperature 1), float32."""
+    return logits if sampling.greedy or sampling.temperature == 1.0 else logits / sampling.temperature
 
 
 def kept(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor | None:
@@ -114,6 +142,13 @@ def kept(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor | None:
     if not filters(sampling, logits.shape[-1]):
         return None
     return _kept(logits, sampling, (0.0,))[0]
+
+
+def kept_wide_and_narrow(logits: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`kept` as rounding could widen and could narrow it: two bool tensors of the shape of ``logits``."""
+    slack = _grown(FILTER_SLACK, sampling)
+    wide, narrow = _kept(logits, sampling, (slack, -slack))
+    return wide, narrow
 
 
 def filters(sampling: Sampling, vocab_size: int) -> bool:
@@ -167,6 +202,38 @@ class Choice:
     unsure: torch.Tensor | None
 
 
+@compiled()
+def _lead(
+    rows: npt.NDArray[np.float32], margin: np.float32, tokens: npt.NDArray[np.int64], unsure: npt.NDArray[np.bool_]
+) -> None:
+    """Of every row the first index of its largest entry, and whether that leads the next by less than ``margin``."""
+    for i in range(rows.shape[0]):
+        row = rows[i]
+        best, second, at = row[0], np.float32(-np.inf), 0
+        for j in range(1, row.shape[0]):
+            value = row[j]
+            if value > second:
+                if value > best:
+                    second, best, at = best, value, j
+                else:
+                    second = value
+        tokens[i] = at
+        unsure[i] = best - second < margin
+
+
+def _best(x: torch.Tensor, margin: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best token of every row of ``x`` float32 [n, vocab], int64 [n], and whether it leads the next by less than ``margin``, bool [n].
+
+    After a pass of the target all code is cold, and what counts is to touch little of it: one compiled loop on a CPU.
+    """
+    if x.device.type != "cpu":
+        best = x.topk(2, dim=-1)
+        return best.indices[:, 0], best.values[:, 0] - best.values[:, 1] < margin
+    tokens, unsure = np.empty(len(x), dtype=np.int64), np.empty(len(x), dtype=np.bool_)
+    _lead(x.detach().numpy(), np.float32(margin), tokens, unsure)
+    return torch.from_numpy(tokens), torch.from_numpy(unsure)
+
+
 def choose(logits: torch.Tensor, sampling: Sampling, noise: torch.Tensor | None, *, exact: bool) -> Choice:
     """argmax(logits / T + g) over the kept tokens, row by row.
 
@@ -181,19 +248,17 @@ def choose(logits: torch.Tensor, sampling: Sampling, noise: torch.Tensor | None,
         tokens = perturbed.masked_fill(~masks[0], -math.inf).argmax(-1)
         if not exact:
             return Choice(tokens, None)
-        wide = perturbed.masked_fill(~masks[1], -math.inf).topk(2, dim=-1)
+        wide, unsure = _best(perturbed.masked_fill(~masks[1], -math.inf), _grown(CHOICE_MARGIN, sampling))
         narrow = perturbed.masked_fill(~masks[2], -math.inf).argmax(-1)
-        tied = wide.values[:, 0] - wide.values[:, 1] < _grown(CHOICE_MARGIN, sampling)
-        return Choice(tokens, tied | (wide.indices[:, 0] != narrow))
+        return Choice(tokens, unsure | (wide != narrow))
     if not exact:
         return Choice(perturbed.argmax(-1), None)
-    best = perturbed.topk(2, dim=-1)
-    return Choice(best.indices[:, 0], best.values[:, 0] - best.values[:, 1] < _grown(CHOICE_MARGIN, sampling))
+    return Choice(*_best(perturbed, _grown(CHOICE_MARGIN, sampling)))
 
 
 def settle(choice: Choice, decide: Callable[[int], int]) -> torch.Tensor:
     """The choice with every unsure row replaced by ``decide(row)``: the canonical pass's token."""
-    if choice.unsure is None or not bool(choice.unsure.any()):
+    if choice.unsure is None or not any(choice.unsure.tolist()):
         return choice.tokens
     tokens = choice.tokens.clone()
     for row in choice.unsure.nonzero()[:, 0].tolist():

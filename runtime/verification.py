@@ -13,7 +13,8 @@ import torch
 
 from runtime.loop import Verified
 from runtime.models import CausalModel
-from runtime.sampling import Noise, canonical_choice, choose, gumbel_row, log_law, settle, stream_key, uniform
+from runtime.sampling import Choice, Noise, canonical_choice, choose, gumbel_row, log_law, settle, stream_key, uniform
+from runtime.tree_drafts import GrownTree
 from traces.schema import Sampling
 
 
@@ -32,7 +33,7 @@ def verify_coupled(
     """
     rows = None if noise is None else noise.rows(len(text), len(drafted) + 1)
     choice = choose(logits, sampling, rows, exact=exact)
-    if choice.unsure is not None and bool(choice.unsure.any()):
+    if choice.unsure is not None and any(choice.unsure.tolist()):
         chosen: list[int] = []
         for i in range(len(drafted) + 1):
             row = None if rows is None else rows[i]
@@ -48,6 +49,55 @@ def verify_coupled(
     while accepted < len(drafted) and chosen[accepted] == drafted[accepted]:
         accepted += 1
     return Verified(accepted, chosen[: accepted + 1])
+
+
+def verify_tree(
+    target: CausalModel,
+    logits: torch.Tensor,
+    text: list[int],
+    tree: GrownTree,
+    sampling: Sampling,
+    noise: Noise | None,
+    exact: bool,
+) -> Verified:
+    """Target sampling on a tree: from the root, take the target's own token; go down while a child holds it.
+
+    ``logits`` float32 [1 + nodes, vocab], the root's row first. With ``exact``, near ties are settled along the path. A CPU looks at the
+    rows of the path alone; elsewhere all are looked at at once, so that the host waits once.
+    """
+    everywhere: Choice | None = None
+    if logits.device.type != "cpu":
+        rows = None
+        if noise is not None:
+            by_depth = noise.rows(len(text), 1 + max(tree.depths, default=0))
+            rows = by_depth[torch.tensor([0, *tree.depths], device=logits.device)]
+        found = choose(logits, sampling, rows, exact=exact)
+        everywhere = Choice(found.tokens.cpu(), None if found.unsure is None else found.unsure.cpu())
+    children = {(parent, token): i for i, (parent, token) in enumerate(zip(tree.parents, tree.tokens, strict=True))}
+    path: list[int] = []
+    emitted: list[int] = []
+    node = -1
+    while True:
+        row = None if noise is None else noise.row(len(text) + len(path))
+        at = slice(node + 1, node + 2)
+        if everywhere is None:
+            choice = choose(logits[at], sampling, None if row is None else row[None], exact=exact)
+        else:
+            choice = Choice(everywhere.tokens[at], None if everywhere.unsure is None else everywhere.unsure[at])
+        if choice.unsure is not None and bool(choice.unsure):
+            token = canonical_choice(target.canonical(text + emitted), sampling, row)
+        else:
+            token = int(choice.tokens)
+        emitted.append(token)
+        child = children.get((node, token))
+        if child is None:
+            break
+        path.append(child)
+        node = child
+    read = 0
+    while read < len(path) and tree.expanded[path[read]] >= 0:
+        read += 1
+    return Verified(len(path), emitted, path, read)
 
 
 def verify_rejection(

@@ -135,7 +135,7 @@ class Driver:
             for row in session.scalars(sa.select(TrajectoryRow)):
                 found["trajectory", row.recording_id, row.ordinal] = row.sha256
             for chunk in session.scalars(sa.select(PanoramaChunkRow)):
-                found["panorama", chunk.recording_id, chunk.ordinal, chunk.draft] = chunk.sha256
+                found[f"panorama {chunk.kind}", chunk.recording_id, chunk.ordinal, chunk.draft] = chunk.sha256
             for study in session.scalars(sa.select(StudyRow)):
                 found["study", study.id] = study.sha256
             for profile in session.scalars(sa.select(LatencyProfileRow)):
@@ -145,7 +145,7 @@ class Driver:
         return found
 
     def complete(self, database: str) -> list[dict[tuple[Any, ...], bytes]]:
-        """The contents of every complete recording, without its id."""
+        """The texts and chain panoramas of every complete recording, without its id (``tune`` adds trees to what ``record`` made)."""
         import sqlalchemy as sa
 
         from db import open_database
@@ -154,7 +154,7 @@ class Driver:
         with open_database(str(self.folder / database)) as opened, opened.read() as session:
             ids = list(session.scalars(sa.select(RecordingRow.id).where(RecordingRow.state == "complete")))
         facts = self.facts(database)
-        return [{(k[0], *k[2:]): v for k, v in facts.items() if k[0] in ("trajectory", "panorama") and k[1] == i} for i in ids]
+        return [{(k[0], *k[2:]): v for k, v in facts.items() if k[0] in ("trajectory", "panorama chain") and k[1] == i} for i in ids]
 
     def verify(self, database: str, before: Facts, what: str) -> Facts:
         from db import check

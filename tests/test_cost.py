@@ -38,7 +38,9 @@ PROFILE = LatencyProfile(
     sample_s=2e-5,
     draft_sample_s=4e-5,
     request_s=6e-4,
+    draft_bend_s={"small": (0.0, -3e-4, 1e-4, 2e-4, 0.0, -5e-5)},
 )
+BEND = PROFILE.draft_bend_s["small"]
 MIDDLE = (BUCKET - 1) / 2
 
 
@@ -52,7 +54,7 @@ def test_rounds_cost_what_the_curves_say_in_the_middle_of_a_bucket(bucket: int, 
     model = CostModel.of(PROFILE, "small", 400)
     context = bucket * BUCKET + MIDDLE
     draft, one = PROFILE.draft_step["small"], PROFILE.draft_step["small"].at(1, context)
-    draft_s = 2e-4 + draft.at(lag, context) + (steps - 1) * one if steps else 0.0
+    draft_s = 2e-4 + draft.at(lag, context) + (steps - 1) * one + BEND[min(steps, 5)] if steps else 0.0
     verify_s = PROFILE.verify.at(drafted + 1, context)
     for c in (bucket * BUCKET, bucket * BUCKET + BUCKET - 1):
         got = model.round_seconds(step(drafted, steps, lag), c)
@@ -77,7 +79,7 @@ def test_temperature_and_stops_add_their_terms() -> None:
 def test_lags_beyond_the_table_go_on_with_its_slope() -> None:
     model = CostModel.of(PROFILE, "small", 100)
     far = LAG_LIMIT + 50
-    expected = PROFILE.draft_step["small"].at(far, MIDDLE) + 2e-4
+    expected = PROFILE.draft_step["small"].at(far, MIDDLE) + 2e-4 + BEND[1]
     assert model.round_seconds(step(1, 1, far), 3).draft_s == pytest.approx(expected)
 
 

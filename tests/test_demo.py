@@ -86,7 +86,8 @@ def test_pair_is_small_enough_to_ship() -> None:
 def test_pair_file_names_what_is_there() -> None:
     pair = json.loads(PAIR_PATH.read_text())
     assert pair["name"] == "demo"
-    assert set(pair["drafts"]) == {"small", "medium"}
+    assert set(pair["drafts"]) == {"small", "medium", "head"}
+    assert {"config.json", "model.safetensors"} <= {path.name for path in (PAIR_PATH.parent / pair["drafts"].pop("head")).iterdir()}
     for directory in (pair["target"], *pair["drafts"].values()):
         assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= {
             path.name for path in (PAIR_PATH.parent / directory).iterdir()

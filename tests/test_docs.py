@@ -22,7 +22,7 @@ from cli import main
 from optimizer.inputs import named_policy
 from runtime.loading import load_pair
 from runtime.pair import PairSpec, read_pair
-from runtime.policies.document import _KINDS, AUTOREGRESSIVE, Policy, parse_policy
+from runtime.policies.document import _KINDS, _PLAIN, AUTOREGRESSIVE, Policy, parse_policy
 from traces.schema import Request
 from traces.workloads import parse_request
 
@@ -64,6 +64,8 @@ def test_every_kind_of_the_contract_is_shown() -> None:
     shown = [parse_policy(json.loads(text)) for text in blocks(POLICIES, "json")]
     assert {p.window.kind for p in shown} >= {"fixed", "analytic", "fsm", "cache_fsm", "q_learning"}
     assert {p.stop.kind for p in shown} == {"none", "max_prob", "joint_prob", "entropy"}
+    assert {p.growth.kind for p in shown} == set(_KINDS["growth"])
+    assert any(p.stratify for p in shown)
     assert {"small", "ngram", "none"} == {p.draft for p in shown}
     assert AUTOREGRESSIVE in shown
 
@@ -94,6 +96,9 @@ def allowed(schema: dict[str, Any]) -> str:
         return "`true`, `false`"
     if schema["type"] == "string":
         return "text"
+    if schema["type"] == "array":
+        count = f"{schema['minItems']} to {schema['maxItems']} of" if "maxItems" in schema else "list of"
+        return f"{count} {allowed(schema['items'])}"
     low = f"[{schema['minimum']:g}" if "minimum" in schema else f"({schema['exclusiveMinimum']:g}"
     if "maximum" in schema:
         return f"{low}, {schema['maximum']:g}]"
@@ -109,10 +114,9 @@ def table(title: str) -> dict[str, tuple[str, str, str]]:
 
 
 def parameters(block: type[BaseModel]) -> dict[str, tuple[str, str]]:
-    """key -> (default, allowed) of a block, from the model itself."""
-    schema = block.model_json_schema()["properties"]
-    made = block().model_dump(mode="json")
-    return {key: (json.dumps(made[key]), allowed(schema[key])) for key in block.model_fields if key != "kind"}
+    """key -> (default, allowed) of a block, from the model itself; the default of a key that must be given is ``required``."""
+    schema = {key: of for key, of in block.model_json_schema()["properties"].items() if key != "kind"}
+    return {key: (json.dumps(of["default"]) if "default" in of else "required", allowed(of)) for key, of in schema.items()}
 
 
 KINDS = [(group, kind, block) for group, kinds in _KINDS.items() for kind, block in kinds.items()]
@@ -121,6 +125,13 @@ KINDS = [(group, kind, block) for group, kinds in _KINDS.items() for kind, block
 @pytest.mark.parametrize(("group", "kind", "block"), KINDS, ids=[f"{g}-{k}" for g, k, _ in KINDS])
 def test_a_block_is_documented_with_its_defaults_and_ranges(group: str, kind: str, block: type[BaseModel]) -> None:
     documented = table(f"{group}: `{kind}`")
+    assert {key: row[:2] for key, row in documented.items()} == parameters(block)
+    assert all(meaning.strip() for *_, meaning in documented.values())
+
+
+@pytest.mark.parametrize(("name", "block"), _PLAIN.items())
+def test_a_block_without_kinds_is_documented(name: str, block: type[BaseModel]) -> None:
+    documented = table(name)
     assert {key: row[:2] for key, row in documented.items()} == parameters(block)
     assert all(meaning.strip() for *_, meaning in documented.values())
 

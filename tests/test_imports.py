@@ -41,7 +41,11 @@ ALLOWED: dict[str, set[str]] = {
     "db": {"db"},
     "demo": {"demo"},
 }
-BESIDE = {"runtime": {"traces.schema", "traces.errors"}, "optimizer": {"demo.prompts"}}
+BESIDE = {
+    "runtime": {"traces.schema", "traces.errors"},
+    "optimizer": {"demo.prompts"},
+    "demo": {"runtime.heads", "runtime.models"},  # a head is trained as it will be run
+}
 """Single modules that a layer may import beside its layers."""
 
 

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from pairs import make_pair
+from synthetic import flat_profile
 
 from runtime.loading import LoadedPair, load_pair
 from runtime.pair import read_pair
-from runtime.policies.document import parse_policy
+from runtime.policies.document import GAMMA_LIMIT, parse_policy
 from runtime.policies.prepared import window_costs
-from runtime.profiler import center, measure_profile, merge_profiles
+from runtime.profiler import (
+    _bends,
+    _Cells,
+    _draft_costs,
+    _verify_costs,
+    center,
+    measure_profile,
+    measured_gammas,
+    merge_profiles,
+)
+from runtime.tree_profiler import DEPTHS, NODES, TREE_LAGS, WIDTHS, NearTies, TreeCells, tree_costs
 from traces.errors import PolicyError
 from traces.schema import CostCurve, LatencyProfile
 
@@ -30,7 +43,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedPair]:
 def profile(pair: LoadedPair) -> LatencyProfile:
     calls: list[tuple[int, int]] = []
     measured = measure_profile(
-        pair, gamma_max=4, contexts=(16, 64, 5000), repeats=3, progress=lambda what, done, total: calls.append((done, total))
+        pair,
+        gamma_max=4,
+        contexts=(16, 64, 5000),
+        repeats=3,
+        progress=lambda what, done, total: calls.append((done, total)),
+        clock=time.thread_time,  # so that a busy machine fails no test
     )
     assert calls[-1][0] == calls[-1][1]
     assert [done for done, _ in calls] == list(range(1, len(calls) + 1))
@@ -57,6 +75,83 @@ def test_composed_rounds_are_checked_against_executed_ones(profile: LatencyProfi
     assert profile.check["rounds"] > 20
     assert 0 <= profile.check["median_error"] <= profile.check["p90_error"]
     assert isinstance(profile.check["accepted"], bool)
+    trees = profile.check["trees"]
+    assert trees["rounds"] > 20
+    assert 0 <= trees["median_error"] <= trees["p90_error"]
+    assert isinstance(trees["accepted"], bool)
+
+
+def test_every_cost_of_trees_is_there(pair: LoadedPair, profile: LatencyProfile) -> None:
+    """Greedy and sampled, over nodes, lags and widths, at the first and last context; a wider level and more nodes cost more."""
+    trees = profile.trees
+    assert trees is not None
+    for verify in (trees.verify, trees.sampled_verify):
+        assert verify.widths == tuple(n + 1 for n in NODES)
+        assert verify.contexts == (16, 64)
+        assert verify.at(97, 40) > verify.at(2, 40)
+    for by_draft, widths in (
+        (trees.first, TREE_LAGS),
+        (trees.sampled_first, TREE_LAGS),
+        (trees.level, WIDTHS),
+        (trees.sampled_level, WIDTHS),
+    ):
+        assert set(by_draft) == {"near", "far"}
+        for curve in by_draft.values():
+            assert curve.widths == widths
+            assert all(x > 0 for row in curve.cost_s for x in row)
+
+
+def test_windows_weigh_whole_rounds_of_trees() -> None:
+    """gamma a_q + b_p(gamma) is a round of gamma levels: first pass, later levels, verification of what is kept, overhead."""
+    profile = flat_profile("p", ["near"])
+    trees = profile.trees
+    assert trees is not None
+    policy = parse_policy(
+        {
+            "draft": "near",
+            "growth": {"kind": "top_k", "width": 4},
+            "window": {"kind": "analytic", "gamma_max": 5},
+            "select": {"top_n": 30},
+        }
+    )
+    costs = window_costs(profile, policy)
+    assert costs is not None
+    assert costs.draft_step_s == pytest.approx(trees.level["near"].at(4, 256))
+    for gamma, pool in ((1, 4), (3, 30), (5, 30)):
+        drafting = trees.first["near"].at(1, 256) + (gamma - 1) * costs.draft_step_s
+        whole = drafting + trees.verify.at(pool + 1, 256) + profile.overhead_s
+        assert gamma * costs.draft_step_s + costs.verify_s[gamma] == pytest.approx(whole)
+    with pytest.raises(PolicyError, match="no costs of trees"):
+        window_costs(replace(profile, trees=None), policy)
+
+
+def test_what_trees_cost_is_taken_apart() -> None:
+    """The first pass takes 2, a lag of 4 one more, a level 3 + w / 2, verification 10 + n, and one more after ``far``; a law read costs
+    0.01 more for near ties, a verification 0.1."""
+    cells, contexts = TreeCells(), (16, 64)
+    for name in ("near", "far"):
+        for hot in (False, True):
+            for c in contexts:
+                cells.near[name, hot, c] = NearTies(draft_s=2.0, verify_s=1.0, laws=200, rounds=10)
+                for n in NODES:
+                    cells.verify[name, hot, n, c] = [10.0 + n + (name == "far")] * 3
+                for lag in TREE_LAGS:
+                    cells.first[name, hot, lag, c] = [2.0 + (lag == 4)] * 3
+                for w in WIDTHS:
+                    for depth in DEPTHS:
+                        cells.draft[depth][name, hot, w, c] = [2.0 + (depth - 1) * (3 + w / 2)] * 3
+    trees = tree_costs(cells, ["near", "far"], contexts)
+    assert trees.verify.at(17, 20) == pytest.approx(26.6)
+    assert (trees.first["near"].at(1, 20), trees.first["far"].at(1, 20)) == pytest.approx((1.51, 2.51))
+    assert trees.sampled_first["near"].at(4, 64) == pytest.approx(2.51)
+    assert trees.level["far"].at(8, 16) == pytest.approx(7.08)
+
+
+def test_a_profile_without_trees(pair: LoadedPair) -> None:
+    """Left out on demand; merged with one that has them, those remain."""
+    plain = measure_profile(pair, gamma_max=2, contexts=(16,), repeats=3, trees=False)
+    assert plain.trees is None
+    assert "trees" not in plain.check
 
 
 def test_json_round_trip(profile: LatencyProfile) -> None:
@@ -95,6 +190,11 @@ def test_merging_averages_moments(profile: LatencyProfile) -> None:
     same = merge_profiles([profile, profile])
     assert same.verify.at(3, 40) == pytest.approx(profile.verify.at(3, 40))
     assert same.draft_phase_s == pytest.approx(dict(profile.draft_phase_s))
+    assert same.draft_bend_s["near"] == pytest.approx(profile.draft_bend_s["near"])
+    assert same.trees is not None
+    assert profile.trees is not None
+    assert same.trees.level["far"].at(5, 40) == pytest.approx(profile.trees.level["far"].at(5, 40))
+    assert merge_profiles([profile, replace(profile, trees=None)]).trees == same.trees
     with pytest.raises(ValueError, match="no profile"):
         merge_profiles([])
 
@@ -103,3 +203,35 @@ def test_center_bounds_what_one_lost_second_counts() -> None:
     """Slow moments count, an outlier counts as three medians."""
     assert center([1.0, 1.0, 2.0]) == pytest.approx(4 / 3)
     assert center([1.0, 1.0, 100.0]) == pytest.approx(5 / 3)
+
+
+def test_which_gammas_are_measured() -> None:
+    """Small ones all, large ones thinned, the largest always."""
+    assert measured_gammas(4) == (0, 1, 2, 3, 4)
+    assert measured_gammas(24) == (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24)
+    assert measured_gammas(13)[-3:] == (10, 12, 13)
+
+
+def test_a_draft_is_charged_for_what_it_costs_the_target() -> None:
+    """Verification is 5 + g alone, 1 + g / 10 more after the draft; drafting is 2 + 3 g; a lag of 3 costs 0.5 more."""
+    cells, gammas, contexts = _Cells(), (0, 1, 2, 3, 4), (16, 64)
+    for context in contexts:
+        for gamma in gammas:
+            cells.verify["ngram", gamma, context] = [5.0 + gamma] * 3
+            cells.verify["near", gamma, context] = [5.0 + gamma + (1 + gamma / 10 if gamma else 0)] * 3
+            cells.draft["near", gamma, context] = [3.0 * gamma + 2 if gamma else 0.0] * 3
+        cells.lag["near", 1, context], cells.lag["near", 3, context] = [5.0], [5.5]
+        cells.step["ngram", context] = [0.1, 0.1]
+    verify, evicted = _verify_costs(cells, ("near", "ngram"), contexts, gammas)
+    assert evicted["near"] == pytest.approx((0.1, 1.0))
+    assert all(samples == pytest.approx([5.0 + width - 1] * 6) for (width, _), samples in verify.items())
+    phase, steps = _draft_costs(cells, ("near", "ngram"), contexts, evicted)
+    assert phase["near"] == pytest.approx(3.0)
+    assert center(steps["near"][1, 16]) == pytest.approx(3.1)
+    assert center(steps["near"][3, 16]) == pytest.approx(3.6)
+    bend = _bends(cells, ("near",), contexts, evicted, phase, steps)["near"]
+    assert bend == pytest.approx([0.0] * (GAMMA_LIMIT + 1), abs=1e-9)
+    for context in contexts:
+        cells.draft["near", 2, context] = [9.0] * 3
+    bend = _bends(cells, ("near",), contexts, evicted, phase, steps)["near"]
+    assert bend[:4] == pytest.approx((0.0, 0.0, 1.0, 0.0), abs=1e-9)

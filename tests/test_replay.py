@@ -162,7 +162,9 @@ def literal_request(toy: Toy, t: Trajectory, policy: Policy, window: WindowContr
         accepted = min(accepted, len(emitted))
         known = {*prompt, *output}
         cached = sum(token in known for token in emitted[:accepted])
-        step = Step(start, len(chain), len(chain) + 1, accepted, len(emitted), passes, lag, policy.draft, policy.id)
+        step = Step(
+            start, len(chain), len(chain) + 1, accepted, len(emitted), passes, lag, policy.draft, policy.id, depth=len(chain)
+        )  # fmt: skip
         draft_s, verify_s, round_s = timer(len(prompt) + start - 1, step)
         steps_done.append(replace(step, draft_s=draft_s, verify_s=verify_s, round_s=round_s))
         window.observe(len(chain), accepted, cached, draft_s, verify_s)

@@ -12,6 +12,8 @@ from scipy.stats import gumbel_r, kstest
 from runtime.sampling import (
     CHOICE_MARGIN,
     Noise,
+    _best,
+    _gumbel_anywhere,
     choose,
     entropy_of,
     gumbel_row,
@@ -46,6 +48,29 @@ def test_noise_is_a_pure_function() -> None:
     two.forget_before(99)
     assert torch.equal(two.row(40), late)
     assert not torch.equal(Noise(8, 512, CPU).row(40), late)
+
+
+@pytest.mark.parametrize("vocab_size", [7, 333, 4096, 4099])
+def test_the_compiled_noise_is_the_same_noise(vocab_size: int) -> None:
+    """The compiled loop and torch's operations give the same bits."""
+    for position in range(50):
+        key = stream_key(11, position)
+        assert torch.equal(gumbel_row(key, vocab_size, CPU), _gumbel_anywhere(key, vocab_size, CPU))
+
+
+def test_the_best_and_whether_it_leads() -> None:
+    """As topk(2) tells; of equal entries the first is taken, and a row with one entry left leads without bound."""
+    x = torch.randn(9, 501, generator=torch.Generator().manual_seed(0))
+    best = x.topk(2, dim=-1)
+    leads = best.values[:, 0] - best.values[:, 1]
+    for margin in (0.0, 0.1, float(leads.median()), 9.0):
+        tokens, unsure = _best(x, margin)
+        assert torch.equal(tokens, best.indices[:, 0])
+        assert torch.equal(unsure, leads < margin)
+    odd = torch.tensor([[1.0, 3.0, 3.0], [-torch.inf, -torch.inf, 0.0], [2.0, 1.0, 1.5]])
+    tokens, unsure = _best(odd, 0.4)
+    assert tokens.tolist() == [1, 2, 0]
+    assert unsure.tolist() == [True, False, False]
 
 
 def test_uniform_and_request_seeds() -> None:

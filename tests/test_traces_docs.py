@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from trace_values import PAIR, a_recording
+from trace_values import PAIR, a_recording, a_trajectory, a_tree
 
 from db import Database, open_database
 from db.schedules import FireRow, JobRow, ScheduleRow
@@ -22,7 +22,8 @@ BLOCKS = re.findall(r"^```(\w+) ?(\w*)\n(.*?)^```$", PAGE.read_text(), re.MULTIL
 def example(database: Database) -> TraceStore:
     store = TraceStore(database)
     store.put_policy("abcdef123456", {"draft": "small"}, "small")
-    a_recording(store, n=9, drafts=("ngram", "small"))
+    recording = a_recording(store, n=9, drafts=("ngram", "small"))
+    store.put_tree_panoramas(recording, [(i, a_tree(a_trajectory(i), "small", seed=i)) for i in range(9)])
     store.publish(PAIR, "cpu", "abcdef123456", actor="docs")
     return store
 

@@ -12,11 +12,13 @@ from traces.schema import (
     Counts,
     LatencyProfile,
     Outcome,
+    Proposals,
     Request,
     RequestOutcome,
     Sampling,
     Step,
     Trajectory,
+    TreePanorama,
     Verifier,
     Workload,
 )
@@ -69,6 +71,51 @@ def a_panorama(
         column[:-1, -1] = 0
     accept = np.where(rng.random(n) < 0.45, PROB_SCALE, rng.random(n) * PROB_SCALE).astype(np.uint16)
     return ChainPanorama(draft, gamma_max, agree, nats(n), nats(n), accept, *off_text, lengths)
+
+
+def a_tree(
+    trajectory: Trajectory,
+    draft: str,
+    *,
+    seed: int = 0,
+    width: int = 4,
+    depth: int = 3,
+    proposals: Proposals = "coupled",
+    covers: tuple[str, ...] = ("a",),
+    vocab: int = 4096,
+) -> TreePanorama:
+    """A tree panorama of twice as many nodes off the text as on it, each with a parent that has it as a child."""
+    rng = np.random.default_rng([seed, len(draft), width, depth])
+    roots = len(trajectory.output_ids) + 1
+    m = 2 * roots
+    n = roots + m
+
+    def codes(*shape: int) -> np.ndarray:
+        return np.minimum(rng.gamma(1.0, 30.0, shape), 255).astype(np.uint8)
+
+    by_q = proposals == "probability"
+    logp = np.sort(codes(n, width), axis=1) if by_q else codes(n, width)
+    gap = (logp - logp[:, :1]) if by_q else np.sort(codes(n, width), axis=1)
+    count = rng.integers(1, width + 1, n).astype(np.uint8)
+    parent = (rng.random(m) * np.arange(roots, n)).astype(np.int32)
+    text_slot = np.concatenate([rng.integers(0, width, roots), np.full(m, 255)]).astype(np.uint8)
+    return TreePanorama(
+        draft=draft,
+        width=width,
+        depth=depth,
+        proposals=proposals,
+        shared=True,
+        covers=covers,
+        parent=parent,
+        slot=(rng.random(m) * count[parent]).astype(np.uint8),
+        tokens=rng.integers(0, vocab, (n, width)).astype(np.int32),
+        logp=logp,
+        gap=gap,
+        count=count,
+        entropy=codes(n),
+        top_entropy=codes(n),
+        text_slot=text_slot,
+    )
 
 
 def steps_of(trajectory: Trajectory, *, policy: str = "abcdef123456", draft: str = "small", gamma: int = 4) -> tuple[Step, ...]:

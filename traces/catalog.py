@@ -235,6 +235,17 @@ class Catalog(Storage):
             raise CorruptedChunkError(f"artifact {row.id} ({row.kind}) cannot be used ({error})") from error
         return Artifact(row.id, row.kind, row.pair_id, document, arrays, row.provenance, row.created_at)
 
+    def list_artifacts(
+        self, kind: str | None = None, pair_id: str | None = None
+    ) -> tuple[tuple[str, str, str | None, datetime], ...]:
+        """(id, kind, pair, created_at) of a kind and pair (each optional), newest first, without unpacking them."""
+        columns = (ArtifactRow.id, ArtifactRow.kind, ArtifactRow.pair_id, ArtifactRow.created_at)
+        wanted = {ArtifactRow.kind: kind, ArtifactRow.pair_id: pair_id}
+        query = select(*columns).where(*(column == value for column, value in wanted.items() if value is not None))
+        with self.database.read() as session:
+            rows = session.execute(query.order_by(ArtifactRow.created_at.desc(), ArtifactRow.id))
+            return tuple((name, of, pair, at) for name, of, pair, at in rows)
+
     def put_study(
         self,
         pair_id: str,

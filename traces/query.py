@@ -18,7 +18,7 @@ from db import Database
 from db.models import PanoramaChunkRow, RecordingRow, StepChunkRow, TrajectoryRow
 from traces.acceptance import Survival
 from traces.recording import RecordingInfo
-from traces.recording_rows import infos
+from traces.recording_rows import CHAIN, infos
 from traces.rows import resolve
 
 GroupBy = Literal["draft", "category", "recording"]
@@ -110,14 +110,17 @@ def list_recordings(database: Database, only: TraceFilter = EVERYTHING) -> tuple
 
 
 def request_rows(database: Database, only: TraceFilter = EVERYTHING) -> Iterator[RequestRow]:
-    """The matching requests, one row per draft, by recording, ordinal and draft; lazily, within one read transaction."""
+    """The matching requests, one row per draft, by recording, ordinal and draft; lazily, within one read transaction.
+
+    A draft is one with a chain panorama; trees have no rows.
+    """
     t, p = TrajectoryRow, PanoramaChunkRow
     columns = (
         *(t.recording_id, t.ordinal, t.request_id, t.category, t.created_at, t.finish, t.n_prompt, t.n_output),
         *(p.draft, p.gamma_max, p.acceptance, p.n, p.survived, t.rounds, t.drafted, t.accepted, t.seconds),
     )
     with database.read() as session:
-        joined = (p.recording_id == t.recording_id) & (p.ordinal == t.ordinal)
+        joined = (p.recording_id == t.recording_id) & (p.ordinal == t.ordinal) & (p.kind == CHAIN)
         if only.draft is not None:
             joined &= p.draft == only.draft
         query = select(*columns).join(RecordingRow, RecordingRow.id == t.recording_id).outerjoin(p, joined)
@@ -160,6 +163,7 @@ def acceptance_stats(
             .join(t, (t.recording_id == p.recording_id) & (t.ordinal == p.ordinal))
             .join(RecordingRow, RecordingRow.id == t.recording_id)
             .where(*_recording_conditions(session, only), *_request_conditions(only), *_acceptance_conditions(only))
+            .where(p.kind == CHAIN)
         )
         if only.draft is not None:
             query = query.where(p.draft == only.draft)
@@ -239,7 +243,7 @@ def _request_conditions(only: TraceFilter) -> list[ColumnElement[bool]]:
         conditions.append(t.created_at < only.until)
     if only.draft is not None or only.min_acceptance is not None or only.max_acceptance is not None:
         p = PanoramaChunkRow
-        of = [p.recording_id == t.recording_id, p.ordinal == t.ordinal, *_acceptance_conditions(only)]
+        of = [p.recording_id == t.recording_id, p.ordinal == t.ordinal, p.kind == CHAIN, *_acceptance_conditions(only)]
         if only.draft is not None:
             of.append(p.draft == only.draft)
         conditions.append(select(p.ordinal).where(*of).exists().correlate(t))

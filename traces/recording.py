@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
 from typing import Any
 
 from traces.errors import TraceError
-from traces.schema import ChainPanorama, Sampling, Step, Trajectory, Verifier
+from traces.schema import ChainPanorama, Proposals, Sampling, Step, Trajectory, TreePanorama, Verifier
+
+TREE_WIDTH, TREE_DEPTH = 8, 8
+"""Children and levels of recorded trees where nobody says."""
+
+
+@dataclass(frozen=True)
+class TreeExtent:
+    """Stored trees of one draft: of how many requests, and what all of these hold: children of a node, levels."""
+
+    count: int
+    width: int
+    depth: int
 
 
 @dataclass(frozen=True)
@@ -17,7 +29,8 @@ class RecordingInfo:
     """A recording without its chunks.
 
     ``state`` is ``recording`` until it is finished (``complete``, or ``abandoned``). ``source`` is ``record`` or ``serve``.
-    ``n_requests``, ``n_output_tokens`` and ``drafts`` (draft to number of panoramas) count what is stored now.
+    ``n_requests``, ``n_output_tokens`` and ``drafts`` (draft to number of chain panoramas) count what is stored now, and so do
+    ``trees`` and ``trees_q`` (proposals ``coupled`` and ``probability``).
     """
 
     id: str
@@ -35,6 +48,17 @@ class RecordingInfo:
     n_requests: int = 0
     n_output_tokens: int = 0
     drafts: Mapping[str, int] = field(default_factory=dict)
+    trees: Mapping[str, TreeExtent] = field(default_factory=dict)
+    trees_q: Mapping[str, TreeExtent] = field(default_factory=dict)
+
+    def trees_shown(self) -> str:
+        """Draft, width x depth of its trees, and of how many requests where not all have one; for people."""
+        parts = []
+        for suffix, extents in (("", self.trees), (" by probability", self.trees_q)):
+            for draft, e in extents.items():
+                of = "" if e.count == self.n_requests else f" ({e.count} of {self.n_requests})"
+                parts.append(f"{draft} {e.width}x{e.depth}{suffix}{of}")
+        return ", ".join(parts)
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready; moments in ISO 8601."""
@@ -47,12 +71,19 @@ class RecordingInfo:
 
 @dataclass(frozen=True)
 class RecordedRequest:
-    """One request of a recording: its place, its trajectory, a panorama per draft, and the rounds it was decoded by."""
+    """One request of a recording: its place, its trajectory, a panorama per draft, the rounds it was decoded by, and, where they were
+    asked for, the trees per draft: ``trees`` of proposals ``coupled``, ``trees_q`` of ``probability``."""
 
     ordinal: int
     trajectory: Trajectory
     panoramas: Mapping[str, ChainPanorama] = field(default_factory=dict)
     steps: tuple[Step, ...] = ()
+    trees: Mapping[str, TreePanorama] = field(default_factory=dict)
+    trees_q: Mapping[str, TreePanorama] = field(default_factory=dict)
+
+    def trees_of(self, proposals: Proposals) -> Mapping[str, TreePanorama]:
+        """The trees of one kind of proposals, by draft."""
+        return self.trees if proposals == "coupled" else self.trees_q
 
 
 @dataclass(frozen=True)
@@ -94,7 +125,29 @@ class Recording:
             )
         return found
 
-    def having(self, drafts: Iterable[str]) -> Recording:
-        """The part whose requests have a panorama of every draft named."""
+    def trees(self, draft: str, proposals: Proposals = "coupled") -> tuple[TreePanorama, ...]:
+        """One tree panorama per trajectory, in order. Raises :class:`TraceError` if any is missing (see :meth:`having`), or the recording
+        was loaded without trees."""
+        found = tuple(trees[draft] for r in self.requests if draft in (trees := r.trees_of(proposals)))
+        if len(found) < len(self.requests):
+            stored = (self.info.trees if proposals == "coupled" else self.info.trees_q).get(draft)
+            if stored is not None and stored.count >= len(self.requests) and not found and not self.skipped:
+                raise TraceError(
+                    f"the trees of recording {self.info.id} are stored, but were not loaded; load it with trees=True"
+                )
+            flag = "" if proposals == "coupled" else f" --tree-proposals {proposals}"
+            raise TraceError(
+                f"recording {self.info.id} has {len(found)} tree panoramas of draft {draft!r} for {len(self.requests)} requests; "
+                f"`cli.py record --resume {self.info.id} --tree-width {TREE_WIDTH} --tree-depth {TREE_DEPTH}{flag}` makes the missing ones"
+            )
+        return found
+
+    def having(self, drafts: Iterable[str] = (), *, trees: Collection[str] = (), proposals: Proposals = "coupled") -> Recording:
+        """The part whose requests have a panorama of every draft named, and a tree panorama of every one in ``trees``."""
         wanted = tuple(drafts)
-        return replace(self, requests=tuple(r for r in self.requests if all(d in r.panoramas for d in wanted)))
+
+        def whole(r: RecordedRequest) -> bool:
+            grown = r.trees_of(proposals)
+            return all(d in r.panoramas for d in wanted) and all(d in grown for d in trees)
+
+        return replace(self, requests=tuple(r for r in self.requests if whole(r)))

@@ -15,9 +15,13 @@ from db.models import PanoramaChunkRow, RecordingRow, StepChunkRow, TrajectoryRo
 from traces.acceptance import compact, step_survival
 from traces.codec import CodecError
 from traces.packing import unpack_tokens
-from traces.recording import RecordingInfo
+from traces.recording import RecordingInfo, TreeExtent
 from traces.rows import chunk_of, sampling_json
-from traces.schema import Sampling, Step, Trajectory, Verifier
+from traces.schema import Proposals, Sampling, Step, Trajectory, Verifier
+
+CHAIN = "chain"
+TREE_KINDS: dict[Proposals, str] = {"coupled": "tree", "probability": "tree_q"}
+"""The kind of a panorama's row, by how the trees' children are ranked."""
 
 
 def step_row(
@@ -106,14 +110,19 @@ def infos(session: Session, rows: Sequence[RecordingRow]) -> list[RecordingInfo]
         )
     }
     drafts: dict[str, dict[str, int]] = {}
+    trees: dict[tuple[str, str], dict[str, TreeExtent]] = {}
+    p = PanoramaChunkRow
     counted = (
-        select(PanoramaChunkRow.recording_id, PanoramaChunkRow.draft, func.count())
-        .where(PanoramaChunkRow.recording_id.in_(ids))
-        .group_by(PanoramaChunkRow.recording_id, PanoramaChunkRow.draft)
-        .order_by(PanoramaChunkRow.draft)
+        select(p.recording_id, p.kind, p.draft, func.count(), func.min(p.width), func.min(p.gamma_max))
+        .where(p.recording_id.in_(ids))
+        .group_by(p.recording_id, p.kind, p.draft)
+        .order_by(p.draft)
     )
-    for name, draft, count in session.execute(counted):
-        drafts.setdefault(name, {})[draft] = count
+    for name, kind, draft, count, width, depth in session.execute(counted):
+        if kind == CHAIN:
+            drafts.setdefault(name, {})[draft] = count
+        else:
+            trees.setdefault((name, kind), {})[draft] = TreeExtent(count, width, depth)
     return [
         RecordingInfo(
             id=row.id,
@@ -131,6 +140,8 @@ def infos(session: Session, rows: Sequence[RecordingRow]) -> list[RecordingInfo]
             n_requests=int(requests.get(row.id, (0, 0))[0]),
             n_output_tokens=int(requests.get(row.id, (0, 0))[1]),
             drafts=drafts.get(row.id, {}),
+            trees=trees.get((row.id, TREE_KINDS["coupled"]), {}),
+            trees_q=trees.get((row.id, TREE_KINDS["probability"]), {}),
         )
         for row in rows
     ]

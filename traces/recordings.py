@@ -14,13 +14,33 @@ from db.models import PairRow, PanoramaChunkRow, RecordingRow, StepChunkRow, Tra
 from traces.acceptance import compact, keep_probability, survival
 from traces.codec import CodecError
 from traces.errors import TraceError
-from traces.packing import pack_chain, pack_steps, pack_tokens, unpack_chain, unpack_steps
+from traces.packing import pack_chain, pack_steps, pack_tokens, pack_tree, unpack_chain, unpack_steps, unpack_tree
 from traces.recording import RecordedRequest, Recording, RecordingInfo, Skipped
-from traces.recording_rows import corrupted, info_of, infos, recording_row, spec_hash, step_row, step_sums, trajectory_of
+from traces.recording_rows import (
+    CHAIN,
+    TREE_KINDS,
+    corrupted,
+    info_of,
+    infos,
+    recording_row,
+    spec_hash,
+    step_row,
+    step_sums,
+    trajectory_of,
+)
 from traces.rows import Storage, chunk_of, chunk_values, insert_absent, resolve, sampling_json
-from traces.schema import AGREE_NONE, AGREE_YES, ChainPanorama, Sampling, Step, Trajectory, Verifier
+from traces.schema import (
+    AGREE_NONE,
+    AGREE_YES,
+    ChainPanorama,
+    Proposals,
+    Sampling,
+    Step,
+    Trajectory,
+    TreePanorama,
+    Verifier,
+)
 
-CHAIN = "chain"
 BATCH = 64
 """Requests read per query when iterating."""
 Appended = tuple[int, Trajectory, Sequence[Step]]
@@ -201,14 +221,7 @@ class Recordings(Storage):
         stored = 0
         with self.database.write() as session:
             for ordinal, panorama, chunk in packed:
-                trajectory = session.get(TrajectoryRow, (recording, ordinal))
-                if trajectory is None:
-                    raise NotFoundError(f"recording {recording} has no trajectory {ordinal}")
-                if trajectory.n_output != len(panorama.agree):
-                    raise TraceError(
-                        f"a panorama of {len(panorama.agree)} positions does not fit trajectory {ordinal} of {recording}, "
-                        f"which has {trajectory.n_output} tokens"
-                    )
+                trajectory = self._fitting(session, recording, ordinal, len(panorama.agree))
                 there = session.get(PanoramaChunkRow, (recording, ordinal, panorama.draft, CHAIN))
                 if there is not None:
                     if there.gamma_max > panorama.gamma_max:
@@ -250,17 +263,109 @@ class Recordings(Storage):
             )
             return tuple(session.scalars(missing.order_by(TrajectoryRow.ordinal)))
 
+    def put_tree_panoramas(self, recording: str, items: Sequence[tuple[int, TreePanorama]]) -> int:
+        """Stores what a draft's trees would read along trajectories, in one transaction; how many were stored.
+
+        Each replaces one that it holds all of; one that is wider, deeper or covers other growths is kept instead (:meth:`tree_limits`
+        says what to record so that it is not). Raises :class:`TraceError` when one does not fit its trajectory.
+        """
+        packed = [(ordinal, panorama, pack_tree(panorama)) for ordinal, panorama in items]
+        stored = 0
+        with self.database.write() as session:
+            for ordinal, panorama, chunk in packed:
+                self._fitting(session, recording, ordinal, panorama.positions)
+                kind = TREE_KINDS[panorama.proposals]
+                there = session.get(PanoramaChunkRow, (recording, ordinal, panorama.draft, kind))
+                if there is not None:
+                    more = there.width > panorama.width or there.gamma_max > panorama.depth
+                    if more or not set(there.covers) <= set(panorama.covers):
+                        continue
+                    session.delete(there)
+                    session.flush()
+                n = panorama.positions
+                agree = int((panorama.text_slot[:n] == 0).sum())
+                session.add(
+                    PanoramaChunkRow(
+                        recording_id=recording,
+                        ordinal=ordinal,
+                        draft=panorama.draft,
+                        kind=kind,
+                        gamma_max=panorama.depth,
+                        width=panorama.width,
+                        covers=list(panorama.covers),
+                        n=n,
+                        agree_count=agree,
+                        none_count=0,
+                        acceptance=agree / n if n else 0.0,
+                        at_risk=[],
+                        survived=[],
+                        **chunk_values(chunk),
+                    )
+                )
+                stored += 1
+        return stored
+
+    def missing_trees(
+        self,
+        recording: str,
+        draft: str,
+        *,
+        width: int,
+        depth: int,
+        proposals: Proposals = "coupled",
+        covers: Collection[str] = (),
+    ) -> tuple[int, ...]:
+        """Ordinals whose trajectory has no tree panorama of this draft with at least this width and depth and these covers, in order."""
+        p, wanted = PanoramaChunkRow, set(covers)
+        stored = select(p.ordinal, p.covers).where(p.recording_id == recording, p.draft == draft, p.kind == TREE_KINDS[proposals])
+        with self.database.read() as session:
+            recording_row(session, recording)
+            enough = stored.where(p.width >= width, p.gamma_max >= depth)
+            have = {ordinal for ordinal, names in session.execute(enough) if wanted <= set(names)}
+            every = session.scalars(select(TrajectoryRow.ordinal).where(TrajectoryRow.recording_id == recording))
+            return tuple(sorted(set(every) - have))
+
+    def tree_limits(self, recording: str, draft: str, proposals: Proposals = "coupled") -> tuple[int, int, tuple[str, ...]]:
+        """(width, depth, covers): the most that any stored tree panorama of this draft holds; (0, 0, ()) where there is none."""
+        p = PanoramaChunkRow
+        query = select(p.width, p.gamma_max, p.covers).where(
+            p.recording_id == recording, p.draft == draft, p.kind == TREE_KINDS[proposals]
+        )
+        with self.database.read() as session:
+            recording_row(session, recording)
+            rows = session.execute(query).all()
+        names = {name for _, _, covers in rows for name in covers}
+        return max((w for w, _, _ in rows), default=0), max((d for _, d, _ in rows), default=0), tuple(sorted(names))
+
+    def _fitting(self, session: Session, recording: str, ordinal: int, positions: int) -> TrajectoryRow:
+        """The trajectory there. Raises NotFoundError when there is none, :class:`TraceError` when it has another number of tokens."""
+        trajectory = session.get(TrajectoryRow, (recording, ordinal))
+        if trajectory is None:
+            raise NotFoundError(f"recording {recording} has no trajectory {ordinal}")
+        if trajectory.n_output != positions:
+            raise TraceError(
+                f"a panorama of {positions} positions does not fit trajectory {ordinal} of {recording}, "
+                f"which has {trajectory.n_output} tokens"
+            )
+        return trajectory
+
     def load(
-        self, text: str, drafts: Collection[str] | None = None, *, steps: bool = False, skip_corrupted: bool = False
+        self,
+        text: str,
+        drafts: Collection[str] | None = None,
+        *,
+        steps: bool = False,
+        trees: bool = False,
+        skip_corrupted: bool = False,
     ) -> Recording:
         """A recording in memory, named as :meth:`get_recording` takes it.
 
-        It has the panoramas of ``drafts`` (all by default) and, if ``steps``, the executed rounds. A damaged chunk raises
-        :class:`CorruptedChunkError` naming it; with ``skip_corrupted`` it is left out and listed in ``skipped``.
+        It has the panoramas of ``drafts`` (all by default) and, if ``steps``, the executed rounds, if ``trees``, the trees of these drafts.
+        A damaged chunk raises :class:`CorruptedChunkError` naming it; with ``skip_corrupted`` it is left out and listed in ``skipped``.
         """
         skipped: list[Skipped] | None = [] if skip_corrupted else None
         info = self.get_recording(text)
-        requests = tuple(self.iterate(info.id, drafts, steps=steps, skipped=skipped))
+        requests = tuple(self.iterate(info.id, drafts, steps=steps, trees=trees, skipped=skipped))
         return Recording(info, requests, tuple(skipped or ()))
 
     def iterate(
@@ -269,13 +374,14 @@ class Recordings(Storage):
         drafts: Collection[str] | None = None,
         *,
         steps: bool = False,
+        trees: bool = False,
         ordinals: Collection[int] | None = None,
         skipped: list[Skipped] | None = None,
     ) -> Iterator[RecordedRequest]:
         """The requests in order, a batch in memory at a time. Damaged chunks raise, or go to ``skipped`` if it is given."""
         wanted = sorted(self.recorded_ordinals(recording) if ordinals is None else ordinals)
         for i in range(0, len(wanted), BATCH):
-            yield from self._batch(recording, wanted[i : i + BATCH], drafts, steps, skipped)
+            yield from self._batch(recording, wanted[i : i + BATCH], drafts, steps, trees, skipped)
 
     def steps(self, recording: str, ordinal: int) -> tuple[Step, ...]:
         """The rounds that one recorded request was decoded by; empty if none were stored. Raises CorruptedChunkError."""
@@ -288,13 +394,20 @@ class Recordings(Storage):
             raise corrupted(recording, ordinal, "its steps", error) from error
 
     def _batch(
-        self, recording: str, ordinals: Sequence[int], drafts: Collection[str] | None, steps: bool, skipped: list[Skipped] | None
+        self,
+        recording: str,
+        ordinals: Sequence[int],
+        drafts: Collection[str] | None,
+        steps: bool,
+        trees: bool,
+        skipped: list[Skipped] | None,
     ) -> Iterator[RecordedRequest]:
         chosen = select(PanoramaChunkRow).where(
             PanoramaChunkRow.recording_id == recording, PanoramaChunkRow.ordinal.in_(ordinals)
         )
         if drafts is not None:
             chosen = chosen.where(PanoramaChunkRow.draft.in_(drafts))
+        chosen = chosen.where(PanoramaChunkRow.kind.in_((CHAIN, *TREE_KINDS.values()) if trees else (CHAIN,)))
         rounds = select(StepChunkRow).where(StepChunkRow.recording_id == recording, StepChunkRow.ordinal.in_(ordinals))
         with self.database.read() as session:
             rows = session.scalars(
@@ -319,18 +432,24 @@ class Recordings(Storage):
                 fail(row.ordinal, None, "its token ids", error)
                 continue
             by_draft: dict[str, ChainPanorama] = {}
+            grown: dict[str, dict[str, TreePanorama]] = {kind: {} for kind in TREE_KINDS.values()}
             for chunk in panoramas.get(row.ordinal, ()):
                 try:
-                    by_draft[chunk.draft] = unpack_chain(chunk_of(chunk))
+                    if chunk.kind == CHAIN:
+                        by_draft[chunk.draft] = unpack_chain(chunk_of(chunk))
+                    else:
+                        grown[chunk.kind][chunk.draft] = unpack_tree(chunk_of(chunk))
                 except CodecError as error:
-                    fail(row.ordinal, chunk.draft, f"panorama of draft {chunk.draft!r}", error)
+                    what = "panorama" if chunk.kind == CHAIN else "tree panorama"
+                    fail(row.ordinal, chunk.draft, f"{what} of draft {chunk.draft!r}", error)
             walked: tuple[Step, ...] = ()
             if row.ordinal in executed:
                 try:
                     walked = unpack_steps(chunk_of(executed[row.ordinal]))
                 except CodecError as error:
                     fail(row.ordinal, None, "its steps", error)
-            yield RecordedRequest(row.ordinal, trajectory, by_draft, walked)
+            coupled, by_probability = (grown[kind] for kind in TREE_KINDS.values())
+            yield RecordedRequest(row.ordinal, trajectory, by_draft, walked, coupled, by_probability)
 
     def _set(self, recording: str, **values: Any) -> None:
         with self.database.write() as session:

@@ -27,6 +27,17 @@ NAT_CODE_MAX = 65535
 PROB_SCALE = 65535
 """Resolution of recorded acceptance probabilities: codes count 1/65535."""
 
+TREE_SCALE = 16
+"""Resolution of what is recorded of draft trees: codes count 1/16 nat. Coarser than for chains, because a round of a tree reads
+hundreds of codes and each one near a border between codes has to be settled."""
+TREE_CODE_MAX = 255
+"""Largest tree code, about 16 nat; larger values saturate."""
+TOP_ENTROPY = 10
+"""Probabilities that HeteroSpec's Top-K entropy is taken over (its K)."""
+
+NO_BIN = 255
+"""The bin of a round that was not stratified."""
+
 AGREE_NO, AGREE_YES, AGREE_NONE = 0, 1, 2
 """Values of :attr:`ChainPanorama.agree`: the proposal differs from the text, equals it, or there was no proposal."""
 
@@ -173,6 +184,71 @@ class ChainPanorama:
         return ("agree", "logp", "entropy", "accept", "branch_logp", "branch_entropy", "branch_len")
 
 
+Proposals = Literal["coupled", "probability"]
+
+
+@dataclass(frozen=True, eq=False)
+class TreePanorama:
+    """The laws a draft would read while it drafts trees from *every* start of one trajectory, of up to ``width`` children a node and
+    ``depth`` levels.
+
+    A node stands for a prefix. Nodes 0..L are the text's own prefixes (node i: the first i output tokens): the roots of all
+    starts. Further nodes 0..M-1, numbered L+1.., are prefixes that leave the text (or, for a head, any drafted ones): ``parent`` int32
+    [M] is a node's parent and ``slot`` uint8 [M] its place among the parent's children; parents come first. With N = L + 1 + M and
+    K = ``width``, each node holds the law after it, in codes of 1/16 nat (docs/trees.md):
+
+    - ``tokens`` int32 [N, K], ``logp``, ``gap`` uint8 [N, K]: its children, best first; ``count`` uint8 [N]: how many exist.
+    - ``entropy``, ``top_entropy`` uint8 [N].
+    - ``text_slot`` uint8 [N]: which child is the text's next token; 255 if none is, or the node is not on the text.
+
+    ``shared``: laws are functions of the prefix, so the child of node i on the text is node i + 1; a head's laws depend on where its round
+    began, and its drafted nodes on the text are nodes of their own. ``covers``: the growths (JSON, see
+    :func:`runtime.tree_panorama.cover_name`) whose every reachable law was recorded: those replay exactly.
+    """
+
+    draft: str
+    width: int
+    depth: int
+    proposals: Proposals
+    shared: bool
+    covers: tuple[str, ...]
+    parent: npt.NDArray[np.int32]
+    slot: npt.NDArray[np.uint8]
+    tokens: npt.NDArray[np.int32]
+    logp: npt.NDArray[np.uint8]
+    gap: npt.NDArray[np.uint8]
+    count: npt.NDArray[np.uint8]
+    entropy: npt.NDArray[np.uint8]
+    top_entropy: npt.NDArray[np.uint8]
+    text_slot: npt.NDArray[np.uint8]
+
+    def __post_init__(self) -> None:
+        m, n = len(self.parent), len(self.text_slot)
+        shapes = {"slot": (m,), "tokens": (n, self.width), "logp": (n, self.width), "gap": (n, self.width)}
+        shapes |= dict.fromkeys(("count", "entropy", "top_entropy"), (n,))
+        for name, shape in shapes.items():
+            got = getattr(self, name).shape
+            if got != shape:
+                raise ValueError(f"tree panorama column {name} has shape {got}, expected {shape}")
+        if n <= m:
+            raise ValueError("a tree panorama holds at least the text's own prefixes")
+
+    def __eq__(self, other: object) -> bool:
+        return _content_eq(self, other)
+
+    __hash__ = None  # type: ignore[assignment]  # holds arrays
+
+    @property
+    def positions(self) -> int:
+        """Output tokens of the trajectory."""
+        return len(self.text_slot) - len(self.parent) - 1
+
+    @classmethod
+    def columns(cls) -> tuple[str, ...]:
+        """Names of the array columns, in storage order."""
+        return ("parent", "slot", "tokens", "logp", "gap", "count", "entropy", "top_entropy", "text_slot")
+
+
 @dataclass(frozen=True)
 class Step:
     """One executed (or replayed) round.
@@ -180,7 +256,8 @@ class Step:
     ``start``: output tokens there were when it began. ``drafted``: tokens the draft proposed. ``verified``: tokens in the
     target's pass, the root included (so 1 when nothing was drafted). ``accepted``: drafted tokens kept in the text.
     ``emitted``: tokens the round added to the text, normally accepted + 1. ``draft_steps``: forward passes of the draft.
-    ``lag``: tokens the draft had to read before its first proposal. Times in seconds, 0 when replayed without a profile.
+    ``lag``: tokens the draft had to read before its first proposal. ``depth``: levels drafted (of a chain: ``drafted``). ``bin``:
+    HeteroSpec's entropy bin, ``NO_BIN`` where there is none. Times in seconds, 0 when replayed without a profile.
     """
 
     start: int
@@ -195,6 +272,8 @@ class Step:
     draft_s: float = 0.0
     verify_s: float = 0.0
     round_s: float = 0.0
+    depth: int = 0
+    bin: int = NO_BIN
 
 
 @dataclass(frozen=True)
@@ -233,6 +312,24 @@ def _interpolate(xs: Sequence[int], ys: npt.NDArray[np.float64], x: float) -> fl
 
 
 @dataclass(frozen=True)
+class TreeProfile:
+    """Measured cost of what rounds of trees do beyond those of chains, greedy and at temperature > 0 (``sampled_``).
+
+    - ``verify``: the target's pass over (root and nodes, context) under an ancestor mask, its choices, the walk and the moving of cache
+      entries included.
+    - ``first``: per draft, the pass that makes level 1, over (lag, context), with what a tree costs once (selection, reading it out).
+    - ``level``: per draft, a pass that makes a later level, over (nodes read, context), its laws and its growing included.
+    """
+
+    verify: CostCurve
+    sampled_verify: CostCurve
+    first: Mapping[str, CostCurve]
+    sampled_first: Mapping[str, CostCurve]
+    level: Mapping[str, CostCurve]
+    sampled_level: Mapping[str, CostCurve]
+
+
+@dataclass(frozen=True)
 class LatencyProfile:
     """Measured cost of every part of a round on one device, with the environment it was measured in.
 
@@ -242,7 +339,9 @@ class LatencyProfile:
     - ``draft_step``, ``draft_prefill``: the same per draft; a step of width 1 is one more token, wider ones read a lag first.
     - ``draft_phase_s``: seconds per round that drafts at all, beside its steps. ``stop_step_s``: extra seconds per draft step, by
       kind of stop. ``overhead_s``: seconds of loop, controller and bookkeeping per round; ``request_s``: per request.
+    - ``draft_bend_s``: what a chain's passes take more than that line, by their number 0, 1, ...; beyond the last entry as there.
     - At temperature > 0: ``noise_s`` extra seconds per emitted token, ``sample_s`` per verified token, ``draft_sample_s`` per draft step.
+    - ``trees``: the same for draft trees; None in a profile that was measured without.
     - ``check``: composed cost against whole executed rounds (``rounds``, ``median_error``, ``accepted``).
     """
 
@@ -262,6 +361,18 @@ class LatencyProfile:
     request_s: float = 0.0
     environment: Mapping[str, Any] = field(default_factory=dict)
     check: Mapping[str, Any] = field(default_factory=dict)
+    trees: TreeProfile | None = None
+    draft_bend_s: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+
+    @property
+    def priced_drafts(self) -> tuple[str, ...]:
+        """Drafts whose rounds it has costs of, as chains or, for heads, as trees."""
+        return (*self.draft_step, *(d for d in (self.trees.level if self.trees else ()) if d not in self.draft_step))
+
+    def draft_bend(self, draft: str, passes: int) -> float:
+        """``draft_bend_s`` of a draft at a number of passes, 0 where none was measured."""
+        bend = self.draft_bend_s.get(draft, ())
+        return bend[min(passes, len(bend) - 1)] if bend else 0.0
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dict; :meth:`from_json` is its inverse."""
@@ -281,10 +392,16 @@ class LatencyProfile:
             )
 
         rest = dict(data)
+        trees = rest.get("trees")
+        if trees is not None:
+            kinds = ("first", "sampled_first", "level", "sampled_level")
+            by_draft = {kind: {d: curve(c) for d, c in trees[kind].items()} for kind in kinds}
+            rest["trees"] = TreeProfile(curve(trees["verify"]), curve(trees["sampled_verify"]), **by_draft)
         for name in ("verify", "prefill"):
             rest[name] = curve(rest[name])
         for name in ("draft_step", "draft_prefill"):
             rest[name] = {k: curve(v) for k, v in rest[name].items()}
+        rest["draft_bend_s"] = {k: tuple(v) for k, v in rest.get("draft_bend_s", {}).items()}
         return cls(**rest)
 
 

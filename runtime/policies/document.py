@@ -18,6 +18,14 @@ from traces.errors import PolicyError
 
 GAMMA_LIMIT = 64
 """Largest window any policy may ask for."""
+WIDTH_LIMIT = 32
+"""Most children a node of a draft tree may have, and most nodes expanded per level."""
+NODE_LIMIT = 256
+"""Most drafted nodes a tree may have in one verification."""
+POOL_LIMIT = 8192
+"""Most candidates a tree may grow before selection."""
+DEFAULT_TOP_N = 60
+"""Nodes that a top-k tree keeps when the policy does not say (EAGLE-2)."""
 
 Gamma = Annotated[int, Field(ge=0, le=GAMMA_LIMIT)]
 GammaMax = Annotated[int, Field(ge=1, le=GAMMA_LIMIT)]
@@ -173,26 +181,164 @@ class ChainGrowth(_Block):
     kind: Literal["chain"] = "chain"
 
 
+Width = Annotated[int, Field(ge=1, le=WIDTH_LIMIT)]
+
+
+class _TreeGrowth(_Block):
+    """What dynamic trees share. ``score`` is the estimate of acceptance that ranks nodes: ``probability`` is the product of the draft's
+    probabilities (EAGLE-2), ``coupled`` a softmax over the perturbed gaps of siblings, ``auto`` the first at temperature 0 and
+    the second above. ``proposals`` ranks a node's children: ``coupled`` by log q + g with the target's noise, ``probability`` by q."""
+
+    width: Width = 8
+    score: Literal["auto", "probability", "coupled"] = "auto"
+    sharpness: Annotated[float, Field(gt=0.0, le=16.0)] = 1.5
+    proposals: Literal["coupled", "probability"] = "coupled"
+
+
+class TopKGrowth(_TreeGrowth):
+    """EAGLE-2: the ``width`` best nodes of each level are expanded by ``width`` children each."""
+
+    kind: Literal["top_k"] = "top_k"
+
+
+class ClassifierGrowth(_TreeGrowth):
+    """C2T: a node is drafted and expanded if a classifier's confidence in it exceeds ``beta``; of a level at most the ``cap`` most
+    confident ones (the paper's second use of top-k). ``artifact`` names the classifier (``fit classifier``)."""
+
+    kind: Literal["classifier"] = "classifier"
+    width: Width = 15
+    cap: Width = 15
+    beta: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.5
+    artifact: Annotated[str, Field(min_length=1)]
+
+
+class StaticGrowth(_Block):
+    """A fixed tree: ``paths`` of child ranks from the root, best first, each with all its beginnings; or the tree of an ``artifact``
+    (``fit static-tree``)."""
+
+    kind: Literal["static"] = "static"
+    paths: tuple[tuple[Annotated[int, Field(ge=0, lt=WIDTH_LIMIT)], ...], ...] = ()
+    proposals: Literal["coupled", "probability"] = "coupled"
+    artifact: str | None = None
+
+    @model_validator(mode="after")
+    def _closed(self) -> Self:
+        if bool(self.paths) == (self.artifact is not None):
+            raise ValueError("a static tree is given by either paths or an artifact")
+        if len(self.paths) > NODE_LIMIT:
+            raise ValueError(f"a tree of {len(self.paths)} nodes exceeds the limit of {NODE_LIMIT}")
+        known = set(self.paths)
+        if len(known) < len(self.paths):
+            twice = next(p for p in self.paths if self.paths.count(p) > 1)
+            raise ValueError(f"the path {list(twice)} is given twice")
+        for path in self.paths:
+            if not path:
+                raise ValueError("a path has at least one rank; the root itself is not listed")
+            if len(path) > GAMMA_LIMIT:
+                raise ValueError(f"the path {list(path)} is deeper than {GAMMA_LIMIT}")
+            if len(path) > 1 and path[:-1] not in known:
+                raise ValueError(f"the path {list(path)} needs its parent {list(path[:-1])} in the list")
+        object.__setattr__(self, "paths", tuple(sorted(self.paths, key=lambda p: (len(p), p))))
+        return self
+
+    @property
+    def depth(self) -> int:
+        """Levels of the tree; 0 when only the artifact knows."""
+        return max((len(p) for p in self.paths), default=0)
+
+
+Growth = Annotated[Union[ChainGrowth, TopKGrowth, ClassifierGrowth, StaticGrowth], Field(discriminator="kind")]
+
+
+class Select(_Block):
+    """Of the nodes grown, the ``top_n`` with the highest estimated acceptance are verified (EAGLE-2's rerank); the root is not
+    counted. None: all."""
+
+    top_n: Annotated[int, Field(ge=1, le=NODE_LIMIT)] | None = None
+
+
+class Stratify(_Block):
+    """HeteroSpec: entropy bins (``fit bins``); in the i-th lowest of ``len(fractions)`` bins the tree grows ``alpha - i`` levels deeper
+    and keeps ``fractions[i]`` of top_n nodes plus ``alpha - i``."""
+
+    artifact: Annotated[str, Field(min_length=1)]
+    alpha: Annotated[int, Field(ge=0, le=32)] = 3
+    fractions: Annotated[
+        tuple[Annotated[float, Field(gt=0.0, le=1.0)], ...], Field(min_length=1, max_length=8)
+    ] = (0.3, 0.6, 1.0)
+
+
 class Policy(_Block):
-    """What to draft with, how far, and when to stop. ``draft`` names a draft of the pair, ``ngram``, or ``none``."""
+    """What to draft with, how far, how wide, and when to stop. ``draft`` names a draft of the pair, ``ngram``, or ``none``."""
 
     draft: Annotated[str, Field(min_length=1)] = "none"
     window: Window = FixedWindow()
     stop: Stop = NoStop()
-    growth: ChainGrowth = ChainGrowth()
+    growth: Growth = ChainGrowth()
+    select: Select = Select()
+    stratify: Stratify | None = None
 
     @model_validator(mode="before")
     @classmethod
-    def _without_draft(cls, data: Any) -> Any:
-        if isinstance(data, Mapping) and data.get("draft", "none") == "none" and "window" not in data:
+    def _defaults(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        growth = data.get("growth")
+        if data.get("draft", "none") == "none" and "window" not in data and growth is None:
             return {**data, "window": {"kind": "fixed", "gamma": 0}}
+        if isinstance(growth, Mapping) and growth.get("kind") == "static" and "window" not in data:
+            paths = growth.get("paths") or ()
+            depth = max((len(p) for p in paths if isinstance(p, (list, tuple))), default=0)
+            if depth:
+                data = {**data, "window": {"kind": "fixed", "gamma": depth}}
+        if isinstance(growth, Mapping) and growth.get("kind") == "top_k":
+            select = data.get("select")
+            if select is None or (isinstance(select, Mapping) and not select):
+                data = {**data, "select": {"top_n": DEFAULT_TOP_N}}
         return data
 
     @model_validator(mode="after")
     def _consistent(self) -> Policy:
         if self.draft == "none" and not (isinstance(self.window, FixedWindow) and self.window.gamma == 0):
             raise ValueError('a window needs a draft: add "draft" with one of the pair\'s names, or "ngram"')
+        if self.draft == "ngram" and self.is_tree:
+            raise ValueError('draft "ngram" proposes one continuation and cannot grow a tree; use growth "chain" or another draft')
+        if not isinstance(self.growth, (TopKGrowth, ClassifierGrowth)):
+            if self.select.top_n is not None:
+                raise ValueError(f'select.top_n chooses among grown nodes; growth "{self.growth.kind}" keeps all it grows')
+            if self.stratify is not None:
+                raise ValueError(f'stratify needs a tree that can grow: growth "top_k" or "classifier", not "{self.growth.kind}"')
+        else:
+            if isinstance(self.growth, TopKGrowth) and self.select.top_n is None:
+                raise ValueError("growth top_k keeps select.top_n nodes: give a number")
+            if self.stratify is not None and self.select.top_n is None:
+                raise ValueError("stratify scales select.top_n: give a number")
+            frontier = self.growth.cap if isinstance(self.growth, ClassifierGrowth) else self.growth.width
+            pool = self.growth.width + max(0, self.depth_max - 1) * frontier * self.growth.width
+            if pool > POOL_LIMIT:
+                raise ValueError(
+                    f"width {self.growth.width} and depth {self.depth_max} grow {pool} candidates, more than {POOL_LIMIT}; "
+                    "lower the width or the window"
+                )
+        if self.depth_max > GAMMA_LIMIT:
+            raise ValueError(f"window and stratify.alpha together reach depth {self.depth_max}, beyond the limit of {GAMMA_LIMIT}")
         return self
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether more than one continuation may be drafted."""
+        return not isinstance(self.growth, ChainGrowth)
+
+    @property
+    def depth_max(self) -> int:
+        """The deepest level this policy can draft: the window's largest, and HeteroSpec's extension."""
+        return self.gamma_max + (self.stratify.alpha if self.stratify is not None else 0)
+
+    @property
+    def artifacts(self) -> tuple[str, ...]:
+        """Ids of the artifacts this policy needs."""
+        named = (getattr(block, "artifact", None) for block in (self.window, self.growth, self.stratify))
+        return tuple(a for a in named if a is not None)
 
     @property
     def gamma_max(self) -> int:
@@ -221,8 +367,14 @@ class Policy(_Block):
         return self.model_dump(mode="json")
 
     def canonical(self) -> str:
-        """One line of JSON: equal policies, equal text."""
-        return json.dumps(self.spelled_out(), sort_keys=True, separators=(",", ":"))
+        """One line of JSON: equal policies, equal text. Blocks that came later are left out where they are not used, so that a chain
+        policy keeps the id it always had."""
+        document = self.spelled_out()
+        if self.stratify is None:
+            del document["stratify"]
+        if self.select.top_n is None:
+            del document["select"]
+        return json.dumps(document, sort_keys=True, separators=(",", ":"))
 
     @property
     def id(self) -> str:
@@ -239,7 +391,29 @@ class Policy(_Block):
             f"{self.window.kind}({', '.join(f'{k}={v:.4g}' if isinstance(v, float) else f'{k}={v}' for k, v in shown.items())})"
         )
         stop = "" if isinstance(self.stop, NoStop) else f" {self.stop.kind}({self.stop.threshold:.4g})"
-        return f"{self.draft} {window}{stop}"
+        return f"{self.draft} {window}{stop}{self._tree_label()}"
+
+    def _tree_label(self) -> str:
+        growth, parts = self.growth, []
+        if isinstance(growth, StaticGrowth):
+            parts.append(f"static({len(growth.paths)} nodes)" if growth.paths else f"static({growth.artifact})")
+        elif isinstance(growth, (TopKGrowth, ClassifierGrowth)):
+            shown = [f"k={growth.width}"]
+            if isinstance(growth, ClassifierGrowth):
+                shown += [f"beta={growth.beta:.4g}"] + ([f"cap={growth.cap}"] if growth.cap != growth.width else [])
+            if growth.score != "auto":
+                shown.append(growth.score)
+            if growth.sharpness != 1.5:
+                shown.append(f"sharpness={growth.sharpness:.4g}")
+            if growth.proposals != "coupled":
+                shown.append("q-children")
+            parts.append(f"{growth.kind}({', '.join(shown)})")
+        if self.select.top_n is not None:
+            parts.append(f"N={self.select.top_n}")
+        if self.stratify is not None:
+            fractions = "/".join(f"{f:.3g}" for f in self.stratify.fractions)
+            parts.append(f"bins(alpha={self.stratify.alpha}, {fractions})")
+        return "".join(f" {p}" for p in parts)
 
 
 AUTOREGRESSIVE = Policy(draft="none", window=FixedWindow(gamma=0))
@@ -307,12 +481,13 @@ _KINDS: dict[str, dict[str, type[BaseModel]]] = {
         "heuristic": HeuristicWindow,
     },
     "stop": {"none": NoStop, "max_prob": MaxProbStop, "joint_prob": JointProbStop, "entropy": EntropyStop},
-    "growth": {"chain": ChainGrowth},
+    "growth": {"chain": ChainGrowth, "top_k": TopKGrowth, "classifier": ClassifierGrowth, "static": StaticGrowth},
 }
+_PLAIN: dict[str, type[BaseModel]] = {"select": Select, "stratify": Stratify}
 
 
 def _step_into(block: type[BaseModel], part: str) -> type[BaseModel]:
     for kinds in _KINDS.values():
         if part in kinds and block is Policy:
             return kinds[part]
-    return ChainGrowth if part == "growth" else block
+    return _PLAIN.get(part, block) if block is Policy else block

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +15,14 @@ from runtime.policies.windows import WindowController, WindowCosts, compile_wind
 from traces.errors import PolicyError
 from traces.schema import LatencyProfile, Sampling, Verifier
 
+if TYPE_CHECKING:
+    from runtime.policies.tree_rules import Artifacts
+    from runtime.policies.trees import TreeRule
+
 REFERENCE_CONTEXT = 256
 """Context at which a profile's costs are read for a window that wants one number per gamma."""
+LEAST = 1e-9
+"""Seconds that a verification counts at least, where passes are cheaper than gamma a_q says."""
 
 
 @dataclass(frozen=True)
@@ -29,17 +36,26 @@ class PreparedPolicy:
     needs_cache: bool
     version: int = 0
     label: str = field(default="", compare=False)
+    rules: tuple[TreeRule, TreeRule] | None = field(default=None, compare=False)
+
+    def rule(self, sampling: Sampling) -> TreeRule:
+        """How trees grow at a sampling temperature. A chain is a tree of width 1."""
+        assert self.rules is not None
+        return self.rules[0 if sampling.greedy else 1]
 
 
-def window_costs(profile: LatencyProfile, policy: Policy) -> WindowCosts | None:
+def window_costs(profile: LatencyProfile, policy: Policy, rules: tuple[TreeRule, TreeRule] | None = None) -> WindowCosts | None:
     """a_q and b_p(gamma) for gamma = 0..gamma_max (on-the-fly paper, definition 1), from a profile.
 
-    What a round costs beside its passes is counted with verification, so that the window weighs whole rounds.
+    What a round costs beside its passes is counted with verification, so that the window weighs whole rounds: gamma a_q + b_p(gamma) is
+    what a round of gamma passes costs. ``rules`` are the policy's compiled trees, needed where an artifact says what they are.
 
-    None when the policy does not speculate. Raises PolicyError when the profile has no costs for the policy's draft.
+    None when the policy does not speculate. Raises PolicyError when the profile has no costs for the policy's draft, or none of its trees.
     """
     if not policy.speculates:
         return None
+    if policy.is_tree or _profiled_as_trees(profile, policy.draft):
+        return _tree_window_costs(profile, policy, rules)
     curve = profile.draft_step.get(policy.draft)
     if curve is None:
         known = ", ".join(sorted(profile.draft_step))
@@ -48,14 +64,57 @@ def window_costs(profile: LatencyProfile, policy: Policy) -> WindowCosts | None:
     return WindowCosts(
         draft_step_s=curve.at(1, REFERENCE_CONTEXT) + profile.stop_step_s.get(policy.stop.kind, 0.0),
         verify_s=tuple(
-            profile.verify.at(g + 1, REFERENCE_CONTEXT) + profile.overhead_s + (phase if g else 0.0)
+            _with(
+                profile.verify.at(g + 1, REFERENCE_CONTEXT) + profile.overhead_s,
+                (phase if g else 0.0) + profile.draft_bend(policy.draft, g),
+            )
             for g in range(policy.gamma_max + 1)
         ),
     )
 
 
+def _with(verify_s: float, more_s: float) -> float:
+    """A verification with what its round's passes cost beyond gamma a_q; that may be less than nothing, their sum may not."""
+    return max(verify_s + more_s, min(verify_s, LEAST))
+
+
+def _profiled_as_trees(profile: LatencyProfile, draft: str) -> bool:
+    """Whether a profile knows a draft from trees alone: a head, whose chains are trees of width 1."""
+    return draft not in profile.draft_step and profile.trees is not None and draft in profile.trees.level
+
+
+def _tree_window_costs(profile: LatencyProfile, policy: Policy, rules: tuple[TreeRule, TreeRule] | None) -> WindowCosts:
+    """The same for trees, by what they cost at temperature 0: a_q is the mean pass for a level after the first (of a top-k tree all are
+    alike), and b_p(gamma) verifies all nodes that gamma levels can keep and holds what the passes cost beyond gamma a_q."""
+    trees, draft, at = profile.trees, policy.draft, REFERENCE_CONTEXT
+    if trees is None or draft not in trees.level:
+        known = "none" if trees is None else ", ".join(sorted(trees.level))
+        raise PolicyError(f"the latency profile has no costs of trees for draft {draft!r} (it has: {known}); run `profile` again")
+    compiled = rules or _rules(policy, None)
+    assert compiled is not None
+    rule = compiled[0]
+    level, stop_s = trees.level[draft], profile.stop_step_s.get(policy.stop.kind, 0.0)
+    widths = [rule.step_width(n) for n in range(2, policy.gamma_max + 1)]
+    later = [level.at(w, at) + stop_s if w else 0.0 for w in widths]  # a static tree ends before a larger window
+    passes = [s for s in later if s] or [level.at(rule.frontier, at) + stop_s]
+    step_s = sum(passes) / len(passes)
+    verify_s, drafting, nodes = [trees.verify.at(1, at) + profile.overhead_s], 0.0, 0
+    for g in range(1, policy.gamma_max + 1):
+        drafting += trees.first[draft].at(1, at) + stop_s if g == 1 else later[g - 2]
+        # A classifier's nodes that are not expanded are not verified either.
+        nodes += min(rule.places(g), rule.frontier) if rule.confidence is not None else rule.places(g)
+        kept = nodes if rule.top_n is None else min(nodes, rule.top_n)
+        verify_s.append(_with(trees.verify.at(kept + 1, at) + profile.overhead_s, drafting - g * step_s))
+    return WindowCosts(draft_step_s=step_s, verify_s=tuple(verify_s))
+
+
 def check_verifier(policy: Policy, verifier: Verifier, sampling: Sampling) -> None:
     """Raises PolicyError where a policy and a verifier would bias the text."""
+    if verifier == "rejection" and not sampling.greedy and policy.is_tree:
+        raise PolicyError(
+            f"growth {policy.growth.kind}: the rejection verifier is for chains (it would need to know how siblings were drawn); use the "
+            "coupled verifier"
+        )
     if verifier == "rejection" and not sampling.greedy and not getattr(policy.stop, "keep_last", True):
         raise PolicyError(
             "stop.keep_last false discards a sampled token because of its probability, which the rejection verifier cannot make "
@@ -74,16 +133,19 @@ def prepare(
     profile: LatencyProfile | None = None,
     version: int = 0,
     q_tables: QTables | None = None,
+    artifacts: Artifacts | None = None,
 ) -> PreparedPolicy:
     """Compiles a policy for a pair whose drafts are ``drafts``.
 
-    ``q_tables`` finds stored Q-tables for windows that name an artifact. Raises PolicyError when the draft is unknown, the window
-    needs costs and there is no profile, or its artifact cannot be had or has another shape.
+    ``q_tables`` finds stored Q-tables for windows that name an artifact, ``artifacts`` whatever trees need. Raises PolicyError when the
+    draft is unknown, the window needs costs and there is no profile, or an artifact cannot be had, has another shape or was fitted
+    on another draft.
     """
     if policy.draft != "none" and policy.draft not in drafts:
         known = ", ".join(sorted(drafts))
         raise PolicyError(f"draft: this pair has no draft {policy.draft!r}; it has: {known}")
-    costs = window_costs(profile, policy) if policy.needs_profile and profile is not None else None
+    rules = _rules(policy, artifacts)
+    costs = window_costs(profile, policy, rules) if policy.needs_profile and profile is not None else None
     if policy.needs_profile and costs is None:
         raise PolicyError(f"window.{policy.window.kind} needs measured costs: run `profile` for this pair and device first")
     return PreparedPolicy(
@@ -94,7 +156,17 @@ def prepare(
         needs_cache=isinstance(policy.window, CacheFsmWindow),
         version=version,
         label=policy.label(),
+        rules=rules,
     )
+
+
+def _rules(policy: Policy, artifacts: Artifacts | None) -> tuple[TreeRule, TreeRule] | None:
+    """The trees of a policy at temperature 0 and above; torch is imported here alone, since chains over a trace need none."""
+    if not policy.speculates:
+        return None
+    from runtime.policies.tree_rules import compile_tree
+
+    return compile_tree(policy, sampled=False, artifacts=artifacts), compile_tree(policy, sampled=True, artifacts=artifacts)
 
 
 def _q_table(policy: Policy, q_tables: QTables | None) -> npt.NDArray[np.float64] | None:

@@ -44,8 +44,8 @@ class CompiledStop:
         return logp_code > self.max_logp_code or joint_code > self.max_joint_code or entropy_code > self.max_entropy_code
 
 
-def compile_stop(stop: Stop) -> CompiledStop:
-    """Turns thresholds into limits.
+def compile_stop(stop: Stop, *, scale: int = NAT_SCALE) -> CompiledStop:
+    """Turns thresholds into limits on codes of 1/``scale`` nat.
 
     ``max_prob``: q < t, that is code > floor(-256 ln t). ``joint_prob``: the same with the sum of the chain's codes. ``entropy``:
     1 - sqrt(scale H) < t, that is code > floor(256 (1-t)^2 / scale). Rounding down makes a limit that is reached exactly no stop.
@@ -54,17 +54,17 @@ def compile_stop(stop: Stop) -> CompiledStop:
     if isinstance(stop, NoStop):
         return CompiledStop(STOP_NONE, NEVER, NEVER, NEVER, True)
     if isinstance(stop, MaxProbStop):
-        return CompiledStop(STOP_MAX_PROB, _nat_limit(stop.threshold), NEVER, NEVER, stop.keep_last)
+        return CompiledStop(STOP_MAX_PROB, _nat_limit(stop.threshold, scale), NEVER, NEVER, stop.keep_last)
     if isinstance(stop, JointProbStop):
-        return CompiledStop(STOP_JOINT_PROB, NEVER, _nat_limit(stop.threshold), NEVER, stop.keep_last)
+        return CompiledStop(STOP_JOINT_PROB, NEVER, _nat_limit(stop.threshold, scale), NEVER, stop.keep_last)
     assert isinstance(stop, EntropyStop)
     bound = (1.0 - stop.threshold) ** 2 / stop.scale
-    limit = NEVER if stop.threshold == 0.0 else math.floor(bound * NAT_SCALE + _SLACK)
+    limit = NEVER if stop.threshold == 0.0 else math.floor(bound * scale + _SLACK)
     return CompiledStop(STOP_ENTROPY, NEVER, NEVER, min(NEVER, limit), stop.keep_last)
 
 
-def _nat_limit(threshold: float) -> int:
-    return NEVER if threshold == 0.0 else math.floor(-math.log(threshold) * NAT_SCALE + _SLACK)
+def _nat_limit(threshold: float, scale: int) -> int:
+    return NEVER if threshold == 0.0 else math.floor(-math.log(threshold) * scale + _SLACK)
 
 
 @compiled()

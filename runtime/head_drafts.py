@@ -1,0 +1,131 @@
+"""EAGLE heads as drafts: what a head reads of the text comes with the target's features, what it drafts with its own outputs.
+
+A head's law after drafted tokens therefore depends on where the round began. It never keeps what it read of a tree: accepted tokens
+are read again with the target's features at the next round.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from runtime.heads import EagleHead
+from runtime.models import CHUNK, CausalModel, view_of
+
+
+class Features:
+    """The target's hidden states of the text so far, kept while a head drafts: [capacity, width], row p of token p."""
+
+    def __init__(self, target: CausalModel) -> None:
+        self.target = target
+        self.rows = torch.zeros(0, 0, device=target.device, dtype=target.dtype)
+        self.count = 0
+
+    def begin(self, capacity: int, first: torch.Tensor) -> None:
+        """Starts with the features of the first tokens, [n, width]."""
+        if self.rows.shape[0] < capacity or self.rows.shape[1] != first.shape[1]:
+            self.rows = first.new_zeros(capacity, first.shape[1])
+        self.rows[: first.shape[0]] = first
+        self.count = first.shape[0]
+
+    def put(self, at: int, rows: torch.Tensor) -> None:
+        """Features of tokens ``at ..``."""
+        self.rows[at : at + rows.shape[0]] = rows
+        self.count = at + rows.shape[0]
+
+    def of(self, head: EagleHead, start: int, stop: int) -> torch.Tensor:
+        """What ``head`` reads of tokens ``start .. stop - 1``: [stop - start, feature_size]."""
+        return self.rows[start:stop, columns(self.target, head)]
+
+
+def columns(target: CausalModel, head: EagleHead) -> torch.Tensor:
+    """Where the head's taps stand among the target's, int64 [feature_size]."""
+    width = target.hidden_size
+    at = [target.taps.index(tap) * width for tap in head.taps]
+    return torch.cat([torch.arange(a, a + width) for a in at]).to(target.device)
+
+
+class HeadDraft:
+    """A head over its slot cache, token p in slot p (slot 0 stays empty)."""
+
+    def __init__(self, head: EagleHead, features: Features) -> None:
+        self.head, self.features = head, features
+        self.name = head.name
+        self._read = 1
+
+    def begin(self, prompt: list[int], capacity: int) -> None:
+        """Reads the text but for its last token; the features of all of it but the last token must be there."""
+        self.head.reserve(capacity)
+        self._read = 1
+        self._catch_up(prompt, len(prompt) - 1)
+
+    def _catch_up(self, text: list[int], stop: int) -> None:
+        """Reads tokens up to ``stop`` (excluded), without logits."""
+        while self._read < stop:
+            end = min(stop, self._read + CHUNK)
+            ids = torch.tensor(text[self._read : end], device=self.head.device)
+            self.head.chain(ids, self.features.of(self.head, self._read - 1, end - 1), self._read)
+            self._read = end
+
+    def lag(self, text: list[int]) -> int:
+        """Tokens of ``text`` not read yet."""
+        return len(text) - self._read
+
+    def rewind(self, length: int) -> None:
+        """Forgets what was read beyond the first ``length`` tokens of the text."""
+        self._read = max(1, min(self._read, length))
+
+    def reader(self, text: list[int]) -> HeadReader:
+        """Passes over a tree that grows from the end of ``text``."""
+        return HeadReader(self, text)
+
+    def commit_tree(self, length_before: int, places: list[int], emitted: list[int]) -> int:
+        """Nothing read for the tree is kept."""
+        self._read = min(self._read, length_before)
+        return 0
+
+
+class HeadReader:
+    """A head's passes over one tree (:class:`runtime.tree_drafts.Reader`)."""
+
+    def __init__(self, draft: HeadDraft, text: list[int]) -> None:
+        self.draft, self.head, self.text = draft, draft.head, text
+        self.device, self.length = draft.head.device, len(text)
+        self._placed = 0
+        self._mask: torch.Tensor | None = None
+        self._hidden = torch.zeros(0)
+
+    def root(self) -> torch.Tensor:
+        draft, head = self.draft, self.head
+        at = draft._read
+        ids = torch.tensor(self.text[at:], device=self.device)
+        logits, out = head.chain(ids, draft.features.of(head, at - 1, self.length - 1), at, logits=1)
+        draft._read = self.length
+        self._hidden = out[-1:]
+        return logits
+
+    def level(self, tokens: torch.Tensor, parents: torch.Tensor | None, depth: int) -> torch.Tensor:
+        n, first = tokens.shape[0], self.length + self._placed
+        slots = torch.arange(first, first + n, device=self.device)
+        view = min(self.head.cache.capacity, view_of(first + n))
+        mask = torch.zeros(n, view, dtype=torch.bool, device=self.device)
+        if parents is None or self._mask is None:
+            mask[:, 1 : self.length] = True
+            hidden = self._hidden.expand(n, -1)
+        else:
+            mask[:, : self._mask.shape[1]] = self._mask[parents]
+            hidden = self._hidden[parents]
+        mask[torch.arange(n, device=self.device), slots] = True
+        self._mask = mask
+        self._placed += n
+        positions = torch.full((n,), self.length + depth - 1, dtype=torch.int64, device=self.device)
+        logits, self._hidden = self.head.scattered(tokens, hidden, positions, slots, mask)
+        return logits
+
+    def canonical(self, path: list[int]) -> torch.Tensor:
+        return canonical_law(self.draft.features.target, self.head, self.text, path)
+
+
+def canonical_law(target: CausalModel, head: EagleHead, text: list[int], path: list[int]) -> torch.Tensor:
+    """Float32 logits [vocab] of a head after ``text`` and a drafted ``path``: a function of both alone."""
+    features = target.canonical_features(text[:-1], head.taps)
+    return head.canonical(text, features, path)

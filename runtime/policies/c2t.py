@@ -1,0 +1,137 @@
+"""C2T: the classifier that grows trees (section 4), as a table of whole numbers.
+
+The paper evaluates a two-layer network on (joint probability, entropy, depth) of every node. All three are codes here
+(docs/trees.md), so the network is evaluated once, over every combination, and growing looks its confidence up: the same number in
+decoding and in replay, and cheaper than the network. Training is :mod:`optimizer.fits.classifier`; the threshold beta, the cap and
+chain mode (``width`` 1) are :class:`runtime.policies.document.ClassifierGrowth`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from traces.schema import TREE_SCALE
+
+FloatArray = npt.NDArray[np.float64]
+WeightArray = npt.NDArray[np.float32]
+TableArray = npt.NDArray[np.uint16]
+
+JOINT_CODES: Final = 512
+"""Joint costs told apart: up to 32 nat, a probability of 1e-14."""
+ENTROPY_CODES: Final = 160
+"""Entropies told apart: up to 10 nat."""
+DEPTHS: Final = 24
+"""Depths told apart."""
+CONFIDENCE_SCALE: Final = 65535
+"""A confidence of 1 in a table."""
+WEIGHTS: Final = ("w1", "b1", "w2", "b2")
+_ROWS = 16
+"""Rows of a table evaluated together: they stay in the processor's cache."""
+
+
+@dataclass(frozen=True, eq=False)
+class ClassifierWeights:
+    """sigmoid(w2 . relu(w1 x + b1) + b2) over x = (joint probability, entropy in nats, depth from 1).
+
+    ``w1`` float32 [hidden, 3], ``b1`` [hidden], ``w2`` [hidden], ``b2`` [1]. Raises ValueError for other shapes.
+    """
+
+    w1: WeightArray
+    b1: WeightArray
+    w2: WeightArray
+    b2: WeightArray
+
+    def __post_init__(self) -> None:
+        hidden = len(self.b1)
+        shapes = [w.shape for w in (self.w1, self.b1, self.w2, self.b2)]
+        if hidden < 1 or shapes != [(hidden, 3), (hidden,), (hidden,), (1,)]:
+            raise ValueError(f"classifier weights must be [hidden, 3], [hidden], [hidden] and [1], not {shapes}")
+
+    @property
+    def hidden(self) -> int:
+        return len(self.b1)
+
+    def confidence(self, joint_code: npt.ArrayLike, entropy_code: npt.ArrayLike, depth: npt.ArrayLike) -> FloatArray:
+        """Confidences in 0..1 of codes that broadcast, in their shape; float64, the same operations in the same order whatever the
+        shape, so that a table holds exactly these."""
+        joint, entropy, levels = np.broadcast_arrays(*(np.asarray(c, dtype=np.int64) for c in (joint_code, entropy_code, depth)))
+        probability = np.exp(np.ascontiguousarray(joint, dtype=np.float64).reshape(-1) / -TREE_SCALE)
+        out = self._evaluate(probability, entropy.reshape(-1) / TREE_SCALE, levels.reshape(-1).astype(np.float64))
+        return out.reshape(joint.shape)
+
+    def table(self, depths: int = DEPTHS, entropies: int = ENTROPY_CODES, joints: int = JOINT_CODES) -> TableArray:
+        """floor(confidence * 65535) of all codes, uint16 [depths, entropies, joints]: [depth - 1, entropy, joint].
+
+        Depths and codes beyond it take the last entries (:func:`look_up`).
+        """
+        if min(depths, entropies, joints) < 1:
+            raise ValueError("a table needs at least one depth, one entropy and one joint cost")
+        probability = np.exp(np.arange(joints, dtype=np.float64) / -TREE_SCALE)
+        entropy = np.arange(entropies)[:, None] / TREE_SCALE
+        out = np.empty((depths, entropies, joints), dtype=np.uint16)
+        for level in range(depths):
+            for first in range(0, entropies, _ROWS):
+                some = entropy[first : first + _ROWS]
+                confidence = self._evaluate(probability, some, np.full_like(some, level + 1.0))
+                out[level, first : first + _ROWS] = np.floor(confidence * CONFIDENCE_SCALE)
+        return out
+
+    def _evaluate(self, probability: FloatArray, entropy: FloatArray, depth: FloatArray) -> FloatArray:
+        """Sums over the hidden units one after another, elementwise: no matrix product, whose order of summation varies. What the
+        entropy and the depth give is added up first, so that a table computes it once per row."""
+        w1, b1, w2, b2 = (w.astype(np.float64) for w in (self.w1, self.b1, self.w2, self.b2))
+        z = np.full(np.broadcast_shapes(probability.shape, entropy.shape), b2[0])
+        h = np.empty_like(z)
+        for unit in range(self.hidden):
+            row = w1[unit, 1] * entropy + w1[unit, 2] * depth + b1[unit]
+            np.add(w1[unit, 0] * probability, row, out=h)
+            np.maximum(h, 0.0, out=h)
+            np.multiply(h, w2[unit], out=h)
+            z += h
+        np.clip(z, -700.0, 700.0, out=z)
+        return np.asarray(1.0 / (1.0 + np.exp(-z)), dtype=np.float64)
+
+
+def read_weights(arrays: Mapping[str, npt.NDArray[Any]]) -> ClassifierWeights:
+    """The weights in an artifact's arrays. Raises ValueError where they are none."""
+    missing = [name for name in WEIGHTS if name not in arrays]
+    if missing:
+        raise ValueError(f"not a classifier: it lacks {', '.join(missing)}")
+    return ClassifierWeights(*(np.asarray(arrays[name], dtype=np.float32) for name in WEIGHTS))
+
+
+def confidence_table(weights: ClassifierWeights) -> TableArray:
+    """:meth:`ClassifierWeights.table`, remembered by content: a search prepares many policies with one classifier."""
+    return _table(*(w.astype(np.float32).tobytes() for w in (weights.w1, weights.b1, weights.w2, weights.b2)))
+
+
+@lru_cache(maxsize=16)
+def _table(w1: bytes, b1: bytes, w2: bytes, b2: bytes) -> TableArray:
+    first, *others = (np.frombuffer(w, dtype=np.float32) for w in (w1, b1, w2, b2))
+    made = ClassifierWeights(first.reshape(-1, 3), *others).table()
+    made.setflags(write=False)
+    return made
+
+
+def look_up(table: TableArray, joint_code: npt.ArrayLike, entropy_code: npt.ArrayLike, depth: npt.ArrayLike) -> TableArray:
+    """A table's entries for codes that broadcast, in their shape; codes and depths beyond it take its last entries."""
+    levels, entropies, joints = table.shape
+    return np.asarray(
+        table[
+            np.clip(np.asarray(depth), 1, levels) - 1,
+            np.minimum(np.asarray(entropy_code), entropies - 1),
+            np.minimum(np.asarray(joint_code), joints - 1),
+        ]
+    )
+
+
+def beta_code(beta: float) -> int:
+    """The largest confidence code that does not pass ``beta``."""
+    return math.floor(beta * CONFIDENCE_SCALE + 1e-9)

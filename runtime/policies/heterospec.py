@@ -1,0 +1,26 @@
+"""HeteroSpec: what an entropy bin does to a round (section 4.3). Fitting the bins is :mod:`optimizer.fits.bins`; the cumulative meta-path
+Top-K entropy Phi is computed where trees grow (:meth:`runtime.policies.trees.Growing.add`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+
+def bin_of(
+    phi: npt.NDArray[np.int64], gamma: npt.NDArray[np.int64] | int, thresholds: Sequence[int], fitted_depth: int
+) -> npt.NDArray[np.int64]:
+    """The bin of Phi (in 1/16 nat, summed over ``gamma`` levels): how many thresholds it exceeds.
+
+    Thresholds belong to sums over ``fitted_depth`` levels; other depths are compared by Phi per level, in whole numbers.
+    """
+    scaled = np.asarray(phi, dtype=np.int64) * fitted_depth
+    return np.asarray(sum(((scaled > t * np.asarray(gamma)).astype(np.int64) for t in thresholds), np.zeros_like(scaled)))
+
+
+def kept_nodes(top_n: int, fractions: Sequence[float], alpha: int) -> tuple[int, ...]:
+    """N' of each low bin: max(1, round(fraction N)) + max(0, alpha - i), halves rounded up."""
+    return tuple(max(1, math.floor(f * top_n + 0.5)) + max(0, alpha - i) for i, f in enumerate(fractions))

@@ -1,0 +1,126 @@
+"""Compiling a policy's tree blocks, with the artifacts they name, into a :class:`runtime.policies.trees.TreeRule`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from runtime.policies.c2t import beta_code, confidence_table, read_weights
+from runtime.policies.document import ChainGrowth, ClassifierGrowth, EntropyStop, NoStop, Policy, StaticGrowth, TopKGrowth
+from runtime.policies.heterospec import kept_nodes
+from runtime.policies.stops import compile_stop
+from runtime.policies.trees import INFINITE, StaticLevel, TreeRule
+from traces.errors import PolicyError
+from traces.schema import TREE_SCALE
+
+BINS, CLASSIFIER, STATIC_TREE = "bins", "classifier", "static_tree"
+
+
+@dataclass(frozen=True, eq=False)
+class Fitted:
+    """What was fitted, as the runtime sees it: its kind, a JSON document and arrays."""
+
+    kind: str
+    document: Mapping[str, Any]
+    arrays: Mapping[str, npt.NDArray[Any]]
+
+
+Artifacts = Callable[[str], Fitted]
+"""Finds an artifact by id; raises PolicyError when there is none."""
+
+
+def compile_tree(policy: Policy, *, sampled: bool, artifacts: Artifacts | None = None) -> TreeRule:
+    """The rule of a policy's trees; a chain is a tree of width 1. ``sampled``: the temperature is above 0.
+
+    Raises PolicyError when an artifact is missing, of another kind, or was fitted on another draft.
+    """
+    growth = policy.growth
+    stop = compile_stop(policy.stop, scale=TREE_SCALE)
+    common: dict[str, Any] = {
+        "top_n": policy.select.top_n,
+        "reads_stop": not isinstance(policy.stop, NoStop),
+        "max_logp": min(stop.max_logp_code, INFINITE),
+        "max_joint": min(stop.max_joint_code, INFINITE),
+        "max_entropy": min(stop.max_entropy_code, INFINITE) if isinstance(policy.stop, EntropyStop) else INFINITE,
+        "keep_last": stop.keep_last,
+    }
+    if isinstance(growth, ChainGrowth):
+        return TreeRule(width=1, frontier=1, **common)
+    common["by_probability"] = growth.proposals == "probability"
+    if isinstance(growth, StaticGrowth):
+        paths = growth.paths or _static_paths(policy, growth, artifacts)
+        width, levels = static_levels(paths)
+        return TreeRule(width=width, frontier=max(len(x.expanded) for x in levels), static=levels, **common)
+    common["coupled"] = growth.score == "coupled" or (growth.score == "auto" and sampled and growth.proposals == "coupled")
+    common["sharpness"] = growth.sharpness
+    if policy.stratify is not None:
+        bins = _artifact(policy, policy.stratify.artifact, BINS, "stratify", artifacts)
+        assert policy.select.top_n is not None
+        common["thresholds"] = tuple(int(t) for t in bins.document["thresholds"])
+        common["fitted_depth"] = int(bins.document["depth"])
+        common["alpha"] = policy.stratify.alpha
+        common["kept"] = kept_nodes(policy.select.top_n, policy.stratify.fractions, policy.stratify.alpha)
+    if isinstance(growth, TopKGrowth):
+        return TreeRule(width=growth.width, frontier=growth.width, **common)
+    assert isinstance(growth, ClassifierGrowth)
+    found = _artifact(policy, growth.artifact, CLASSIFIER, "growth", artifacts)
+    try:
+        table = torch.from_numpy(confidence_table(read_weights(found.arrays)).astype(np.int32))
+    except ValueError as error:
+        raise PolicyError(f"growth.artifact: {growth.artifact}: {error}") from None
+    return TreeRule(width=growth.width, frontier=growth.cap, confidence=table, beta_code=beta_code(growth.beta), **common)
+
+
+def static_levels(paths: Sequence[Sequence[int]]) -> tuple[int, tuple[StaticLevel, ...]]:
+    """(children read of each law, levels) of a static tree given as rank paths, each with all its beginnings."""
+    width = 1 + max(rank for path in paths for rank in path)
+    known = {tuple(p) for p in paths}
+    levels: list[StaticLevel] = []
+    frontier: list[tuple[int, ...]] = [()]
+    depth = max(len(p) for p in known)
+    for level in range(1, depth + 1):
+        nodes, places, expanded, following = 0, [], [], []
+        for f, parent in enumerate(frontier):
+            for rank in range(width):
+                path = (*parent, rank)
+                if path not in known:
+                    continue
+                places.append(f * width + rank)
+                if any(len(p) > level and p[:level] == path for p in known):
+                    expanded.append(nodes)
+                    following.append(path)
+                nodes += 1
+        levels.append(StaticLevel(tuple(places), tuple(expanded)))
+        frontier = following
+    return width, tuple(levels)
+
+
+def _static_paths(policy: Policy, growth: StaticGrowth, artifacts: Artifacts | None) -> tuple[tuple[int, ...], ...]:
+    assert growth.artifact is not None
+    found = _artifact(policy, growth.artifact, STATIC_TREE, "growth", artifacts)
+    return tuple(tuple(int(r) for r in path) for path in found.document["paths"])
+
+
+def _artifact(policy: Policy, name: str, kind: str, block: str, artifacts: Artifacts | None) -> Fitted:
+    if artifacts is None:
+        raise PolicyError(f"{block}.artifact: {name!r} cannot be looked up here; give a database that holds it")
+    try:
+        found = artifacts(name)
+    except PolicyError as error:
+        raise PolicyError(f"{block}.artifact: {error}") from None
+    if found.kind != kind:
+        raise PolicyError(f"{block}.artifact: artifact {name} is a {found.kind}, not a {kind}")
+    fitted_on = found.document.get("draft")
+    if fitted_on is not None and fitted_on != policy.draft:
+        command = {BINS: "bins", CLASSIFIER: "classifier", STATIC_TREE: "static-tree"}[kind]
+        raise PolicyError(
+            f"{block}.artifact: {name} was fitted on draft {fitted_on!r}, this policy drafts with {policy.draft!r}; "
+            f"`fit {command} --draft {policy.draft}` makes one"
+            + (" (a classifier may be carried over: `fit classifier --from " + name + "`)" if kind == CLASSIFIER else "")
+        )
+    return found

@@ -1,0 +1,299 @@
+"""Measuring what rounds of trees cost (:class:`traces.schema.TreeProfile`), with real policies through the real backend.
+
+Every sample is one round: a tree is drafted, verified and committed, then text and draft are set back to where it began. A line through
+trees of few and of many levels gives the first pass and what a level more costs, by its width; trees of one shape that keep more or fewer
+nodes give the verification, with the moving of cache entries. What verification costs more after one draft than after the others is charged
+to that draft's first pass.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from runtime.decoder import Decoder
+from runtime.drafts import LanguageModelDraft
+from runtime.head_drafts import HeadDraft
+from runtime.loop import DecodeRequest, Drafted, StaticSource, Verified
+from runtime.measuring import PROMPTS, Bench, center, curve, errors
+from runtime.policies.document import FixedWindow, Policy, Select, TopKGrowth
+from runtime.policies.prepared import PreparedPolicy, prepare
+from traces.schema import CostCurve, LatencyProfile, Sampling, Step, TreeProfile
+
+NODES = (1, 4, 8, 16, 32, 64, 96)
+"""Nodes verified, as measured."""
+WIDTHS = (1, 2, 4, 8, 10, 16)
+"""Nodes read by a level's pass, as measured."""
+TREE_LAGS = (1, 2, 4, 8)
+"""Tokens that the pass for the first level reads, as measured."""
+DEPTHS = (1, 3, 6)
+"""Levels of the trees that tell what a level costs. (A draft's passes get quicker within a round, so two would not do.)"""
+WIDE = 10
+"""Width of the trees that are verified with more or fewer nodes; they have the middle depth."""
+OWN = 48
+"""Tokens at a text's end, as the target says them, at every one of which a tree grows."""
+SAMPLINGS = (Sampling(), Sampling(temperature=1.0))
+CHECKED = ((8, 5, 32), (4, 3, 12))
+"""(width, levels, nodes) of the trees that a profile is checked with."""
+CHECKED_TOKENS = 32
+
+Key = tuple[str, bool, int, int]
+
+
+@dataclass
+class TreeCells:
+    """Samples in seconds by (draft, temperature above 0, x, context): ``verify`` x = nodes, ``first`` x = lag, of trees of one level, and
+    for each of :data:`DEPTHS` ``draft`` x = width."""
+
+    verify: dict[Key, list[float]] = field(default_factory=dict)
+    first: dict[Key, list[float]] = field(default_factory=dict)
+    draft: dict[int, dict[Key, list[float]]] = field(default_factory=lambda: {depth: {} for depth in DEPTHS})
+    near: dict[tuple[str, bool, int], NearTies] = field(default_factory=dict)
+
+
+@dataclass
+class NearTies:
+    """Seconds of canonical passes while drafting and while verifying, laws read and rounds made; by (draft, temperature above 0, context)."""
+
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    laws: int = 0
+    rounds: int = 0
+
+
+def tree_policy(draft: str, width: int, levels: int, nodes: int) -> Policy:
+    """EAGLE-2's tree."""
+    return Policy(draft=draft, window=FixedWindow(gamma=levels), growth=TopKGrowth(width=width), select=Select(top_n=nodes))
+
+
+@contextmanager
+def _canonical_seconds(bench: Bench) -> Iterator[list[float]]:
+    """What canonical passes take meanwhile. They settle near ties: so rare and so long that one would spoil a cell's mean, so often that
+    they count; they are charged by the law read (:func:`tree_costs`)."""
+    pair, seconds = bench.pair, [0.0]
+    patched: list[tuple[Any, str]] = [(pair.target, "canonical"), (pair.target, "canonical_features")]
+    patched += [(model, "canonical") for model in (*pair.drafts.values(), *pair.heads.values())]
+
+    def watched(work: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = bench.clock()
+            try:
+                return work(*args, **kwargs)
+            finally:
+                seconds[0] += bench.clock() - began
+
+        return timed
+
+    for model, name in patched:
+        setattr(model, name, watched(getattr(model, name)))
+    try:
+        yield seconds
+    finally:
+        for model, name in patched:
+            delattr(model, name)
+
+
+def tree_repeats(repeats: int) -> int:
+    """How often the cells of trees are measured where those of chains are ``repeats`` times."""
+    return max(2, repeats // 3)
+
+
+def measure_trees(bench: Bench, contexts: Sequence[int]) -> TreeProfile | None:
+    """The tree costs of every draft of a pair but prompt lookup; None where there is no other. Ticks once per repeat."""
+    drafts = [*bench.pair.drafts, *bench.pair.heads]
+    cells, repeats = TreeCells(), tree_repeats(bench.repeats)
+    if not drafts:
+        return None
+    ends = tuple(sorted({contexts[0], contexts[-1]}))
+    own = _own_text(bench, drafts[0])
+    with _canonical_seconds(bench) as apart:
+        for repeat in range(repeats):
+            for name in drafts:
+                for context in ends:
+                    for sampling in SAMPLINGS:
+                        _measure_group(bench, name, context, sampling, cells, own, apart, backwards=repeat % 2 == 1)
+            bench.tick("trees")
+    return tree_costs(cells, drafts, ends)
+
+
+def _own_text(bench: Bench, name: str) -> list[int]:
+    """A text as the target says it, so that as much is accepted as in service."""
+    policy = tree_policy(name, WIDE, DEPTHS[1], 32)
+    prepared, found = prepare(policy, bench.pair.draft_names), bench.begin(OWN // 2, policy, SAMPLINGS[1])
+    while len(found) < OWN:
+        drafted = bench.backend.draft(prepared, DEPTHS[1])
+        verdict = bench.backend.verify(drafted)
+        bench.backend.commit(verdict.tokens, verdict.accepted, drafted)
+        found += verdict.tokens
+    return found[-OWN:]
+
+
+def _measure_group(
+    bench: Bench,
+    name: str,
+    context: int,
+    sampling: Sampling,
+    cells: TreeCells,
+    own: list[int],
+    apart: list[float],
+    *,
+    backwards: bool,
+) -> None:
+    """Every cell once, each a token nearer to the beginning of one text, which ends with ``own``. The first round is not counted, nor are
+    the seconds that collect in ``apart``."""
+    backend, known = bench.backend, bench.pair.draft_names
+    draft = backend.draft_named(name)
+    assert isinstance(draft, (LanguageModelDraft, HeadDraft))
+    middle, hot = DEPTHS[1], not sampling.greedy
+    usual = tree_policy(name, WIDE, middle, 32)
+    text = bench.begin(context, usual, sampling, own)
+    length, least = len(text), max(len(text) // 2, len(text) - len(own)) + 1
+    near = cells.near.setdefault((name, hot, context), NearTies())
+
+    def once(ready: PreparedPolicy, levels: int, lag: int = 1) -> tuple[float, float, int]:
+        """Seconds of drafting, of verification with committing, and the nodes verified."""
+        nonlocal length
+        done: list[Drafted] = []
+        said: list[Verified] = []
+        length = max(length - 1, least)
+        backend.rewind(length)
+        draft.rewind(length - lag)
+        backend.draw_noise(levels + 2)  # priced by the token (``noise_s``)
+        apart[0] = 0.0
+        draft_s = bench.timed(lambda: done.append(backend.draft(ready, levels)))
+        settled, apart[0] = apart[0], 0.0
+        verify_s = bench.timed(lambda: said.append(backend.verify(done[0])))
+        verify_s += bench.timed(lambda: backend.commit(said[0].tokens, said[0].accepted, done[0]))
+        near.draft_s, near.verify_s, near.rounds = near.draft_s + settled, near.verify_s + apart[0], near.rounds + 1
+        near.laws += sum(done[0].tree.widths) if done[0].tree else 0
+        return draft_s - settled, verify_s - apart[0], done[0].count
+
+    once(prepare(usual, known), middle)
+    plan = [(0, n) for n in NODES] + [(-1, lag) for lag in TREE_LAGS if lag < least]
+    plan += [(depth, w) for depth in DEPTHS for w in WIDTHS if (depth, w) != (middle, WIDE)]
+    for kind, x in reversed(plan) if backwards else plan:
+        if kind == 0:
+            draft_s, verify_s, count = once(prepare(tree_policy(name, WIDE, middle, x), known), middle)
+            cells.draft[middle].setdefault((name, hot, WIDE, context), []).append(draft_s)
+            if count == x:
+                cells.verify.setdefault((name, hot, x, context), []).append(verify_s)
+        elif kind == -1:
+            draft_s = once(prepare(tree_policy(name, WIDE, 1, WIDE), known), 1, x)[0]
+            cells.first.setdefault((name, hot, x, context), []).append(draft_s)
+        else:
+            draft_s = once(prepare(tree_policy(name, x, kind, 16), known), kind)[0]
+            cells.draft[kind].setdefault((name, hot, x, context), []).append(draft_s)
+
+
+def tree_costs(cells: TreeCells, drafts: Sequence[str], contexts: tuple[int, ...]) -> TreeProfile:
+    """Curves of samples. At each context one first pass, whatever the width, and a cost per level of each width fit all depths best; near
+    ties are charged by the law read, and by the round."""
+    curves: dict[bool, tuple[CostCurve, dict[str, CostCurve], dict[str, CostCurve]]] = {}
+    for hot in (False, True):
+        verify: dict[tuple[int, int], list[float]] = {}
+        first, level = {}, {}
+        nodes = [n for n in NODES if all((name, hot, n, c) in cells.verify for name in drafts for c in contexts)]
+        means = {name: statistics.mean(center(cells.verify[name, hot, n, c]) for n in nodes for c in contexts) for name in drafts}
+        usual = statistics.mean(means.values())
+        for name in drafts:
+            more = means[name] - usual
+            firsts: dict[tuple[int, int], list[float]] = {}
+            levels: dict[tuple[int, int], list[float]] = {}
+            for c in contexts:
+                base, slopes = _lines({d: [center(cells.draft[d][name, hot, w, c]) for w in WIDTHS] for d in DEPTHS})
+                near = cells.near.get((name, hot, c), NearTies())
+                per_law, per_round = near.draft_s / max(1, near.laws), near.verify_s / max(1, near.rounds)
+                shift = base + more + per_law - center(cells.first[name, hot, 1, c])
+                for lag in TREE_LAGS:
+                    if (name, hot, lag, c) in cells.first:
+                        firsts[lag, c] = [max(1e-7, s + shift) for s in cells.first[name, hot, lag, c]]
+                for w, slope in zip(WIDTHS, slopes, strict=True):
+                    deep = cells.draft[DEPTHS[-1]][name, hot, w, c]
+                    levels[w, c] = [max(1e-7, slope + (s - center(deep)) / (DEPTHS[-1] - 1)) + w * per_law for s in deep]
+                for n in nodes:
+                    verify.setdefault((n + 1, c), []).extend(
+                        max(1e-7, s - more) + per_round for s in cells.verify[name, hot, n, c]
+                    )
+            first[name] = curve(firsts, TREE_LAGS, contexts)
+            level[name] = curve(levels, WIDTHS, contexts)
+        curves[hot] = curve(verify, [n + 1 for n in nodes], contexts), first, level
+    (verify_cold, first_cold, level_cold), (verify_hot, first_hot, level_hot) = curves[False], curves[True]
+    return TreeProfile(verify_cold, verify_hot, first_cold, first_hot, level_cold, level_hot)
+
+
+def _lines(seconds: dict[int, list[float]]) -> tuple[float, list[float]]:
+    """(intercept, slopes) of the lines over depth - 1, one of each width, all from one point: least squares."""
+    rows, values = [], []
+    for depth, by_width in seconds.items():
+        for i, value in enumerate(by_width):
+            row = np.zeros(1 + len(by_width))
+            row[0], row[1 + i] = 1.0, depth - 1
+            rows.append(row)
+            values.append(value)
+    found = np.linalg.lstsq(np.array(rows), np.array(values), rcond=None)[0]
+    return float(found[0]), [float(slope) for slope in found[1:]]
+
+
+def head_prefill(bench: Bench, name: str) -> CostCurve:
+    """Seconds in which a head reads a prompt whose features the target's prefill has given."""
+    draft = bench.backend.draft_named(name)
+    assert isinstance(draft, HeadDraft)
+    features, target = draft.features, bench.pair.target
+    lengths = [n for n in PROMPTS if n <= bench.pair.max_positions]
+    samples: list[list[float]] = []
+    for n in lengths:
+        prompt = bench.tokens(n)
+        rows = torch.zeros(n - 1, len(target.taps) * target.hidden_size, device=target.device, dtype=target.dtype)
+
+        def read(prompt: list[int] = prompt, rows: torch.Tensor = rows) -> None:
+            features.begin(max(lengths), rows)
+            draft.begin(prompt, max(lengths))
+
+        samples.append([bench.timed(read) for _ in range(bench.repeats + 1)][1:])
+    widths = [n - 1 for n in lengths]
+    return curve({(w, 0): times for w, times in zip(widths, samples, strict=True)}, widths, (0,))
+
+
+def compose_tree_round(
+    profile: LatencyProfile, step: Step, widths: Sequence[int], context: int, *, sampled: bool = False
+) -> float:
+    """Predicted seconds of one round of a tree without a stop. ``widths``: nodes that each pass of the draft read; ``context``: tokens in
+    the target's cache when the round began."""
+    trees = profile.trees
+    assert trees is not None
+    verify, first, level = (
+        (trees.sampled_verify, trees.sampled_first, trees.sampled_level) if sampled else (trees.verify, trees.first, trees.level)
+    )
+    seconds = verify.at(step.verified, context) + profile.overhead_s + (profile.noise_s * step.emitted if sampled else 0.0)
+    if step.draft_steps:
+        seconds += first[step.draft].at(step.lag, context) + sum(level[step.draft].at(w, context) for w in widths[1:])
+    return seconds
+
+
+def check_trees(bench: Bench, profile: LatencyProfile, contexts: Sequence[int]) -> LatencyProfile:
+    """Executes requests under tree policies of other shapes than were measured, and compares composed with executed seconds a round."""
+    assert profile.trees is not None
+    rounds: list[tuple[float, float]] = []
+    prompt = bench.tokens(min(48, max(contexts)))
+    budget = min(CHECKED_TOKENS, bench.pair.max_positions - len(prompt))
+    for name in profile.trees.level:
+        for shape in CHECKED:
+            source = StaticSource(prepare(tree_policy(name, *shape), bench.pair.draft_names))
+            decoder = Decoder(bench.pair, source, clock=bench.clock)
+            for sampling in SAMPLINGS:
+                request = DecodeRequest("check", prompt, sampling, 1, budget)
+                for n, item in enumerate(decoder.rounds(request)):
+                    if n > 1 and item.tree is not None:
+                        context = len(prompt) + item.step.start - 1
+                        seconds = compose_tree_round(profile, item.step, item.tree.widths, context, sampled=not sampling.greedy)
+                        rounds.append((seconds, item.step.round_s))
+    if not rounds:
+        return profile
+    found: dict[str, Any] = errors(rounds)
+    return replace(profile, check={**profile.check, "trees": found})

@@ -1,0 +1,381 @@
+"""Fitting to a recording: what is taken from its trees against the slow reference, the commands, and policies that use what was fitted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sqlalchemy as sa
+from doors import Door, write_workload
+from synthetic import flat_profile
+from tree_reference import Law, Node, Stratify, TopK, build, cheapest_first, verify
+
+import optimizer.fit as fits
+from db import open_database
+from db.models import ArtifactRow
+from optimizer.artifacts import fitted
+from optimizer.fits.from_trace import RecordedTrees, bin_rounds, classifier_examples, rank_acceptance
+from optimizer.record import split
+from optimizer.replay import ReplayTrace, run_replay
+from optimizer.serving import last_good, watch
+from runtime.loading import LoadedPair, load_pair
+from runtime.pair import read_pair
+from runtime.policies.document import Policy, parse_policy
+from runtime.policies.prepared import prepare
+from traces.errors import PolicyError, TraceError
+from traces.schema import TreePanorama
+from traces.store import TraceStore
+
+WIDTH, DEPTH, TOP_N = 4, 5, 14
+TOKENS = 36
+
+
+@pytest.fixture(scope="module")
+def door(tmp_path_factory: pytest.TempPathFactory, tiny_pair: Path) -> Door:
+    """A database with two recordings with trees: one at temperature 0.8, then one at 0, which is the latest."""
+    folder = tmp_path_factory.mktemp("fits")
+    door = Door(str(folder / "spectune.db"), str(tiny_pair))
+    workload = write_workload(folder / "w.jsonl", 6)
+    for temperature in (0.8, 0):
+        door.json(
+            *("record", "--pair", tiny_pair, "--workload", workload, "--max-new-tokens", TOKENS, "--gamma-max", 4),
+            *("--temperature", temperature, "--tree-width", WIDTH, "--tree-depth", DEPTH),
+        )
+    return door
+
+
+@pytest.fixture(scope="module")
+def shared(door: Door) -> Iterator[TraceStore]:
+    """The store behind :func:`door`."""
+    with open_database(door.db) as database:
+        yield TraceStore(database)
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_pair: Path) -> LoadedPair:
+    return load_pair(read_pair(str(tiny_pair)), device="cpu")
+
+
+def fit(door: Door, kind: str, *arguments: object, draft: str = "near") -> dict[str, Any]:
+    return door.json("fit", kind, "--draft", draft, *arguments)
+
+
+def said(door: Door, *arguments: object) -> str:
+    """The one line on stderr that a command that fails prints."""
+    found = door.call(*arguments)
+    assert found.exit_code == 2, found.output
+    (line,) = [x for x in found.stderr.splitlines() if x.startswith("error: ")]
+    assert not found.stdout
+    return line
+
+
+# -- what is taken from the trees
+
+
+class Recorded:
+    """A trace over one recording, and its panoramas' laws for the reference."""
+
+    def __init__(self, store: TraceStore, recording: str, draft: str) -> None:
+        self.loaded = store.load(recording, [draft], trees=True)
+        self.trees = self.loaded.trees(draft)
+        self.trace = ReplayTrace(self.loaded.trajectories, {}, trees={(draft, "coupled"): self.trees})
+        self.coupled = not self.loaded.info.sampling.greedy
+        self.children: list[dict[tuple[int, int], int]] = []
+        for p in self.trees:
+            found = {(i, int(p.text_slot[i])): i + 1 for i in range(p.positions) if p.text_slot[i] < p.width}
+            found |= {(int(a), int(b)): p.positions + 1 + m for m, (a, b) in enumerate(zip(p.parent, p.slot, strict=True))}
+            self.children.append(found)
+
+    def tree(self, position: int) -> tuple[list[Node], list[Node], int, list[int]]:
+        """(all candidates, those accepted of the cheapest N, Phi, the text that follows) of a start, by the reference."""
+        request = int(np.searchsorted(self.trace.offsets, position, side="right")) - 1
+        start = position - int(self.trace.offsets[request])
+        p, children = self.trees[request], self.children[request]
+        text = self.loaded.trajectories[request].output_ids.tolist()[start:]
+
+        def law(path: tuple[int, ...]) -> Law:
+            node = start
+            for token in path:
+                node = children[node, p.tokens[node].tolist().index(token)]
+            return law_of(p, node)
+
+        growth = TopK(WIDTH, "coupled" if self.coupled else "probability", 1.5)
+        grown = build(law, growth, gamma=DEPTH, stratify=Stratify((), DEPTH, 0, ()), select_n=TOP_N)
+        accepted, _ = verify(grown.kept, lambda path: text[len(path)] if len(path) < len(text) else -1)
+        assert grown.phi is not None
+        return grown.candidates, accepted, grown.phi, text
+
+
+def law_of(p: TreePanorama, node: int) -> Law:
+    count = int(p.count[node])
+    columns = (p.tokens[node, :count].tolist(), p.logp[node, :count].tolist(), p.gap[node, :count].tolist())
+    return Law(*columns, int(p.entropy[node]), int(p.top_entropy[node]))
+
+
+def recorded(store: TraceStore, which: int, draft: str = "near") -> Recorded:
+    names = [info.id for info in store.list_recordings()]
+    greedy = [n for n in names if store.get_recording(n).sampling.greedy]
+    return Recorded(store, (greedy if which == 0 else [n for n in names if n not in greedy])[0], draft)
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["greedy", "sampled"])
+def test_rounds_and_nodes_are_the_references(shared: TraceStore, which: int) -> None:
+    r = recorded(shared, which)
+    trees = RecordedTrees.of(r.trace, "near")
+    rounds = bin_rounds(trees, width=WIDTH, depth=DEPTH, top_n=TOP_N, count=10**6)
+    starts = trees.pick(DEPTH, 10**6, 0)
+    assert (
+        len(rounds.phi)
+        == len(starts)
+        == sum(max(0, min(len(t.output_ids), TOKENS - 1) - DEPTH + 1) for t in r.loaded.trajectories)
+    )
+    examples = classifier_examples(trees, width=WIDTH, depth=DEPTH, count=10**6)
+    assert len(np.unique(examples.tree)) == len(trees.pick(1, 10**6, 0))
+    for at, position in list(enumerate(starts.tolist()))[::7]:
+        candidates, accepted, phi, text = r.tree(position)
+        place = [n.ranks for n in cheapest_first(candidates)].index(accepted[-1].ranks) + 1 if accepted else 0
+        assert (rounds.phi[at], rounds.tcr[at], rounds.fully_accepted[at]) == (phi, place, len(accepted) == DEPTH)
+        mine = examples.take(examples.tree == position)
+        expected = sorted((n.q_joint, n.entropy, n.depth, n.path == tuple(text[: n.depth])) for n in candidates)
+        got = zip(mine.joint_code.tolist(), mine.entropy_code.tolist(), mine.depth.tolist(), mine.accepted.tolist(), strict=True)
+        assert sorted(got) == expected
+    assert {0, 1} < set(np.unique(rounds.tcr))
+    shallow = bin_rounds(trees, width=WIDTH, depth=1, top_n=2, count=10**6)
+    np.testing.assert_array_equal(shallow.fully_accepted, shallow.tcr > 0)
+    assert shallow.fully_accepted.any()
+
+
+def test_nodes_end_with_the_text(shared: TraceStore) -> None:
+    r = recorded(shared, 1)  # one of its texts ends by itself, the others with the budget
+    examples = classifier_examples(RecordedTrees.of(r.trace, "near"), width=WIDTH, depth=DEPTH, count=10**6)
+    ends = np.repeat(r.trace.offsets[1:], np.diff(r.trace.offsets))
+    assert (examples.tree + examples.depth <= ends[examples.tree]).all()
+    assert (examples.tree + examples.depth == ends[examples.tree]).any()
+
+
+def test_acceptance_by_level_and_rank(shared: TraceStore) -> None:
+    r = recorded(shared, 1)
+    found = rank_acceptance(RecordedTrees.of(r.trace, "near"), 3, least=1)
+    counts, parents = np.zeros((3, WIDTH)), np.zeros(3)
+    for t, p in zip(r.loaded.trajectories, r.trees, strict=True):
+        slots = p.text_slot[: p.positions].tolist()
+        for start in range(p.positions):
+            for level in range(min(3, p.positions - start, t.max_new_tokens - start - 1)):
+                parents[level] += 1
+                if slots[start + level] >= WIDTH:
+                    break
+                counts[level, slots[start + level]] += 1
+    np.testing.assert_array_equal(found.parents, parents)
+    np.testing.assert_allclose(found.chance, counts / parents[:, None])
+    assert len(rank_acceptance(RecordedTrees.of(r.trace, "near"), 3, least=10**6).chance) == 1
+
+
+def test_starts_are_of_the_requests_selected_and_chosen_by_seed(shared: TraceStore) -> None:
+    r = recorded(shared, 0)
+    trees = RecordedTrees.of(r.trace.select([2, 1]), "near")
+    assert trees.starts.min() == r.trace.offsets[1]
+    assert trees.starts.max() == r.trace.offsets[3] - 1
+    few = trees.pick(2, 9, 3)
+    assert len(few) == len(set(few.tolist())) == 9
+    assert few.tolist() == sorted(few) == trees.pick(2, 9, 3).tolist() != trees.pick(2, 9, 4).tolist()
+    with pytest.raises(TraceError, match="goes on for 99 tokens"):
+        trees.pick(99, 9, 0)
+    with pytest.raises(TraceError, match=r"5 children of a node are asked for, the recording holds 4: .*--tree-width 5"):
+        trees.rules(5, 2)
+    with pytest.raises(TraceError, match="--tree-depth 9"):
+        trees.rules(2, 9)
+    with pytest.raises(TraceError, match="has no trees of draft 'far'"):
+        RecordedTrees.of(r.trace, "far")
+
+
+# -- the commands
+
+
+def test_every_fit_replays_and_runs(door: Door, shared: TraceStore, pair: LoadedPair) -> None:
+    """Fit, simulate the policy that is offered, execute it: texts as without a draft."""
+    made = {
+        "bins": fit(door, "bins", "--depth", 3, "--top-n", 10),
+        "classifier": fit(door, "classifier", "--epochs", 3, "--hidden", 12),
+        "static_tree": fit(door, "static-tree", "--nodes", 6, "--depth", 3),
+    }
+    info = shared.get_recording("latest")
+    texts = shared.load(info.id, ())
+    search, _ = split([t.request_id for t in texts.trajectories], [t.category for t in texts.trajectories])
+    for kind, found in made.items():
+        stored = shared.get_artifact(found["artifact"])
+        assert (stored.kind, found["kind"], stored.pair_id) == (kind, kind, info.pair_id)
+        assert (found["draft"], found["recording"], found["recorded"]) == ("near", info.id, {"width": WIDTH, "depth": DEPTH})
+        assert stored.provenance["requests"] == [texts.trajectories[i].request_id for i in search]
+        assert len(stored.provenance["fitted_to"]) == 64
+        assert {k: v for k, v in found.items() if k not in ("artifact", "kind", "policy")} == stored.document
+        policy = json.dumps(found["policy"])
+        if kind == "classifier":
+            size = ("--tree-width", WIDTH, "--tree-depth", DEPTH)
+            door.json("record", "--pair", door.pair, "--resume", "latest", "--gamma-max", 4, *size, "--cover", policy)
+        simulated = door.json("simulate", "--policy", policy)
+        assert simulated["mean_accepted_length"] > 1.2
+        ran = door.json(
+            "run", "--pair", door.pair, "--policy", policy, "--workload", "demo", "--limit", 1, "--max-new-tokens", 12
+        )
+        assert ran["policy_id"] == simulated["policy_id"] == parse_policy(found["policy"]).id
+    assert made["bins"]["depth"] == 3
+    assert len(made["bins"]["statistics"]) == len(made["bins"]["thresholds"]) + 1
+    assert made["bins"]["policy"]["stratify"]["alpha"] == DEPTH - 3
+    assert made["classifier"]["hidden"] == 12
+    assert len(made["static_tree"]["paths"]) == 6
+    assert made["static_tree"]["expected_tokens_per_s"] is None
+
+
+def test_the_same_fit_is_the_same_artifact(door: Door) -> None:
+    one, two = (fit(door, "classifier", "--epochs", 1, "--starts", 40, "--seed", 5) for _ in range(2))
+    assert one == two
+    assert one["starts"] == 40
+    assert fit(door, "classifier", "--epochs", 1, "--starts", 40, "--seed", 6)["artifact"] != one["artifact"]
+
+
+def test_people_see_tables(door: Door) -> None:
+    for kind, arguments, words in (
+        ("bins", (), ("mean TCR", "up to, nats", "R2", "Jaccard")),
+        ("classifier", ("--epochs", 12), ("recall", "positive rate", "trained on")),
+        ("static-tree", ("--nodes", 4, "--depth", 2), ("paths", "0/0", "tokens a round expected")),
+    ):
+        found = door.call("fit", kind, "--draft", "near", *arguments)
+        assert found.exit_code == 0, found.output
+        assert all(word in found.stdout for word in words), found.stdout
+        assert "a policy with it: {" in found.stdout
+
+
+def test_a_static_tree_by_costs(door: Door, shared: TraceStore, pair: LoadedPair) -> None:
+    profile = flat_profile(pair.id, pair.drafts)
+    without = shared.put_profile(replace(profile, trees=None))
+    static = ("fit", "static-tree", "--draft", "near")
+    assert "has no costs of trees for draft 'near': run `profile` again" in said(door, *static)
+    assert "--nodes N --depth D" in said(door, *static, "--profile", without, "--nodes", 3, "--depth", 2)
+    shared.put_profile(profile)
+    cheap = fit(door, "static-tree", "--nodes", 12)
+    assert cheap["limits"] == {"nodes": 12, "depth": fits.STATIC_DEPTH}
+    assert cheap["profile"] == shared.latest_profile(pair.id, "cpu").id  # type: ignore[union-attr]
+    assert 1 < cheap["expected_tokens"] < 13
+    assert cheap["expected_tokens_per_s"] > 0
+    free = fit(door, "static-tree", "--nodes", cheap["nodes"], "--depth", cheap["depth"])
+    assert free["expected_tokens"] == pytest.approx(cheap["expected_tokens"])
+
+
+def test_a_classifier_is_carried_to_another_draft(door: Door, shared: TraceStore) -> None:
+    first = fit(door, "classifier", "--epochs", 5, "--features", "probability", "--features", "depth")
+    carried = fit(door, "classifier", "--from", first["artifact"][:8], "--epochs", 4, "--fraction", 0.5, draft="far")
+    assert (carried["draft"], carried["from"], carried["fraction"]) == ("far", first["artifact"], 0.5)
+    assert carried["metrics"]["fine_tuned"]
+    assert carried["metrics"]["features"] == first["metrics"]["features"] == ["probability", "depth"]
+    old, new = (shared.get_artifact(x["artifact"]) for x in (first, carried))
+    assert not np.array_equal(old.arrays["w1"], new.arrays["w1"])
+    assert not new.arrays["w1"][:, 1].any()
+    policy = {
+        "draft": "far",
+        "growth": {"kind": "classifier", "artifact": first["artifact"]},
+        "window": {"kind": "fixed", "gamma": 3},
+    }
+    line = said(door, "simulate", "--policy", json.dumps(policy))
+    assert "was fitted on draft 'near', this policy drafts with 'far'" in line
+    assert f"fit classifier --from {first['artifact']}" in line
+
+
+def test_what_cannot_be_fitted(door: Door, shared: TraceStore, tmp_path: Path) -> None:
+    bins = fit(door, "bins")["artifact"]
+    classifier = ("fit", "classifier", "--draft", "near")
+    for line, arguments in (
+        ("has no such draft; it has: far, near", ("fit", "bins", "--draft", "third")),
+        ("grows no trees", ("fit", "bins", "--draft", "ngram")),
+        ("--tree-proposals probability` makes them", ("fit", "bins", "--draft", "near", "--proposals", "probability")),
+        ("the recording holds 5", ("fit", "bins", "--draft", "near", "--depth", 6)),
+        ("the recording holds 4", (*classifier, "--width", 5)),
+        (f"artifact {bins} is a bins, not a classifier", (*classifier, "--from", bins)),
+        ("there is no artifact 'ffffff'", (*classifier, "--from", "ffffff")),
+        ("leave --hidden and --features out", (*classifier, "--from", bins, "--hidden", 12)),
+        ("give --from as well", (*classifier, "--fraction", 0.5)),
+        ("at least two trees", (*classifier, "--starts", 1)),
+        ("no tree of 200 nodes", ("fit", "static-tree", "--draft", "near", "--nodes", 200, "--depth", 1)),
+    ):
+        if "--hidden" in arguments:
+            arguments = tuple(fit(door, "classifier", "--epochs", 1)["artifact"] if a == bins else a for a in arguments)
+        assert line in said(door, *arguments)
+    bare = Door(str(tmp_path / "bare.db"), door.pair)
+    workload = write_workload(tmp_path / "w.jsonl", 1)
+    bare.json("record", "--pair", door.pair, "--workload", workload, "--max-new-tokens", 4, "--gamma-max", 2)
+    line = said(bare, "fit", "bins", "--draft", "near")
+    assert "has no trees of draft 'near' (it has: none)" in line
+    assert "--tree-width 8 --tree-depth 8` makes them" in line
+    tree = {"draft": "near", "growth": {"kind": "top_k", "width": 2}, "window": {"kind": "fixed", "gamma": 9}}
+    assert "has no trees of draft 'near' (it has: none)" in said(bare, "simulate", "--policy", json.dumps(tree))
+
+
+def test_bins_of_the_search_part_alone(door: Door, shared: TraceStore) -> None:
+    """A replay of a stratified policy sees the bins that were fitted: every one is met, by Phi over the fitted depth."""
+    made = fit(door, "bins", "--depth", 3, "--top-n", 10, draft="far")
+    loaded = shared.load("latest", ["far"], trees=True)
+    trace = ReplayTrace(loaded.trajectories, {}, trees={("far", "coupled"): loaded.trees("far")})
+    replayed = run_replay(trace, parse_policy(made["policy"]), per_round=True, artifacts=fitted(shared))
+    seen = {s.bin for steps in replayed.steps() for s in steps}
+    assert seen - {255} <= set(range(len(made["thresholds"]) + 1))
+    assert len(seen - {255}) > 1
+
+
+# -- policies that name what is not there
+
+
+def growing(name: str) -> Policy:
+    return parse_policy(
+        {"draft": "near", "growth": {"kind": "static", "artifact": name}, "window": {"kind": "fixed", "gamma": 2}}
+    )
+
+
+def publish(store: TraceStore, pair: LoadedPair, policy: Policy) -> int:
+    store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
+    store.put_policy(policy.id, policy.spelled_out(), policy.label())
+    return store.publish(pair.id, "cpu", policy.id, actor="test").version
+
+
+def test_a_policy_whose_artifact_cannot_be_had_is_refused(store: TraceStore, pair: LoadedPair) -> None:
+    document = {"paths": [[0], [1], [0, 0]], "draft": "near"}
+    good = store.put_artifact("static_tree", document)
+    damaged = store.put_artifact("static_tree", {**document, "paths": [[0]]})
+    others = store.put_artifact("static_tree", {**document, "draft": "far"})
+    with store.database.write() as session:
+        session.execute(sa.update(ArtifactRow).where(ArtifactRow.id == damaged).values(data=b"nothing"))
+    with watch(store, pair, None, None, interval_s=60) as source:
+        versions = [publish(store, pair, growing(good[:9]))]
+        assert source.poll()
+        assert source.current().policy == growing(good[:9])
+        for name, reason in (
+            ("ffffff", "growth.artifact: there is no artifact 'ffffff' in this database"),
+            (damaged, f"growth.artifact: artifact {damaged} (static_tree) cannot be used"),
+            (others, "was fitted on draft 'far'"),
+            (store.put_artifact("bins", {"thresholds": [1], "depth": 2, "draft": "near"}), "is a bins, not a static_tree"),
+        ):
+            versions.append(publish(store, pair, growing(name)))
+            assert not source.poll()
+            assert source.current().policy == growing(good[:9])
+            (said,) = store.acknowledgements(versions[-1])
+            assert said.status == "refused"
+            assert reason in said.reason
+    assert [a.status for a in store.acknowledgements()] == ["applied"] + ["refused"] * 4
+    assert last_good(store, pair, None).policy == growing(good[:9])
+    for name in ("ffffff", damaged):
+        with pytest.raises(PolicyError, match=r"growth\.artifact"):
+            prepare(growing(name), pair.draft_names, artifacts=fitted(store))
+
+
+def test_commands_refuse_it_too(door: Door) -> None:
+    policy = json.dumps(growing("ffffff").spelled_out())
+    for command in (
+        ("simulate", "--policy", policy),
+        ("policies", "activate", policy, "--pair", door.pair, "--device", "cpu"),
+        ("generate", "def", "--policy", policy, "--pair", door.pair, "--device", "cpu"),
+        ("run", "--policy", policy, "--pair", door.pair, "--device", "cpu", "--limit", 1),
+    ):
+        assert "growth.artifact: there is no artifact 'ffffff' in this database (`fit` makes them)" in said(door, *command)

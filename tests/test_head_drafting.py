@@ -1,0 +1,149 @@
+"""Heads draft chains and trees: no text changes, replay is the runtime round by round, a head may take over in the middle of a text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from pairs import make_pair, tiny_model, tokenizer
+from synthetic import flat_profile
+from test_heads import HIDDEN, LAYERS, VOCAB, Case, _eagle1, _eagle3_without_lm_head
+from test_lossless import PROMPTS
+from test_tree_parity import artifacts, covers, decode, shape, tree_policies
+
+from optimizer.replay import ReplayTrace, run_replay
+from runtime.decoder import Decoder
+from runtime.loading import LoadedPair, load_pair
+from runtime.loop import StaticSource
+from runtime.pair import read_pair
+from runtime.policies.document import Policy, parse_policy
+from runtime.policies.prepared import PreparedPolicy, prepare
+from runtime.tree_panorama import record_tree_panorama
+from traces.errors import PolicyError
+from traces.schema import Request, Sampling
+
+WIDTH, DEPTH = 5, 5
+SAMPLINGS = [Sampling(), Sampling(temperature=1.0, seed=4)]
+
+
+@pytest.fixture(scope="module", params=[_eagle3_without_lm_head, _eagle1], ids=["eagle3", "eagle1"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedPair]:
+    folder: Path = tmp_path_factory.mktemp("heads")
+    file = make_pair(folder)
+    vocab = len(tokenizer(VOCAB))
+    tiny_model("llama", vocab, hidden=HIDDEN, layers=LAYERS).save_pretrained(folder / "target")
+    case: Case = request.param()
+    case.config |= {"vocab_size": vocab}
+    case.write(folder / "head")
+    document = json.loads(file.read_text())
+    document["drafts"]["head"] = "head"
+    file.write_text(json.dumps(document))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield load_pair(read_pair(str(file)), device="cpu")
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: f"T{s.temperature}")
+def test_heads_change_no_text_and_replay_exactly(pair: LoadedPair, sampling: Sampling) -> None:
+    find = artifacts("head")
+    policies = [p for p in tree_policies("head", 11, seed=9) if p.growth.kind == "static" or p.growth.width <= WIDTH]
+    policies += [
+        parse_policy({"draft": "head", "window": {"kind": "fixed", "gamma": 4}}),
+        parse_policy({"draft": "head", "window": {"kind": "fsm", "gamma_max": 6}, "stop": {"kind": "max_prob", "threshold": 0.05}}),
+    ]
+    plain = [d.trajectory for d in decode(pair, Policy(), sampling)]
+    wanted = covers([p for p in policies if p.growth.kind != "chain"], sampling, find)
+    trees = [record_tree_panorama(pair, t, "head", WIDTH, 7, covers=wanted, chain_depth=8) for t in plain]
+    assert not trees[0].shared
+    trace = ReplayTrace(plain, {}, trees={("head", "coupled"): trees})
+    accepted = 0
+    for policy in policies:
+        replayed = run_replay(trace, policy, per_round=True, artifacts=find)
+        for text, ran, steps in zip(plain, decode(pair, policy, sampling, find), replayed.steps(), strict=True):
+            assert ran.trajectory.output_ids.tolist() == text.output_ids.tolist(), policy.label()
+            assert [shape(s) for s in ran.steps] == [shape(s) for s in steps], policy.label()
+            accepted += sum(s.accepted for s in steps)
+    assert accepted > 30 or sampling.greedy  # a random head finds the text by the shared noise alone
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: f"T{s.temperature}")
+def test_a_head_is_priced_as_trees_are(pair: LoadedPair, sampling: Sampling) -> None:
+    """Replay with a profile that knows a head from trees alone; windows that weigh costs decide alike in both worlds."""
+    profile = flat_profile(pair.id, pair.drafts, ["head"])
+    policies = [
+        parse_policy({"draft": "head", "window": {"kind": "analytic", "gamma_max": 5, "history": 3}}),
+        parse_policy(
+            {
+                "draft": "head",
+                "growth": {"kind": "top_k", "width": 4},
+                "window": {"kind": "analytic", "gamma_max": 5, "history": 3},
+                "select": {"top_n": 9},
+            }
+        ),
+    ]
+    plain = [d.trajectory for d in decode(pair, Policy(), sampling)]
+    trees = [record_tree_panorama(pair, t, "head", WIDTH, 6, chain_depth=6) for t in plain]
+    trace = ReplayTrace(plain, {}, trees={("head", "coupled"): trees})
+    for policy in policies:
+        replayed = run_replay(trace, policy, profile, per_round=True)
+        assert replayed.round_s is not None
+        in_rounds = float(replayed.round_s[:, 2].sum())
+        before = sum(2 * profile.prefill.at(len(t.prompt_ids) - 1, 0) for t in plain)
+        assert replayed.total.seconds == pytest.approx(in_rounds + before)
+        for ran, steps in zip(decode(pair, policy, sampling, profile=profile), replayed.steps(), strict=True):
+            assert [shape(s) for s in ran.steps] == [shape(s) for s in steps], policy.label()
+
+
+class Alternating:
+    """Another policy every round."""
+
+    def __init__(self, policies: list[PreparedPolicy]) -> None:
+        self.policies, self.asked = policies, 0
+
+    def current(self) -> PreparedPolicy:
+        self.asked += 1
+        return self.policies[self.asked // 2 % len(self.policies)]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: f"T{s.temperature}")
+def test_a_head_takes_over_in_the_middle_of_a_text(pair: LoadedPair, sampling: Sampling) -> None:
+    documents = [
+        {"draft": "near", "window": {"kind": "fixed", "gamma": 2}},
+        {"draft": "head", "growth": {"kind": "top_k", "width": 4}, "window": {"kind": "fixed", "gamma": 3}, "select": {"top_n": 9}},
+        {"draft": "none"},
+        {"draft": "near", "growth": {"kind": "top_k", "width": 3}, "window": {"kind": "fixed", "gamma": 3}, "select": {"top_n": 7}},
+        {"draft": "head", "window": {"kind": "fixed", "gamma": 3}},
+        {"draft": "ngram", "window": {"kind": "fixed", "gamma": 3}},
+    ]
+    prepared = [prepare(parse_policy(d), pair.draft_names) for d in documents]
+    decoder = Decoder(pair, Alternating(prepared))
+    plain = Decoder(pair, StaticSource(prepare(Policy(), pair.draft_names)))
+    for i, prompt in enumerate([*PROMPTS[:3], "f"]):
+        request = decoder.request(Request(str(i), "c", (prompt,)), pair.encode(prompt)[-40:], sampling, 32)
+        steps = decoder.decode(request)
+        assert steps.trajectory.output_ids.tolist() == plain.decode(request).trajectory.output_ids.tolist()
+        assert {s.draft for s in steps.steps} > {"near", "head"}
+
+
+def test_a_prompt_of_one_token_has_nothing_for_a_head_to_read(pair: LoadedPair) -> None:
+    policy = parse_policy({"draft": "head", "window": {"kind": "fixed", "gamma": 3}})
+    decoder = Decoder(pair, StaticSource(prepare(policy, pair.draft_names)))
+    request = decoder.request(Request("one", "c", ("f",)), [70], Sampling(), 12)
+    steps = decoder.decode(request).steps
+    assert steps[0].drafted == 0
+    assert all(s.drafted > 0 for s in steps[1:-1])
+
+
+def test_the_rejection_verifier_refuses_heads_and_trees(pair: LoadedPair) -> None:
+    hot = Sampling(temperature=1.0)
+    for document, said in (
+        ({"draft": "head", "window": {"kind": "fixed", "gamma": 3}}, "is a head"),
+        ({"draft": "near", "growth": {"kind": "top_k"}}, "growth top_k"),
+    ):
+        decoder = Decoder(pair, StaticSource(prepare(parse_policy(document), pair.draft_names)), "rejection")
+        with pytest.raises(PolicyError, match=said):
+            next(decoder.rounds(decoder.request(Request("x", "c", ("f",)), [70, 71, 72], hot, 8)))

@@ -1,0 +1,581 @@
+"""EAGLE heads: checkpoints of every published form, made here, against a plain forward pass written from the format alone."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+
+from demo.prompts import demo_workload
+from demo.train_head import Head, Unroller, begin_as_target
+from runtime.heads import EagleHead, HeadNet, HeadShape, default_taps, load_head
+from runtime.loading import load_pair
+from runtime.models import FINAL, CausalModel
+from runtime.pair import identity, is_head, read_pair
+from tests.pairs import make_pair, tiny_model, tokenizer
+from traces.errors import PairError
+
+VOCAB, HIDDEN, LAYERS = 300, 48, 7
+DEMO_HEAD = Path(__file__).resolve().parent.parent / "demo" / "pair" / "head"
+TAPS = (2, 3, 4)
+CPU = torch.device("cpu")
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+BASE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": HIDDEN,
+    "intermediate_size": 80,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 2048,
+}
+
+
+class Case:
+    """A published form: its configuration and tensors, how they are written, and the taps a loader must find."""
+
+    def __init__(
+        self, config: dict[str, Any], tensors: dict[str, Tensor], taps: tuple[int, ...], file: str = "safetensors"
+    ) -> None:
+        self.config, self.tensors, self.taps, self.file = config, tensors, taps, file
+
+    def write(self, folder: Path) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(self.config))
+        if self.file == "bin":
+            torch.save(self.tensors, folder / "pytorch_model.bin")
+        else:
+            save_file({k: t.contiguous() for k, t in self.tensors.items()}, folder / "model.safetensors")
+        return folder
+
+
+def _random(seed: int, scale: float = 1.5) -> Callable[..., Tensor]:
+    """Weights of a seed; without norms (EAGLE-1) they must be smaller, or rounding grows from token to token."""
+    generator = torch.Generator().manual_seed(seed)
+    return lambda *shape: torch.randn(*shape, generator=generator) * (scale / math.sqrt(shape[-1]) if len(shape) > 1 else 0.3)
+
+
+def _layer(make: Callable[..., Tensor], prefix: str, config: dict[str, Any], wide: bool, norms: list[str]) -> dict[str, Tensor]:
+    hidden, ffn, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    dim = config.get("head_dim", hidden // heads)
+    columns, kv = hidden * (1 + wide), config["num_key_value_heads"] * dim
+    rows = {"q": heads * dim, "k": kv, "v": kv}
+    out = {f"{prefix}.self_attn.{n}_proj.weight": make(r, columns) for n, r in rows.items()}
+    if config.get("attention_bias") or config.get("qkv_bias"):
+        out |= {f"{prefix}.self_attn.{n}_proj.bias": make(r) for n, r in rows.items()}
+    out[f"{prefix}.self_attn.o_proj.weight"] = make(hidden, heads * dim)
+    if config.get("attention_bias"):
+        out[f"{prefix}.self_attn.o_proj.bias"] = make(hidden)
+    for name, shape in (("gate", (ffn, hidden)), ("up", (ffn, hidden)), ("down", (hidden, ffn))):
+        out[f"{prefix}.mlp.{name}_proj.weight"] = make(*shape)
+    return out | {f"{prefix}.{norm}.weight": 1 + make(hidden) for norm in norms}
+
+
+def _eagle1() -> Case:
+    config, make = BASE | {"bias": True}, _random(1, 0.7)
+    tensors = _layer(make, "layers.0", config, False, ["post_attention_layernorm"])
+    tensors |= {"fc.weight": make(HIDDEN, 2 * HIDDEN), "fc.bias": make(HIDDEN), "embed_tokens.weight": make(VOCAB, HIDDEN)}
+    return Case(config, tensors, (FINAL,), "bin")
+
+
+def _eagle2_llama3() -> Case:
+    """With rotary scaling, query biases and a second layer, which has the input norm that the first lacks."""
+    config, make = BASE | {"bias": False, "qkv_bias": True, "rope_theta": 500.0, "rope_scaling": LLAMA3}, _random(2, 0.7)
+    config["num_hidden_layers"] = 2
+    tensors = _layer(make, "layers.0", config, False, ["post_attention_layernorm"])
+    tensors |= _layer(make, "layers.1", config, False, ["input_layernorm", "post_attention_layernorm"])
+    return Case(config, tensors | {"fc.weight": make(HIDDEN, 2 * HIDDEN)}, (FINAL,))
+
+
+def _eagle3(seed: int = 3, file: str = "bin", **extra: Any) -> Case:
+    draft = 40
+    config, make = BASE | {"draft_vocab_size": draft, "architectures": ["LlamaForCausalLM"]} | extra, _random(seed)
+    tensors = _layer(make, "midlayer", config, True, ["input_layernorm", "hidden_norm", "post_attention_layernorm"])
+    ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(seed))[:draft].sort().values
+    known = torch.zeros(VOCAB, dtype=torch.bool)
+    known[ids] = True
+    return Case(
+        config,
+        tensors
+        | {
+            "fc.weight": make(HIDDEN, 3 * HIDDEN),
+            "norm.weight": 1 + make(HIDDEN),
+            "lm_head.weight": make(draft, HIDDEN) * 4,
+            "d2t": ids - torch.arange(draft),
+            "t2d": known,
+        },
+        TAPS,
+        file,
+    )
+
+
+def _eagle3_without_lm_head() -> Case:
+    case = _eagle3(
+        4, "safetensors", architectures=["LlamaForCausalLMEagle3"], rope_parameters={"rope_theta": 77.0, "rope_type": "default"}
+    )
+    for key in ("lm_head.weight", "d2t", "t2d"):
+        del case.tensors[key]
+    del case.config["draft_vocab_size"]
+    return case
+
+
+def _eagle3_vllm() -> Case:
+    """Renamed as vLLM does, with every option: other ids (nested: + 1), head_dim, biases, its own embedding, a second layer."""
+    case = _eagle3(
+        5,
+        "safetensors",
+        head_dim=16,
+        attention_bias=True,
+        bias=True,
+        norm_before_residual=True,
+        num_hidden_layers=2,
+        eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 2, 6], "use_aux_hidden_state": True},
+    )
+    make = _random(6)
+    case.tensors |= _layer(make, "layers.1", case.config, False, ["input_layernorm", "post_attention_layernorm"])
+    case.tensors |= {"fc.bias": make(HIDDEN), "embed_tokens.weight": make(VOCAB, HIDDEN)}
+    outside = ("lm_head.", "d2t", "t2d")
+    case.tensors = {
+        k if k.startswith(outside) else "model." + k.replace("midlayer.", "layers.0."): t for k, t in case.tensors.items()
+    }
+    case.taps = (1, 3, 7)
+    return case
+
+
+def _eagle3_top_level_ids() -> Case:
+    case = _eagle3(7, eagle_aux_hidden_state_layer_ids=[0, 5], qkv_bias=False)
+    case.tensors["fc.weight"] = case.tensors["fc.weight"][:, : 2 * HIDDEN].clone()
+    case.taps = (0, 5)
+    return case
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "eagle1": _eagle1,
+    "eagle2-llama3": _eagle2_llama3,
+    "eagle3": _eagle3,
+    "eagle3-without-lm-head": _eagle3_without_lm_head,
+    "eagle3-vllm": _eagle3_vllm,
+    "eagle3-top-level-ids": _eagle3_top_level_ids,
+}
+
+
+# The reference: from the format alone, whole sequences, no cache, one head at a time.
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def _turn(x: Tensor, config: dict[str, Any]) -> Tensor:
+    """RoPE over [positions 1 .., D]."""
+    half = x.shape[-1] // 2
+    new = config.get("rope_parameters") or {}
+    base = config.get("rope_theta", new.get("rope_theta", 10000.0))
+    out = torch.empty_like(x)
+    scaling = config.get("rope_scaling")
+    for i in range(half):
+        speed = base ** (-2 * i / x.shape[-1])
+        if scaling:
+            turns = scaling["original_max_position_embeddings"] * speed / (2 * math.pi)
+            low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+            keep = min(1.0, max(0.0, (turns - low) / (high - low)))
+            speed = speed * keep + speed / scaling["factor"] * (1 - keep)
+        angle = torch.arange(1, len(x) + 1) * speed
+        out[:, i] = x[:, i] * angle.cos() - x[:, i + half] * angle.sin()
+        out[:, i + half] = x[:, i + half] * angle.cos() + x[:, i] * angle.sin()
+    return out
+
+
+def _reference_layer(x: Tensor, residual: Tensor, t: dict[str, Tensor], prefix: str, config: dict[str, Any]) -> Tensor:
+    heads, kv = config["num_attention_heads"], config["num_key_value_heads"]
+    dim = config.get("head_dim", config["hidden_size"] // heads)
+    q, k, v = (F.linear(x, t[f"{prefix}.self_attn.{n}_proj.weight"], t.get(f"{prefix}.self_attn.{n}_proj.bias")) for n in "qkv")
+    outs = []
+    future = torch.ones(len(x), len(x)).triu(1).bool()
+    for h in range(heads):
+        mine, group = slice(h * dim, (h + 1) * dim), slice(h // (heads // kv) * dim, (h // (heads // kv) + 1) * dim)
+        scores = _turn(q[:, mine], config) @ _turn(k[:, group], config).T / math.sqrt(dim)
+        outs.append(scores.masked_fill(future, -torch.inf).softmax(-1) @ v[:, group])
+    attended = F.linear(torch.cat(outs, -1), t[f"{prefix}.self_attn.o_proj.weight"], t.get(f"{prefix}.self_attn.o_proj.bias"))
+    x = residual + attended
+    y = _norm(x, t[f"{prefix}.post_attention_layernorm.weight"], config["rms_norm_eps"])
+    gate, up = y @ t[f"{prefix}.mlp.gate_proj.weight"].T, y @ t[f"{prefix}.mlp.up_proj.weight"].T
+    return x + (F.silu(gate) * up) @ t[f"{prefix}.mlp.down_proj.weight"].T
+
+
+def reference(case: Case, target: Any, ids: list[int], drafted: list[int]) -> Tensor:
+    """Logits over the target's vocabulary after ``ids`` and each of ``drafted`` in turn: [1 + len(drafted), vocab]."""
+    config, eps = case.config, case.config["rms_norm_eps"]
+    t = {k.removeprefix("model.").replace("midlayer.", "layers.0."): v for k, v in case.tensors.items()}
+    embedding = t.get("embed_tokens.weight", target.get_input_embeddings().weight)
+    old = "layers.0.hidden_norm.weight" not in t
+    with torch.no_grad():
+        states = _states(target, ids)
+        features = torch.cat([states[tap] for tap in case.taps], -1)[: len(ids) - 1]
+        rows = list(features) if old else list(F.linear(features, t["fc.weight"], t.get("fc.bias")))
+        logits = []
+        for count in range(len(drafted) + 1):
+            e, h = embedding[[*ids[1:], *drafted[:count]]], torch.stack(rows)
+            if old:
+                x = F.linear(torch.cat([e, h], -1), t["fc.weight"], t.get("fc.bias"))
+                out = _reference_layer(x, x, t, "layers.0", config)
+            else:
+                normed = _norm(h, t["layers.0.hidden_norm.weight"], eps)
+                x = torch.cat([_norm(e, t["layers.0.input_layernorm.weight"], eps), normed], -1)
+                out = _reference_layer(x, normed if config.get("norm_before_residual") else h, t, "layers.0", config)
+            if "layers.1.mlp.up_proj.weight" in t:
+                x = _norm(out, t["layers.1.input_layernorm.weight"], eps)
+                out = _reference_layer(x, out, t, "layers.1", config)
+            last = out[-1] if old else _norm(out[-1], t["norm.weight"], eps)
+            found = t.get("lm_head.weight", target.get_output_embeddings().weight) @ last
+            if "d2t" in t:
+                full = torch.full((VOCAB,), -torch.inf)
+                for i, value in enumerate(found):
+                    full[i + int(t["d2t"][i])] = value
+                found = full
+            logits.append(found)
+            rows.append(out[-1])
+    return torch.stack(logits)
+
+
+def _states(target: Any, ids: list[int]) -> dict[int, Tensor]:
+    """Hidden states by tap, from transformers' own capture; its last is after the final norm, so the layer before is run by hand."""
+    layers: list[Tensor] = []
+    body = target.model if hasattr(target, "model") else target.transformer
+    last = (body.layers if hasattr(body, "layers") else body.h)[-1]
+    hook = last.register_forward_hook(lambda m, a, out: layers.append((out[0] if isinstance(out, tuple) else out)[0]))
+    found = target(torch.tensor([ids]), output_hidden_states=True, use_cache=False).hidden_states
+    hook.remove()
+    return {i: h[0] for i, h in enumerate(found[:-1])} | {len(found) - 1: layers[0], FINAL: found[-1][0]}
+
+
+@pytest.fixture(scope="module")
+def plain() -> Any:
+    """The target as transformers has it."""
+    return tiny_model("llama", VOCAB, hidden=HIDDEN, layers=LAYERS)
+
+
+@pytest.fixture(scope="module")
+def target() -> CausalModel:
+    """The target as the runtime has it, with every tap."""
+    model = CausalModel(tiny_model("llama", VOCAB, hidden=HIDDEN, layers=LAYERS), "target", "t")
+    model.taps = (*range(LAYERS + 1), FINAL)
+    return model
+
+
+def _ids(count: int, seed: int = 0) -> list[int]:
+    return torch.randint(1, VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def _load(case: Case, folder: Path, target: CausalModel) -> EagleHead:
+    return load_head(str(case.write(folder)), name="head", target=target, device=CPU, dtype=torch.float32)
+
+
+def _close(ours: Tensor, theirs: Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("form", CASES)
+def test_every_form_computes_what_its_format_says(form: str, tmp_path: Path, plain: Any, target: CausalModel) -> None:
+    case = CASES[form]()
+    head = _load(case, tmp_path, target)
+    assert is_head(str(tmp_path))
+    assert head.taps == case.taps
+    assert (head.hidden_size, head.feature_size) == (HIDDEN, len(case.taps) * HIDDEN)
+    assert (head.vocab_size, head.max_positions) == (VOCAB, target.max_positions)
+    assert head.fingerprint == identity(str(tmp_path))
+    ids, drafted = _ids(60), _ids(4, 1)
+    wanted = reference(case, plain, ids, drafted)
+    features = target.canonical_features(ids, head.taps)
+    for count in range(len(drafted) + 1):
+        _close(head.canonical(ids, features, drafted[:count]), wanted[count])
+    # The same, cached: the text in uneven pieces, then each drafted token on the output before it.
+    head.reserve(len(ids) + len(drafted))
+    at = 1
+    for width in (20, 1, 38):
+        logits, out = head.chain(torch.tensor(ids[at : at + width]), features[at - 1 : at - 1 + width], at, logits=1)
+        at += width
+    assert at == len(ids)
+    _close(logits[0], wanted[0])
+    for j, token in enumerate(drafted):
+        logits, out = head.chain(torch.tensor([token]), out[-1:], at + j, own=True, logits=1)
+        _close(logits[0], wanted[j + 1])
+
+
+def test_chain_gives_every_row_and_none(tmp_path: Path, target: CausalModel) -> None:
+    head = _load(_eagle3(), tmp_path, target)
+    ids = _ids(12)
+    features = target.canonical_features(ids, head.taps)
+    head.reserve(64)
+    logits, out = head.chain(torch.tensor(ids[1:]), features[:-1], 1, logits=11)
+    assert logits.shape == (11, VOCAB)
+    assert out.shape == (11, HIDDEN)
+    for i in (0, 5, 10):
+        _close(logits[i], head.canonical(ids[: i + 2], features))
+    assert head.chain(torch.tensor(ids[1:]), features[:-1], 1)[0].numel() == 0
+    assert torch.equal(head.canonical(ids, features), head.canonical(ids, features[:-1]))
+    with pytest.raises(ValueError, match="slot 0"):
+        head.chain(torch.tensor(ids), features, 0)
+    with pytest.raises(ValueError, match="hidden states of width"):
+        head.chain(torch.tensor(ids[1:]), features[:-1], 1, own=True)
+
+
+@pytest.mark.parametrize("form", ["eagle1", "eagle3"])
+def test_a_tree_in_one_pass_is_its_paths_one_by_one(form: str, tmp_path: Path, target: CausalModel) -> None:
+    head = _load(CASES[form](), tmp_path, target)
+    ids = _ids(30)
+    features = target.canonical_features(ids, head.taps)
+    head.reserve(128)
+    _, out = head.chain(torch.tensor(ids[1:]), features[:-1], 1)
+    count, root = len(ids), out[-1:]
+    # Two levels: three children of the root, then children of the first and of the third, each level in one pass.
+    first, second, parents = _ids(3, 5), _ids(4, 6), [0, 2, 2, 0]
+    mask = torch.zeros(3, 64, dtype=torch.bool)
+    mask[:, 1:count] = True
+    slots = torch.tensor([40, 41, 42])
+    mask[torch.arange(3), slots] = True
+    logits, out = head.scattered(torch.tensor(first), root.expand(3, -1), torch.full((3,), count), slots, mask)
+    deeper = mask[parents]
+    slots = torch.tensor([50, 43, 47, 61])
+    deeper[torch.arange(4), slots] = True
+    below, _ = head.scattered(torch.tensor(second), out[parents], torch.full((4,), count + 1), slots, deeper)
+    for i, token in enumerate(first):
+        _close(logits[i], head.canonical(ids, features, [token]))
+    for i, token in enumerate(second):
+        _close(below[i], head.canonical(ids, features, [first[parents[i]], token]))
+
+
+def test_training_goes_through_what_drafting_computes(target: CausalModel, plain: Any, tmp_path: Path) -> None:
+    """The trainer's several steps over a text at once, against the runtime's head on the checkpoint that the trainer would publish."""
+    torch.manual_seed(0)
+    trained = Head(plain.config, own_lm_head=False)
+    begin_as_target(trained, plain)
+    config = BASE | {"architectures": ["LlamaForCausalLMEagle3"], "intermediate_size": 96, "rms_norm_eps": 1e-6}
+    head = _load(Case(config, dict(trained.state_dict()), TAPS), tmp_path, target)
+    unroller = Unroller(plain, trained)
+    ids = _ids(20)
+    texts = torch.tensor([ids, _ids(20, 9)])
+    _, features = unroller.teacher(texts)
+    with torch.no_grad():
+        steps = list(unroller.steps(texts, features, 4))
+        for j, hidden in enumerate(steps):
+            logits = unroller.logits(hidden)[0]
+            for row in range(j, 19, 3):
+                text, drafted = ids[: row + 2 - j], ids[row + 2 - j : row + 2]
+                _close(logits[row], head.canonical(text, features[0], drafted))
+
+
+def _without(key: str) -> Callable[[Case], None]:
+    return lambda case: case.tensors.__delitem__(key)
+
+
+def _set(**values: Any) -> Callable[[Case], None]:
+    return lambda case: case.config.update(values)
+
+
+def _resize(key: str, *shape: int) -> Callable[[Case], None]:
+    return lambda case: case.tensors.update({key: torch.zeros(*shape, dtype=case.tensors[key].dtype)})
+
+
+ERRORS: dict[str, tuple[Callable[[Case], None], str]] = {
+    "target width": (_set(target_hidden_size=64), "the head reads hidden states of width 64, the target's are 48 wide"),
+    "fc width": (_resize("fc.weight", HIDDEN, 96), r"fc takes 96 features, but 3 hidden states of the target have 144"),
+    "vocabulary": (_set(vocab_size=301), "a vocabulary of 301 tokens, the target one of 300"),
+    "draft vocabulary": (_set(draft_vocab_size=400), "draft_vocab_size 400 exceeds the vocabulary of 300"),
+    "lm_head rows": (_set(draft_vocab_size=41), r"lm_head.weight has 40 rows, draft_vocab_size is 41"),
+    "d2t range": (lambda case: case.tensors.update({"d2t": case.tensors["d2t"] + VOCAB}), "d2t does not map"),
+    "d2t twice": (lambda case: case.tensors.update({"d2t": -torch.arange(40)}), "d2t does not map"),
+    "layers": (
+        _set(eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 3, 7]}),
+        r"states \[2, 4, 8\]; the target has states 0 to 7",
+    ),
+    "missing fc": (_without("fc.weight"), "has no tensor fc.weight"),
+    "missing projection": (_without("midlayer.self_attn.k_proj.weight"), r"has no tensor layers.0.self_attn.k_proj.weight"),
+    "missing norm": (_without("midlayer.hidden_norm.weight"), r"has no tensor layers.0.hidden_norm.weight"),
+    "missing d2t": (_without("d2t"), "has no tensor d2t"),
+    "missing lm_head": (_without("lm_head.weight"), "has no tensor lm_head.weight"),
+    "missing layer": (_set(num_hidden_layers=2), r"has no tensor layers.1.self_attn.q_proj.weight"),
+    "shape": (_resize("midlayer.mlp.up_proj.weight", 80, 47), r"layers.0.mlp.up_proj.weight is \[80, 47\], not \[80, 48\]"),
+    "unknown": (
+        lambda case: case.tensors.update({"fc_norm.0.weight": torch.ones(HIDDEN)}),
+        "tensor fc_norm.0.weight .* not known here",
+    ),
+    "no sizes": (lambda case: case.config.__delitem__("intermediate_size"), "says no intermediate_size"),
+    "rope": (_set(rope_scaling={"rope_type": "spiral"}), "rope settings"),
+}
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_a_head_that_does_not_fit_is_refused_in_one_line(error: str, tmp_path: Path, target: CausalModel) -> None:
+    spoil, words = ERRORS[error]
+    case = _eagle3(file="safetensors")
+    spoil(case)
+    with pytest.raises(PairError, match=words) as caught:
+        _load(case, tmp_path, target)
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith("head: ")
+
+
+def test_an_eagle1_head_of_another_width_or_without_its_bias_is_refused(tmp_path: Path, target: CausalModel) -> None:
+    case = _eagle1()
+    del case.tensors["fc.bias"]
+    with pytest.raises(PairError, match=r"has no tensor fc.bias"):
+        _load(case, tmp_path / "a", target)
+    narrow = CausalModel(tiny_model("llama", VOCAB, hidden=32, layers=LAYERS), "target", "t")
+    with pytest.raises(PairError, match="reads hidden states of width 48, the target's are 32 wide"):
+        _load(_eagle1(), tmp_path / "b", narrow)
+    short = CausalModel(tiny_model("llama", VOCAB, hidden=HIDDEN, layers=2), "target", "t")
+    with pytest.raises(PairError, match=r"reads hidden states \[2, 1, -1\]; the target has states 0 to 2"):
+        _load(_eagle3(), tmp_path / "c", short)
+
+
+def test_damaged_files_are_told_in_one_line(tmp_path: Path, target: CausalModel) -> None:
+    folder = _eagle3(file="safetensors").write(tmp_path)
+    (folder / "model.safetensors").write_bytes(b"\x10" * 40)
+    with pytest.raises(PairError, match="cannot load"):
+        load_head(str(folder), name="head", target=target, device=CPU, dtype=torch.float32)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(PairError, match="no weights at"):
+        load_head(str(folder), name="head", target=target, device=CPU, dtype=torch.float32)
+
+
+def test_language_models_are_no_heads_and_telling_needs_no_torch(tmp_path: Path) -> None:
+    for kind in ("llama", "gpt2"):
+        model = tiny_model(kind, VOCAB)
+        model.save_pretrained(tmp_path / kind)
+        assert not is_head(str(tmp_path / kind))
+        (tmp_path / kind / "model.safetensors").unlink()
+        torch.save(model.state_dict(), tmp_path / kind / "pytorch_model.bin")
+        assert not is_head(str(tmp_path / kind))
+    assert not is_head(str(tmp_path / "nothing"))
+    assert not is_head("HuggingFaceTB/SmolLM-135M")
+    assert is_head("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B")
+    folder = _eagle1().write(tmp_path / "head")
+    script = f"import sys; from runtime.pair import is_head; assert is_head({str(folder)!r}); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], cwd=DEMO_HEAD.parents[2], check=True)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_taps_are_the_hidden_states_of_any_architecture(kind: str) -> None:
+    plain = tiny_model(kind, VOCAB, layers=4, positions=1024)
+    model = CausalModel(tiny_model(kind, VOCAB, layers=4, positions=1024), "target", "t")
+    model.reserve(700)
+    ids = _ids(600)
+    taps = (0, 2, 4, FINAL)
+    with torch.no_grad():
+        states = _states(plain, ids)
+    wanted = torch.cat([states[tap] for tap in taps], -1)
+    model.taps = taps
+    assert model.taps == taps
+    model.read(torch.tensor(ids), 0)
+    _close(model.tapped, wanted)
+    before = model.features((2, FINAL))
+    _close(before, torch.cat([states[2], states[FINAL]], -1))
+    # The arbiter of near ties leaves what a pass has kept alone.
+    _close(model.canonical_features(ids[:50], (4, 0)), torch.cat([states[4], states[0]], -1)[:50])
+    model.canonical(ids[:9])
+    assert torch.equal(model.features((2, FINAL)), before)
+    model.chain(torch.tensor(ids[40:50]), 40, logits=1)
+    _close(model.tapped, wanted[40:50])
+    mask = torch.zeros(2, 64, dtype=torch.bool)
+    mask[0, :51] = mask[1, :51] = True
+    mask[1, 60] = True
+    model.chain(torch.tensor(ids[:50]), 0)
+    model.scattered(torch.tensor(ids[50:52]), torch.tensor([50, 51]), torch.tensor([50, 60]), mask)
+    _close(model.tapped, wanted[50:52])
+    model.taps = ()
+    model.chain(torch.tensor(ids[:5]), 0)
+    assert not model._tapped
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.model.modules())
+    with pytest.raises(PairError, match="no hidden state 5"):
+        model.taps = (5,)
+
+
+def test_a_pair_may_have_heads_beside_language_models(tmp_path: Path) -> None:
+    file = make_pair(tmp_path)
+    words = tokenizer(VOCAB)
+    vocab = len(words)
+    deep = tiny_model("llama", vocab, hidden=HIDDEN, layers=LAYERS)
+    deep.save_pretrained(tmp_path / "target")
+    without = load_pair(read_pair(str(file)), device="cpu")
+    assert without.heads == {}
+    assert without.target.taps == ()
+    case = _eagle3_without_lm_head()
+    case.config |= {"vocab_size": vocab, "max_position_embeddings": 64}
+    case.write(tmp_path / "head")
+    document = json.loads(file.read_text())
+    document["drafts"]["head"] = "head"
+    file.write_text(json.dumps(document))
+    spec = read_pair(str(file))
+    spec.check()
+    pair = load_pair(spec, device="cpu")
+    assert pair.id != without.id
+    assert pair.draft_names == spec.draft_names == ("near", "far", "head", "ngram")
+    assert set(pair.drafts) == {"near", "far"}
+    assert pair.target.taps == pair.heads["head"].taps == TAPS
+    # A head's own maximum says how long its training texts were; it limits nothing.
+    assert pair.max_positions == without.max_positions == 512
+    assert load_pair(spec, device="cpu", drafts=["near"]).heads == {}
+    case.config["vocab_size"] = 7
+    case.write(tmp_path / "head")
+    with pytest.raises(PairError, match="head: the head has a vocabulary of 7 tokens"):
+        load_pair(spec, device="cpu")
+
+
+def test_the_demo_head_foresees_the_demo_target() -> None:
+    pair = load_pair(read_pair("demo"), device="cpu", dtype="float32", drafts=[])
+    target = pair.target
+    head = load_head(str(DEMO_HEAD), name="head", target=target, device=CPU, dtype=torch.float32)
+    assert head.taps == default_taps(8) == (2, 4, 5)
+    assert 1_000_000 < head.num_parameters < 1_200_000
+    target.taps = head.taps
+    hits = 0
+    for prompt in demo_workload()[:6]:
+        ids = pair.encode(prompt["turns"][0])
+        first = len(ids)
+        target.reserve(first + 33)
+        head.reserve(first + 33)
+        target.read(torch.tensor(ids[:-1]), 0)
+        while len(ids) < first + 32:
+            ids.append(int(target.chain(torch.tensor(ids[-1:]), len(ids) - 1, logits=1).argmax()))
+        features = target.canonical_features(ids, head.taps)
+        logits, _ = head.chain(torch.tensor(ids[1:-1]), features[:-2], 1, logits=32)
+        hits += int((logits.argmax(-1) == torch.tensor(ids[first:])).sum())
+    assert hits / (6 * 32) >= 0.45
+
+
+def test_a_head_runs_in_bfloat16(tmp_path: Path) -> None:
+    model = CausalModel(tiny_model("llama", VOCAB, hidden=HIDDEN, layers=LAYERS).bfloat16(), "target", "t")
+    model.taps = TAPS
+    folder = _eagle3().write(tmp_path)
+    head = load_head(str(folder), name="head", target=model, device=CPU, dtype=torch.bfloat16)
+    ids = _ids(10)
+    head.reserve(64)
+    logits, out = head.chain(torch.tensor(ids[1:]), model.canonical_features(ids, TAPS)[:-1], 1, logits=2)
+    assert (logits.dtype, out.dtype) == (torch.float32, torch.bfloat16)
+    assert int(logits.isfinite().sum()) == 2 * 40
+
+
+def test_sizes_of_a_net_are_those_of_its_shape() -> None:
+    net = HeadNet(HeadShape(eagle3=True, hidden=8, fused=24, intermediate=16, heads=2, kv_heads=1, head_dim=4, eps=1e-6))
+    assert net.layers[0].qkv.weight.shape == (16, 16)
+    assert net.lm_head is None

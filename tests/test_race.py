@@ -1,0 +1,164 @@
+"""Racing policies on a clock that only moves when something is executed: who is dropped, when it ends, who wins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from optimizer.execute import BLOCK, SETTLED, Comparison, Expected, Timings, eliminate
+from optimizer.search import PREDICTION_ERROR, Study, Trial, rivals
+from optimizer.tune import Candidate, _winner, finite
+from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
+from traces.schema import Counts, Outcome, RequestOutcome
+
+
+class Machine:
+    """Executes policies by id: seconds are cost x size of the request x the machine's mood x noise; its clock adds them up."""
+
+    def __init__(self, cost: dict[str, float], *, noise: float = 0.0, mood: Callable[[float], float] = lambda now: 1.0) -> None:
+        self.cost, self.noise, self.mood = cost, noise, mood
+        self.now = 0.0
+        self.calls: list[tuple[str, int]] = []
+        self._rng = np.random.default_rng(0)
+
+    def execute(self, policy: str, request: int) -> float:
+        self.calls.append((policy, request))
+        seconds = (
+            self.cost[policy] * (1 + request % 5) * self.mood(self.now) * float(np.exp(self.noise * self._rng.standard_normal()))
+        )
+        self.now += seconds
+        return seconds
+
+    def clock(self) -> float:
+        return self.now
+
+
+def executions(timings: Timings, policy: str) -> int:
+    return int((~np.isnan(timings.seconds[policy])).sum())
+
+
+def test_the_clearly_slower_are_dropped_and_the_rest_goes_to_the_near() -> None:
+    """After one block the slow one is out, a baseline is executed to the end of the first pass, a kept one always."""
+    machine = Machine({"a": 1.0, "b": 1.005, "slow": 2.5, "baseline": 2.0, "kept": 1.6}, noise=0.03)
+    timings, left = eliminate(
+        list(machine.cost), 20, machine.execute, whole=["baseline"], kept=["kept"], passes=6, clock=machine.clock
+    )
+    assert executions(timings, "slow") == BLOCK  # the first look
+    assert executions(timings, "baseline") == 20
+    assert executions(timings, "kept") == executions(timings, "a")
+    assert executions(timings, "a") > 20
+    assert set(left) <= {"a", "b"}
+    assert timings.leader(left) in ("a", "b")
+
+
+@pytest.mark.parametrize("lead", [0.02, 0.05])
+def test_the_fastest_wins_whatever_mood_the_machine_is_in(lead: float) -> None:
+    """A machine that is 1.7 times slower for minutes at a time changes nothing: the blocks are short, and ratios are within them."""
+    cost = {str(i): 1.0 + lead * i for i in range(6)}
+    machine = Machine(cost, noise=0.03, mood=lambda now: 1.7 if int(now / 60) % 3 == 0 else 1.0)
+    timings, left = eliminate(list(reversed(cost)), 20, machine.execute, passes=8, clock=machine.clock)
+    assert timings.leader(left) == "0"
+    assert "5" not in left
+    ratio, low, high = timings.ratio("0", "5")
+    assert low <= ratio <= high
+    assert ratio == pytest.approx(cost["5"], rel=0.05)
+
+
+def test_it_ends_when_nothing_is_left_to_gain_or_the_time_is_used() -> None:
+    """Equals without noise take one pass; a budget ends a race in the middle of a pass, never before the first request is done."""
+    machine = Machine({"a": 1.0, "b": 1.0 + SETTLED / 2})
+    timings, left = eliminate(["a", "b"], 20, machine.execute, passes=8, clock=machine.clock)
+    assert executions(timings, "a") == 20
+    assert "a" in left
+    machine = Machine({"a": 1.0, "b": 1.001}, noise=0.1)
+    timings, left = eliminate(["a", "b"], 20, machine.execute, passes=8, budget_s=30.0, clock=machine.clock)
+    assert set(left) == {"a", "b"}
+    assert executions(timings, "a") == executions(timings, "b") < 20
+    timings, left = eliminate(["a", "b"], 20, machine.execute, passes=8, budget_s=0.0, clock=machine.clock)
+    assert executions(timings, "a") == executions(timings, "b") == 1
+
+
+def test_every_policy_goes_first_equally_often() -> None:
+    """The order rotates from request to request."""
+    machine = Machine({"a": 1.0, "b": 1.001, "c": 1.002}, noise=0.2)
+    eliminate(list(machine.cost), 6, machine.execute, passes=1, clock=machine.clock)
+    assert [machine.calls[i][0] for i in range(0, len(machine.calls), 3)] == ["a", "b", "c", "a", "b", "c"]
+    assert [n for _, n in machine.calls] == [n for n in range(6) for _ in range(3)]
+
+
+def test_projection_undoes_the_luck_of_which_requests_were_executed() -> None:
+    """Executed requests favour b, the workload a; prediction knows, though it takes every b for 10% too slow."""
+    rng = np.random.default_rng(0)
+    a, b = rng.uniform(1.0, 3.0, 50), rng.uniform(1.0, 3.0, 50)
+    chosen = np.argsort(b - a)[:20]
+    measured = {"a": a[chosen, None], "b": b[chosen, None]}
+    timings = Timings(measured, Expected({"a": a[chosen], "b": 1.1 * b[chosen]}, {"a": a.sum(), "b": 1.1 * b.sum()}))
+    truth = b.sum() / a.sum()
+    assert timings.ratio("a", "b")[0] < 0.9 * truth
+    projected = timings.ratio("a", "b", projected=True)
+    assert projected == pytest.approx((truth, truth, truth))
+    plain = timings.ratio("a", "b")
+    assert plain[2] - plain[1] > 0.05
+
+
+def test_ratios_are_over_shared_executions() -> None:
+    """What only one was executed on counts for neither; nothing shared is no evidence."""
+    nan = np.nan
+    timings = Timings(
+        {
+            "a": np.array([[1.0, 9.0, 9.0], [9.0, nan, nan]]),
+            "b": np.array([[2.0, nan, nan], [nan] * 3]),
+            "c": np.full((2, 3), nan),
+        }
+    )
+    assert timings.ratio("a", "b") == (2.0, 0.0, float("inf"))
+    assert timings.ratio("a", "c") == (1.0, 0.0, float("inf"))
+    assert finite(timings.ratio("a", "c")) == [1.0, 0.0, None]
+
+
+def fixed(gamma: int, **stop: object) -> Policy:
+    return parse_policy({"draft": "near", "window": {"kind": "fixed", "gamma": gamma}, **({"stop": stop} if stop else {})})
+
+
+def won(seconds: list[tuple[Policy, np.ndarray]]) -> Policy:
+    """The winner among policies with these seconds by request."""
+    outcomes = {
+        p.id: Outcome(
+            "", "executed", tuple(RequestOutcome(str(i), "", Counts(1, 1, 9, 8, 8, 8, 9, s)) for i, s in enumerate(took))
+        )
+        for p, took in seconds
+    }
+    compared = Comparison(outcomes, {p.id: p for p, _ in seconds}, 0)
+    rows = [Candidate("", p, outcomes[p.id], outcomes[p.id], (1.0, 1.0, 1.0)) for p, _ in seconds]
+    return _winner(rows, compared).policy
+
+
+def test_only_a_true_tie_goes_to_the_simpler_kind() -> None:
+    """Half a percent, known: the simpler kind wins. The same with an interval beyond 1%, or 2%: the faster wins. A shorter window
+    is not simpler than a longer one."""
+    base = np.linspace(1.0, 2.0, 20)
+    noise = np.where(np.arange(20) % 2, 1.05, 0.95)
+    plain, stopped, longer = fixed(3), fixed(3, kind="max_prob", threshold=0.4), fixed(6)
+    assert won([(plain, base), (stopped, base)]) == plain
+    assert won([(plain, base * 1.003 * noise), (stopped, base)]) == stopped
+    assert won([(plain, base * 1.02), (stopped, base)]) == stopped
+    assert won([(plain, base * 1.003), (longer, base)]) == longer
+    assert won([(AUTOREGRESSIVE, base), (plain, base)]) == AUTOREGRESSIVE
+
+
+def test_rivals_are_the_fixed_windows_that_prediction_cannot_tell_apart() -> None:
+    """Within the prediction's error of the best fixed window, fastest first, none twice; other kinds are not counted."""
+    heuristic = parse_policy({"draft": "near", "window": {"kind": "fsm", "gamma_max": 4}})
+    values = [
+        (heuristic, 120.0),
+        (fixed(5), 100.0),
+        (fixed(4), 99.0),
+        (fixed(6), 97.0),
+        (fixed(2), 100 * (1 - PREDICTION_ERROR) - 1),
+    ]
+    study = Study(tuple(Trial(p, v, "") for p, v in values), 0, "")
+    assert [t.policy for t in rivals(study, [heuristic])] == [fixed(5), fixed(4), fixed(6)]
+    assert [t.policy for t in rivals(study, [heuristic, fixed(5)], 1)] == [fixed(4)]
+    assert rivals(Study((Trial(AUTOREGRESSIVE, 1.0, ""),), 0, ""), []) == []

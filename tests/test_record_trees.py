@@ -1,0 +1,270 @@
+"""Recording trees: what is asked for, widened, resumed and covered, through the command and through the calls behind it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sqlalchemy as sa
+from doors import Door, write_workload
+from trace_values import a_tree
+
+from db import open_database
+from db.models import PanoramaChunkRow
+from optimizer import record as recorder
+from optimizer.artifacts import fitted
+from optimizer.record import cover_of, retrace, retrace_trees
+from runtime.loading import LoadedPair, load_pair
+from runtime.pair import read_pair
+from runtime.policies.document import ClassifierGrowth, StaticGrowth, TopKGrowth, parse_policy
+from runtime.policies.tree_rules import compile_tree
+from runtime.tree_panorama import Cover, cover_name
+from traces.errors import PolicyError
+from traces.schema import Trajectory, TreePanorama
+from traces.store import TraceStore
+
+SHORT = ("--max-new-tokens", 8, "--gamma-max", 4)
+STATIC = {"draft": "near", "growth": {"kind": "static", "paths": [[0], [1], [0, 0], [0, 1], [0, 0, 0]]}}
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory, tiny_pair: Path) -> Path:
+    """A database with one recording of three requests, no trees."""
+    folder = tmp_path_factory.mktemp("trees")
+    door = Door(str(folder / "spectune.db"))
+    door.json("record", "--pair", tiny_pair, "--workload", write_workload(folder / "w.jsonl", 3), *SHORT)
+    return folder / "spectune.db"
+
+
+@pytest.fixture
+def door(tmp_path: Path, recorded: Path, tiny_pair: Path) -> Door:
+    shutil.copyfile(recorded, tmp_path / "spectune.db")
+    return Door(str(tmp_path / "spectune.db"), str(tiny_pair))
+
+
+@pytest.fixture
+def store(door: Door) -> Iterator[TraceStore]:
+    with open_database(door.db) as database:
+        yield TraceStore(database)
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_pair: Path) -> LoadedPair:
+    return load_pair(read_pair(str(tiny_pair)), device="cpu")
+
+
+def resumed(door: Door, *arguments: object) -> dict[str, Any]:
+    return door.json("record", "--pair", door.pair, "--resume", "latest", "--gamma-max", 4, *arguments)
+
+
+def extent(count: int, width: int, depth: int) -> dict[str, int]:
+    return {"count": count, "width": width, "depth": depth}
+
+
+def test_trees_are_recorded_with_the_texts(tmp_path: Path, tiny_pair: Path) -> None:
+    door = Door(str(tmp_path / "spectune.db"), str(tiny_pair))
+    workload = write_workload(tmp_path / "w.jsonl", 2)
+    command = ("record", "--pair", door.pair, "--workload", workload, *SHORT, "--temperature", 0.8, "--tree-width", 3)
+    made = door.json(*command, "--tree-depth", 2)
+    assert made["trees"] == {"near": extent(2, 3, 2), "far": extent(2, 3, 2)}
+    assert made["drafts"] == {"near": 2, "far": 2, "ngram": 2}
+    with open_database(door.db) as database:
+        loaded = TraceStore(database).load(made["recording"], trees=True)
+    for panorama, trajectory in zip(loaded.trees("near"), loaded.trajectories, strict=True):
+        assert panorama.positions == len(trajectory.output_ids)
+        assert json.dumps({"kind": "top_k", "score": "coupled(1.5)", "width": 3}, separators=(",", ":")) in panorama.covers
+    listed = door.json("traces", "list")["recordings"][0]
+    shown = door.json("traces", "show", "latest")
+    assert listed["trees"] == shown["trees"] == made["trees"]
+    assert len(shown["requests"]) == 2 * 3  # rows are of chains
+    assert "far 3x2, near 3x2" in door.call("traces", "list").stdout
+    assert "trees of far 3x2, near 3x2" in door.call("traces", "show").stdout.replace("\n", " ")
+
+
+def test_trees_are_widened_and_never_narrowed(door: Door, store: TraceStore) -> None:
+    assert resumed(door)["trees"] == {}
+    assert resumed(door, "--tree-width", 3, "--tree-depth", 2)["trees"]["near"] == extent(3, 3, 2)
+    narrow = store.load("latest", trees=True).trees("near")
+    assert resumed(door, "--tree-width", 2, "--tree-depth", 4)["trees"]["near"] == extent(3, 3, 4)
+    wide = store.load("latest", trees=True).trees("near")
+    for old, new in zip(narrow, wide, strict=True):
+        roots = old.positions + 1
+        assert all(np.array_equal(getattr(old, n)[:roots], getattr(new, n)[:roots]) for n in old.columns()[2:])
+        assert len(new.parent) > len(old.parent)
+    assert resumed(door, "--tree-width", 2, "--tree-depth", 2)["trees"]["near"] == extent(3, 3, 4)
+    assert store.load("latest", trees=True).trees("near") == wide
+    by_q = resumed(door, "--tree-width", 2, "--tree-depth", 2, "--tree-proposals", "probability")
+    assert by_q["trees_q"]["near"] == extent(3, 2, 2)
+    assert by_q["trees"]["near"] == extent(3, 3, 4)
+
+
+def test_what_a_kill_left_out_is_made_by_the_same_command(door: Door, store: TraceStore) -> None:
+    asked = ("--tree-width", 2, "--tree-depth", 2)
+    resumed(door, *asked)
+    whole = store.load("latest", trees=True)
+    with store.database.write() as session:
+        session.execute(sa.delete(PanoramaChunkRow).where(PanoramaChunkRow.kind == "tree", PanoramaChunkRow.ordinal != 1))
+    assert resumed(door)["trees"]["near"] == extent(1, 2, 2)
+    assert resumed(door, *asked)["trees"] == {"near": extent(3, 2, 2), "far": extent(3, 2, 2)}
+    assert store.load("latest", trees=True).requests == whole.requests
+
+
+def test_one_limit_alone_or_a_cover_takes_the_default_of_the_other(door: Door) -> None:
+    assert resumed(door, "--tree-depth", 2)["trees"]["near"] == extent(3, 8, 2)
+    made = resumed(door, "--cover", json.dumps(STATIC), "--tree-width", 2, "--tree-depth", 3)
+    assert made["trees"]["near"] == extent(3, 8, 3)
+    assert made["trees"]["far"] == extent(3, 8, 3)
+
+
+def test_covers_are_kept_when_trees_are_widened(door: Door, store: TraceStore, tmp_path: Path) -> None:
+    (tmp_path / "sharp.json").write_text(
+        json.dumps({"draft": "near", "growth": {"kind": "top_k", "width": 2, "score": "coupled", "sharpness": 2.0}})
+    )
+    # A top_k policy's window is 4 by default; a static tree is as deep as its paths, but all is recorded to one depth.
+    resumed(door, "--tree-width", 2, "--tree-depth", 4, "--cover", tmp_path / "sharp.json", "--cover", json.dumps(STATIC))
+    named = {'{"kind":"top_k","score":"coupled(2)","width":2}', cover_name(parse_policy(STATIC).growth, sampled=False)}
+    limits = {draft: store.tree_limits(store.resolve_recording("latest"), draft) for draft in ("near", "far")}
+    assert named <= set(limits["near"][2])
+    assert not named & set(limits["far"][2])  # a policy's growth is covered for its draft
+    before = store.load("latest", trees=True).trees("near")
+    resumed(door, "--tree-width", 3, "--tree-depth", 3)
+    for old, new in zip(before, store.load("latest", trees=True).trees("near"), strict=True):
+        assert (new.width, new.depth) == (3, 4)
+        assert set(old.covers) < set(new.covers)
+    stored = store.load("latest", trees=True)
+    resumed(door, "--cover", tmp_path / "sharp.json", "--tree-width", 3, "--tree-depth", 4)
+    assert store.load("latest", trees=True).trees("near") == stored.trees("near")
+
+
+def classifier(store: TraceStore) -> str:
+    weights = {"w1": np.ones((4, 3), np.float32), "b1": np.zeros(4, np.float32), "w2": np.ones(4, np.float32), "b2": np.zeros(1)}
+    return store.put_artifact("classifier", {"draft": "near"}, weights)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_covers_name_tells_its_growth(store: TraceStore, sampled: bool) -> None:
+    """What is rebuilt from a stored name, to widen trees without their policies at hand, grows as the policy does."""
+    growths: list[Any] = [TopKGrowth(width=5, score=s, sharpness=2.25) for s in ("auto", "probability", "coupled")]
+    growths += [TopKGrowth(width=5, score="coupled", proposals="probability"), StaticGrowth(paths=[[0], [3], [3, 1]])]
+    growths.append(ClassifierGrowth(width=6, cap=4, beta=0.3, artifact=classifier(store)))
+    growths.append(StaticGrowth(artifact=store.put_artifact("static_tree", {"draft": "near", "paths": [[0], [1]]}, {})))
+    for growth in growths:
+        document = {"draft": "near", "growth": growth.model_dump(), "window": {"kind": "fixed", "gamma": 3}}
+        policy = parse_policy(document)
+        rule = compile_tree(policy, sampled=sampled, artifacts=fitted(store))
+        name = cover_name(policy.growth, sampled=sampled)
+        found = recorder._stored_rule(name, "far", growth.proposals, sampled, fitted(store))
+        for part in ("width", "frontier", "by_probability", "beta_code"):
+            assert getattr(found, part) == getattr(rule, part), (name, part)
+        # A classifier's score only selects, so its name does not tell it.
+        assert growth.kind == "classifier" or found.coupled == rule.coupled
+        assert found.coupled is False or found.sharpness == rule.sharpness
+        assert [(x.places, x.expanded) for x in found.static] == [(x.places, x.expanded) for x in rule.static]
+        assert (found.confidence is None) == (rule.confidence is None)
+        assert found.confidence is None or bool((found.confidence == rule.confidence).all())
+
+
+def test_a_chain_is_no_cover() -> None:
+    with pytest.raises(PolicyError, match="drafts a chain"):
+        cover_of(parse_policy({"draft": "near"}), sampled=False)
+
+
+# --- heads
+
+
+def test_heads_get_their_chains_as_trees(store: TraceStore, pair: LoadedPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, int, int, int]] = []
+
+    def fake(
+        _pair: LoadedPair,
+        trajectory: Trajectory,
+        draft: str,
+        width: int,
+        depth: int,
+        *,
+        proposals: Any,
+        covers: tuple[Cover, ...],
+        chain_depth: int,
+    ) -> TreePanorama:
+        calls.append((draft, width, depth, chain_depth))
+        return a_tree(trajectory, draft, width=width, depth=depth, proposals=proposals, covers=tuple(c.name for c in covers))
+
+    monkeypatch.setattr(recorder, "record_tree_panorama", fake)
+    headed = replace(pair, heads={"head": object()})  # type: ignore[dict-item]  # only its name is looked at
+    recording = store.resolve_recording("latest")
+
+    def made(width: int, depth: int, chains: int, **how: Any) -> set[tuple[str, int, int, int]]:
+        calls.clear()
+        retrace_trees(store, headed, recording, headed.draft_names, width, depth, chain_depth=chains, **how)
+        return set(calls)
+
+    assert retrace(store, headed, recording, headed.draft_names, 4) == 0  # heads have no chain panorama
+    assert made(0, 0, 6) == {("head", 1, 6, 0)}
+    assert made(0, 0, 6) == made(0, 0, 4) == set()
+    assert made(3, 2, 6) == {("near", 3, 2, 0), ("far", 3, 2, 0), ("head", 3, 6, 0)}
+    assert made(3, 2, 6) == made(2, 2, 5) == set()
+    assert made(3, 2, 6, proposals="probability") == {(d, 3, 2, 0) for d in ("near", "far", "head")}
+
+
+def test_a_heads_chains_may_be_deeper_than_its_trees(
+    store: TraceStore, pair: LoadedPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[int, int, int]] = []
+
+    def fake(_pair: LoadedPair, t: Trajectory, draft: str, width: int, depth: int, **how: Any) -> TreePanorama:
+        calls.append((width, depth, how["chain_depth"]))
+        return a_tree(t, draft, width=width, depth=depth, covers=tuple(c.name for c in how["covers"]))
+
+    monkeypatch.setattr(recorder, "record_tree_panorama", fake)
+    headed = replace(pair, heads={"head": object()})  # type: ignore[dict-item]
+    recording = store.resolve_recording("latest")
+
+    def made(width: int, depth: int, chains: int) -> set[tuple[int, int, int]]:
+        calls.clear()
+        retrace_trees(store, headed, recording, ("head",), width, depth, chain_depth=chains)
+        return set(calls)
+
+    assert made(4, 3, 9) == {(4, 3, 9)}
+    assert made(4, 3, 9) == made(0, 0, 9) == made(0, 0, 7) == made(4, 2, 2) == set()
+    assert made(0, 0, 12) == {(4, 3, 12)}  # the trees stay
+    assert made(5, 3, 4) == {(5, 3, 12)}  # and so do the chains
+    assert made(5, 14, 4) == {(5, 14, 0)}
+    assert made(0, 0, 14) == set()
+
+
+# --- mistakes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--tree-width", 0), "--tree-width 0: from 1 to 32 is possible"),
+        (("--tree-width", 33), "--tree-width 33: from 1 to 32 is possible"),
+        (("--tree-depth", 65), "--tree-depth 65: from 1 to 64 is possible"),
+        (("--tree-width", 32, "--tree-depth", 64), "more than any policy may grow"),
+        (("--cover", "nothing"), "--cover nothing: neither a file"),
+        (("--cover", '{"draft": "near"}'), "drafts a chain; every recording covers those"),
+        (("--cover", json.dumps(STATIC | {"draft": "other"})), "the pair has no draft 'other' (it has: near, far, ngram)"),
+        (("--cover", json.dumps(STATIC), "--tree-width", 1), "its trees are 2 wide; give --tree-width 2 instead of 1"),
+        (("--cover", json.dumps(STATIC), "--tree-depth", 2), "its trees are 3 deep; give --tree-depth 3 instead of 2"),
+        (("--cover", json.dumps(STATIC), "--tree-proposals", "probability"), "record those apart"),
+        (("--cover", '{"draft": "near", "growth": {"kind": "static", "artifact": "0123"}}'), "there is no artifact '0123'"),
+    ],
+)
+@pytest.mark.parametrize("resume", [True, False])
+def test_mistakes_cost_one_line(door: Door, tmp_path: Path, arguments: tuple[object, ...], says: str, resume: bool) -> None:
+    what = ("--resume", "latest") if resume else ("--workload", write_workload(tmp_path / "w.jsonl", 3))
+    found = door.call("record", "--pair", door.pair, *what, *SHORT, *arguments)
+    assert found.exit_code == 2, found.output
+    assert found.stdout == ""
+    assert found.stderr.startswith("error: ")
+    assert found.stderr.count("\n") == 1, found.stderr
+    assert says in found.stderr
+    listed = door.json("traces", "list")["recordings"]
+    assert [(r["n_requests"], r["trees"]) for r in listed] == [(3, {})]

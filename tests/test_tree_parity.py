@@ -1,0 +1,240 @@
+"""Trees change no text, and replay of tree policies is the runtime round by round: two architectures, three temperatures, every growth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pairs import make_pair
+from synthetic import flat_profile
+from test_lossless import PROMPTS
+
+from optimizer.replay import ReplayTrace, run_replay
+from runtime.decoder import Decoder
+from runtime.loading import LoadedPair, load_pair
+from runtime.loop import StaticSource
+from runtime.pair import read_pair
+from runtime.policies.document import Policy, parse_policy
+from runtime.policies.prepared import prepare
+from runtime.policies.tree_rules import Artifacts, Fitted, compile_tree
+from runtime.tree_panorama import Cover, cover_name, record_tree_panorama
+from traces.errors import PolicyError, TraceError
+from traces.schema import LatencyProfile, Request, Sampling, Step, Trajectory
+
+TOKENS = 32
+WIDTH, DEPTH = 6, 7
+SAMPLINGS = [Sampling(), Sampling(temperature=0.7, top_p=0.95, seed=3), Sampling(temperature=1.0, seed=4)]
+STATIC = [[0], [1], [3], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 2], [0, 0, 0, 0]]
+
+
+def artifacts(draft: str) -> Artifacts:
+    """A planted classifier and planted bins."""
+    weights = {
+        "w1": np.array([[6.0, 0, 0], [0, 0.3, -0.5]], np.float32),
+        "b1": np.array([0.0, 1.0], np.float32),
+        "w2": np.array([1.2, 0.8], np.float32),
+        "b2": np.array([-2.0], np.float32),
+    }
+    found = {
+        "bins": Fitted("bins", {"thresholds": [30, 70, 100, 140, 200], "depth": 4, "draft": draft}, {}),
+        "grower": Fitted("classifier", {"draft": draft}, weights),
+    }
+    return lambda name: found[name]
+
+
+def shape(step: Step) -> tuple[int, ...]:
+    """What must agree of a round: all but its times."""
+    return (
+        step.start, step.drafted, step.verified, step.accepted, step.emitted, step.draft_steps, step.lag, step.depth, step.bin,
+    )  # fmt: skip
+
+
+def tree_policies(draft: str, count: int, seed: int, *, random_from: int = 8) -> list[Policy]:
+    """Policies of every growth, then random compositions of growth, window, stop, selection and bins."""
+    fixed: list[dict[str, Any]] = [
+        {"growth": {"kind": "top_k", "width": 6}, "window": {"kind": "fixed", "gamma": 5}, "select": {"top_n": 20}},
+        {"growth": {"kind": "top_k", "width": 1}, "window": {"kind": "fixed", "gamma": 6}, "select": {"top_n": 6}},
+        {"growth": {"kind": "static", "paths": STATIC}},
+        {"growth": {"kind": "static", "paths": STATIC}, "window": {"kind": "fsm", "gamma_max": 4}},
+        {
+            "growth": {"kind": "top_k", "width": 4},
+            "window": {"kind": "fixed", "gamma": 4},
+            "select": {"top_n": 12},
+            "stratify": {"artifact": "bins", "alpha": 3, "fractions": [0.3, 0.6, 1.0]},
+        },
+        {
+            "growth": {"kind": "classifier", "width": 5, "cap": 5, "beta": 0.5, "artifact": "grower"},
+            "window": {"kind": "fixed", "gamma": 6},
+        },
+        {
+            "growth": {"kind": "classifier", "width": 1, "cap": 1, "beta": 0.6, "artifact": "grower"},
+            "window": {"kind": "fixed", "gamma": 6},
+        },
+        {
+            "growth": {"kind": "top_k", "width": 5},
+            "window": {"kind": "analytic", "gamma_max": 5, "costs": "profile"},
+            "select": {"top_n": 15},
+        },
+    ]
+    rng = np.random.default_rng(seed)
+    found = [d for d in fixed if "analytic" not in str(d)][:random_from]
+    while len(found) < count:
+        kind = str(rng.choice(["fixed", "fsm", "cache_fsm", "q_learning", "heuristic"]))
+        gamma = int(rng.integers(1, DEPTH - 2))
+        window = {"kind": kind, **({"gamma": gamma} if kind == "fixed" else {"gamma_max": gamma})}
+        growth: dict[str, Any] = {"kind": str(rng.choice(["top_k", "top_k", "classifier", "static"]))}
+        document: dict[str, Any] = {"growth": growth, "window": window}
+        if growth["kind"] == "static":
+            growth["paths"] = STATIC
+        else:
+            growth["width"] = int(rng.integers(1, WIDTH + 1))
+            if growth["kind"] == "classifier":
+                growth |= {"cap": int(rng.integers(1, WIDTH + 1)), "beta": round(float(rng.uniform(0.2, 0.8)), 2), "artifact": "grower"}
+            if growth["kind"] == "top_k" or rng.integers(2):
+                document["select"] = {"top_n": int(rng.integers(1, 40))}
+                if rng.integers(2):
+                    document["stratify"] = {"artifact": "bins", "alpha": int(rng.integers(0, 3)), "fractions": [0.4, 0.7]}
+        stop = str(rng.choice(["none", "none", "max_prob", "joint_prob", "entropy"]))
+        if stop != "none":
+            document["stop"] = {
+                "kind": stop,
+                "threshold": round(float(rng.uniform(0.01, 0.6)), 3),
+                "keep_last": bool(rng.integers(2)),
+            }
+        found.append(document)
+    return [parse_policy({"draft": draft, **d}) for d in found[:count]]
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedPair]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield load_pair(read_pair(str(make_pair(tmp_path_factory.mktemp(request.param), request.param))), device="cpu")
+    torch.set_num_threads(threads)
+
+
+def decode(
+    pair: LoadedPair,
+    policy: Policy,
+    sampling: Sampling,
+    find: Artifacts | None = None,
+    profile: LatencyProfile | None = None,
+) -> list[Any]:
+    decoder = Decoder(pair, StaticSource(prepare(policy, pair.draft_names, artifacts=find, profile=profile)))
+    return [
+        decoder.decode(decoder.request(Request(str(i), "c", (prompt,)), pair.encode(prompt), sampling, TOKENS))
+        for i, prompt in enumerate(PROMPTS[:4])
+    ]
+
+
+def covers(policies: list[Policy], sampling: Sampling, find: Artifacts) -> list[Cover]:
+    """What the recorder must cover beside its base."""
+    sampled = not sampling.greedy
+    return [
+        Cover(cover_name(p.growth, sampled=sampled), compile_tree(p, sampled=sampled, artifacts=find), p.depth_max)
+        for p in policies
+        if p.growth.kind != "top_k"
+    ]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: f"T{s.temperature}")
+def test_trees_change_no_text_and_replay_exactly(pair: LoadedPair, sampling: Sampling) -> None:
+    draft = next(iter(pair.drafts))
+    find = artifacts(draft)
+    policies = tree_policies(draft, 20, seed=int(10 * sampling.temperature))
+    plain = [d.trajectory for d in decode(pair, Policy(), sampling)]
+    wanted = covers(policies, sampling, find)
+    trees = [record_tree_panorama(pair, t, draft, WIDTH, DEPTH, covers=wanted) for t in plain]
+    trace = ReplayTrace(plain, {}, trees={(draft, "coupled"): trees})
+    rounds = 0
+    for policy in policies:
+        executed = decode(pair, policy, sampling, find)
+        replayed = run_replay(trace, policy, per_round=True, artifacts=find)
+        assert replayed.missing == 0
+        for text, ran, steps in zip(plain, executed, replayed.steps(), strict=True):
+            assert ran.trajectory.output_ids.tolist() == text.output_ids.tolist(), policy.label()
+            assert [shape(s) for s in ran.steps] == [shape(s) for s in steps], policy.label()
+            rounds += len(steps)
+    assert rounds > 500
+
+
+ANALYTIC: list[dict[str, Any]] = [
+    {
+        "growth": {"kind": "top_k", "width": 5},
+        "window": {"kind": "analytic", "gamma_max": 6, "gamma_min": 1, "history": 4},
+        "select": {"top_n": 15},
+    },
+    {"growth": {"kind": "top_k", "width": 3}, "window": {"kind": "analytic", "gamma_max": 5, "estimator": "exact"}, "select": {"top_n": 8}},
+    {"growth": {"kind": "static", "paths": STATIC}, "window": {"kind": "analytic", "gamma_max": 6, "history": 3}},
+    {
+        "growth": {"kind": "classifier", "width": 5, "cap": 3, "beta": 0.3, "artifact": "grower"},
+        "window": {"kind": "analytic", "gamma_max": 6, "history": 3},
+    },
+    {
+        "growth": {"kind": "top_k", "width": 4},
+        "window": {"kind": "q_learning", "gamma_max": 4, "reward": "speed", "epsilon": 0.3},
+        "select": {"top_n": 12},
+    },
+]
+"""Windows that weigh what trees cost."""
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS[::2], ids=lambda s: f"T{s.temperature}")
+def test_windows_that_weigh_costs_replay_exactly(pair: LoadedPair, sampling: Sampling) -> None:
+    draft = next(iter(pair.drafts))
+    find, profile = artifacts(draft), flat_profile(pair.id, pair.drafts)
+    policies = [parse_policy({"draft": draft, **d}) for d in ANALYTIC]
+    plain = [d.trajectory for d in decode(pair, Policy(), sampling)]
+    trees = [record_tree_panorama(pair, t, draft, WIDTH, DEPTH, covers=covers(policies, sampling, find)) for t in plain]
+    trace = ReplayTrace(plain, {}, trees={(draft, "coupled"): trees})
+    depths = set()
+    for policy in policies:
+        replayed = run_replay(trace, policy, profile, per_round=True, artifacts=find)
+        assert replayed.total.seconds > 0
+        for ran, steps in zip(decode(pair, policy, sampling, find, profile), replayed.steps(), strict=True):
+            assert [shape(s) for s in ran.steps] == [shape(s) for s in steps], policy.label()
+            depths |= {s.depth for s in steps}
+    assert len(depths) > 3
+    with pytest.raises(PolicyError, match="no costs of trees for draft"):
+        run_replay(trace, policies[0], replace(profile, trees=None), artifacts=find)
+
+
+def test_children_by_probability_replay_exactly(pair: LoadedPair) -> None:
+    draft, sampling = next(iter(pair.drafts)), SAMPLINGS[2]
+    policy = parse_policy(
+        {
+            "draft": draft,
+            "growth": {"kind": "top_k", "width": 5, "proposals": "probability"},
+            "window": {"kind": "fixed", "gamma": 4},
+            "select": {"top_n": 16},
+        }
+    )
+    plain = [d.trajectory for d in decode(pair, Policy(), sampling)]
+    trees = [record_tree_panorama(pair, t, draft, WIDTH, 5, proposals="probability") for t in plain]
+    replayed = run_replay(ReplayTrace(plain, {}, trees={(draft, "probability"): trees}), policy, per_round=True)
+    for text, ran, steps in zip(plain, decode(pair, policy, sampling), replayed.steps(), strict=True):
+        assert ran.trajectory.output_ids.tolist() == text.output_ids.tolist()
+        assert [shape(s) for s in ran.steps] == [shape(s) for s in steps]
+
+
+def test_what_was_not_recorded_is_refused(pair: LoadedPair) -> None:
+    draft, sampling = next(iter(pair.drafts)), Sampling()
+    plain: list[Trajectory] = [d.trajectory for d in decode(pair, Policy(), sampling)]
+    trace = ReplayTrace(plain, {}, trees={(draft, "coupled"): [record_tree_panorama(pair, t, draft, 3, 3) for t in plain]})
+
+    def policy(width: int, gamma: int) -> Policy:
+        growth = {"kind": "top_k", "width": width}
+        return parse_policy({"draft": draft, "growth": growth, "window": {"kind": "fixed", "gamma": gamma}, "select": {"top_n": 9}})
+
+    assert run_replay(trace, policy(3, 3)).missing == 0
+    with pytest.raises(TraceError, match="--tree-width 4"):
+        run_replay(trace, policy(4, 3))
+    with pytest.raises(TraceError, match="does not hold"):
+        run_replay(trace, policy(3, 5))
+    assert run_replay(trace, policy(3, 5), approximate=True).missing > 0
+    with pytest.raises(TraceError, match="has no trees"):
+        run_replay(ReplayTrace(plain, {}), policy(3, 3))

@@ -1,0 +1,548 @@
+"""The tree report: its numbers on forests whose answers are known, its page parsed, and the commands on a tiny pair."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from doors import Door, one_object, write_workload
+from rich.console import Console
+from trace_values import a_trajectory
+
+from db import open_database
+from optimizer.replay import ReplayTrace, run_replay
+from optimizer.report_html import FIGURES, Plot, page, ticks
+from optimizer.tree_outcomes import ABSENT, NEVER, GrowthTable, join_trees
+from optimizer.tree_report import (
+    SHARES,
+    Starts,
+    Stored,
+    TreeReport,
+    bin_lines,
+    child_probabilities,
+    family,
+    heat,
+    phi_grid,
+    rank_profile,
+    terminal_ranks,
+    top_k,
+    tree_report,
+)
+from optimizer.tree_view import chosen_nodes, tree_json, tree_view
+from runtime.decoder import Decoder
+from runtime.loading import load_pair
+from runtime.loop import Round, StaticSource
+from runtime.pair import read_pair
+from runtime.policies.document import Policy, parse_policy
+from runtime.policies.prepared import prepare
+from runtime.policies.tree_rules import Fitted
+from runtime.tree_drafts import GrownTree
+from runtime.tree_panorama import record_tree_panorama
+from traces.errors import PolicyError, TraceError
+from traces.schema import NO_BIN, Request, Sampling, Step, TreePanorama
+from traces.store import TraceStore
+
+TOP_K = (
+    '{"draft": "near", "growth": {"kind": "top_k", "width": 3}, "window": {"kind": "fixed", "gamma": 3}, "select": {"top_n": 12}}'
+)
+
+# --- numbers
+
+
+def a_table(ranks: list[list[int]], phi: list[int]) -> GrowthTable:
+    """A growth table of which only the ranks at full depth and the last Phi are known."""
+    n, depth = len(ranks), len(ranks[0])
+    rank = np.full((n, depth, depth), ABSENT, np.uint16)
+    rank[:, depth - 1] = ranks
+    levels = np.zeros((n, depth), np.uint16)
+    levels[:, -1] = phi
+    never = np.full(n, NEVER, np.uint8)
+    whole = np.zeros((n, depth), np.bool_)
+    best = np.zeros((n, depth, 3), np.uint16)
+    return GrowthTable(depth, rank, levels, levels.astype(np.uint8), whole, levels, best, never, never)
+
+
+def test_the_rank_is_that_of_the_deepest_accepted_node() -> None:
+    table = a_table([[0, 3, 9], [0, 3, 10], [4, ABSENT, ABSENT], [10, 11, 12], [ABSENT] * 3, [0, 1, 2]], [16, 32, 48, 64, 80, 96])
+    limit = np.array([3, 9, 3, 3, 4, 2])  # the last start's budget ends before its third level
+    starts = terminal_ranks(table, limit, 10)
+    assert starts.tcr.tolist() == [10, 4, 5, 0, 0]
+    assert starts.accepted.tolist() == [3, 2, 1, 0, 0]
+    assert starts.phi.tolist() == [16, 32, 48, 64, 80]
+    profile = rank_profile(starts, 10)
+    assert (profile.starts, profile.count) == (5, (2, 0, 0, 0, 1, 1, 0, 0, 0, 0, 1))
+    assert profile.accepted[4] == 2.0
+    assert profile.accepted[1] is None
+    assert profile.phi[0] == pytest.approx((64 + 80) / 2 / 16)
+    assert profile.within[SHARES.index(0.5)] == pytest.approx(2 / 3)
+    assert profile.within[-1] == 1.0
+    assert profile.top_quarter == 0.0
+    assert profile.quartiles == (4, 5, 10)
+
+
+def test_no_starts_are_a_profile_too() -> None:
+    empty = np.zeros(0, np.int64)
+    starts = Starts(empty, empty, empty)
+    profile = rank_profile(starts, 4)
+    assert (profile.starts, profile.count, profile.quartiles) == (0, (0,) * 5, (0, 0, 0))
+    assert bin_lines(starts, 3, [5], 3, "x").mean_tcr == (None, None)
+    assert phi_grid(starts, 4).count == ((0,),) * 4
+
+
+def test_probabilities_come_back_from_codes() -> None:
+    q = np.array([[0.97, 0.02, 0.005], [0.5, 0.3, 0.1], [0.999, 0.0005, 0.0001], [0.6, 0.2, 0.0]])
+    codes = np.minimum(255, np.floor(-16 * np.log(np.maximum(q, 1e-12)))).astype(np.uint8)
+    got = child_probabilities(codes, np.array([3, 3, 3, 2], np.uint8))
+    np.testing.assert_allclose(got, q, rtol=0.033, atol=1e-6)
+    assert got[3, 2] == 0.0
+    assert (np.abs(got[[0, 2], 0] - q[[0, 2], 0]) < 0.006).all()  # a code of 0 alone would leave 0.94 to 1
+
+
+def roots_only(entropy: list[int], logp: list[list[int]], slots: list[int]) -> TreePanorama:
+    """A panorama of nothing but a text's own prefixes."""
+    n, width = len(entropy) + 1, len(logp[0])
+    last = np.full((1, width), 255, np.uint8)
+    codes = np.concatenate([np.array(logp, np.uint8), last])
+    flat = np.array([*entropy, 0], np.uint8)
+    none, tokens = np.zeros(0, np.uint8), np.zeros((n, width), np.int32)
+    return TreePanorama(
+        "small", width, 3, "coupled", True, (), none.astype(np.int32), none, tokens, codes, codes, np.full(n, width, np.uint8),
+        flat, flat, np.array([*slots, 255], np.uint8),
+    )  # fmt: skip
+
+
+def test_heat_maps_of_known_laws() -> None:
+    """Low entropy: the first child is accepted 1 time in 2 though its q is about 0.8; high entropy: always, though it is about 0.2."""
+    low, high = int(-16 * np.log(0.8)), int(-16 * np.log(0.2))
+    entropy = [2, 2, 2, 2, 60, 60, 69, 69]
+    laws = [[low, 30]] * 4 + [[high, 30]] * 4
+    trajectory = a_trajectory(1, n=8)
+    found = heat(join_trees([trajectory], [roots_only(entropy, laws, [0, 255, 1, 0, 0, 0, 0, 0])]), 2)
+    assert len(found.edges) == 8
+    assert found.edges[0] == 0.0
+    assert found.edges[-1] == pytest.approx(70 / 16)
+    assert found.count == (4, 0, 0, 0, 0, 0, 4)
+    assert found.acceptance[0] == (0.5, 0.25)
+    assert found.acceptance[-1] == (1.0, 0.0)
+    assert found.acceptance[3] == (None, None)
+    assert found.probability[0][0] == pytest.approx(0.8, rel=0.04)
+    assert found.difference[0][0] == pytest.approx(0.5 - 0.8, abs=0.03)
+    assert found.difference[-1][0] == pytest.approx(0.8, abs=0.03)
+    assert found.difference[1] == (None, None)
+
+
+def test_bins_are_drawn_where_decoding_puts_them() -> None:
+    phi = np.array([10, 20, 21, 40, 41, 99])
+    starts = Starts(np.array([1, 3, 5, 7, 9, 0]), np.array([1, 1, 1, 1, 1, 0]), phi)
+    lines = bin_lines(starts, 6, [10, 20], 3, "abc")  # fitted over 3 laws, drawn over 6
+    assert lines.thresholds == (20 / 16, 40 / 16)
+    assert lines.starts == (2, 2, 1)
+    assert lines.mean_tcr == (2.0, 6.0, 9.0)
+    grid = phi_grid(starts, 10, columns=5, rows=5)
+    assert (grid.width, grid.height) == (9 / 16, 2)
+    assert sum(map(sum, grid.count)) == 5
+    assert grid.count[0][10 // 9] == 1
+    assert grid.count[4][41 // 9] == 1
+
+
+def test_ticks_are_round_and_inside() -> None:
+    for low, high in ((0.0, 1.0), (0.3, 0.9), (1.0, 60.0), (0.0, 1e-3), (0.0, 12345.0), (2.0, 2.0)):
+        found = ticks(low, high)
+        assert 0 < len(found) <= 12
+        assert all(low - 1e-9 <= t <= max(high, low) + 1e-9 for t in found)
+
+
+# --- a recorded pair
+
+
+@pytest.fixture(scope="module")
+def trace(tiny_pair: Path) -> Iterator[ReplayTrace]:
+    """Four texts of the tiny pair, greedy and sampled, with trees of draft ``near``."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    pair = load_pair(read_pair(str(tiny_pair)), device="cpu")
+    decoder = Decoder(pair, StaticSource(prepare(Policy(), pair.draft_names)))
+    texts, trees = [], []
+    for i, prompt in enumerate(("def add(a, b):", "The quick brown", "for i in", "Ann buys 4 apples")):
+        item = Request(f"r{i}", "ab"[i % 2], (prompt,))
+        sampling = Sampling() if i < 2 else Sampling(temperature=0.8, seed=i)
+        texts.append(decoder.decode(decoder.request(item, pair.encode(prompt), sampling, 24), item.category).trajectory)
+        trees.append(record_tree_panorama(pair, texts[-1], "near", 4, 4))
+    yield ReplayTrace(texts, {}, trees={("near", "coupled"): trees})
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def report(trace: ReplayTrace) -> TreeReport:
+    def artifacts(name: str) -> Fitted:
+        if name != "bins":
+            raise PolicyError(f"there is no artifact {name!r} here")
+        return Fitted("bins", {"thresholds": [20, 60], "depth": 4, "draft": "near"}, {})
+
+    tried = [
+        (
+            parse_policy({"draft": "near", "growth": {"kind": "top_k", "width": 2}, "window": {"kind": "fsm", "gamma_max": 4}}),
+            "study",
+        ),
+        (parse_policy({"draft": "near", "growth": {"kind": "top_k", "width": 8}}), "study"),
+    ]  # the second reads more children than there are
+    stored = [Stored("bins", "bins", (20, 60), 4), Stored("gone", "static_tree")]
+    about = [("recording", "rec-1 <complete>"), ("pair", "tiny & small")]
+    return tree_report(trace, "near", top_n=16, width=4, depth=4, stored=stored, tried=tried, artifacts=artifacts, about=about)
+
+
+def test_the_curves_are_what_replay_says(trace: ReplayTrace, report: TreeReport) -> None:
+    assert [g.gamma for g in report.gammas] == [1, 2, 3, 4]
+    for g in report.gammas:
+        chain = parse_policy({"draft": "near", "window": {"kind": "fixed", "gamma": g.gamma}})
+        assert g.chain == run_replay(trace, chain).total.mean_accepted_length
+        assert g.tree == run_replay(trace, top_k("near", 4, g.gamma, 16, "coupled")).total.mean_accepted_length
+        assert g.tree >= g.chain
+    by_label = {p.label: p for p in report.points}
+    tree = run_replay(trace, top_k("near", 4, 4, 16, "coupled"))
+    point = by_label[tree.policy.label()]
+    counts = tree.total
+    assert (point.tau, point.origin, point.missing) == (counts.mean_accepted_length, "grid", 0.0)
+    assert point.per_token == counts.verified_tokens / counts.emitted_tokens
+    assert point.per_round == counts.verified_tokens / counts.rounds
+    assert {p.family for p in report.points} == {"chain", "EAGLE-2", "static", "HeteroSpec"}
+    assert any(p.origin == "study" for p in report.points)
+    assert [s.split(": ")[0] for s in report.skipped] == [
+        "near fixed(gamma=4) static(gone)",
+        parse_policy({"draft": "near", "growth": {"kind": "top_k", "width": 8}}).label(),
+    ]
+    assert [c.category for c in report.categories] == ["a", "b"]
+    by_category = tree.outcome().by_category
+    assert [c.tree_tau for c in report.categories] == [c.mean_accepted_length for c in by_category.values()]
+
+
+def test_ranks_agree_with_the_rounds_of_a_replay(trace: ReplayTrace, report: TreeReport) -> None:
+    """From every start that a replay visits with its whole window, as many are accepted as the ranks say."""
+    policy = top_k("near", 4, 4, 16, "coupled")
+    prepared = prepare(policy, ["near"])
+    assert prepared.rules is not None
+    limit = trace.forests["near", "coupled"].limit
+    starts = terminal_ranks(trace.growth(policy, prepared.rules), limit, 16)
+    place = np.cumsum(limit >= 4) - 1
+    checked = 0
+    for request, steps in enumerate(run_replay(trace, policy, per_round=True).steps()):
+        for step in steps:
+            at = int(trace.offsets[request]) + step.start
+            if limit[at] >= 4:
+                assert starts.accepted[place[at]] == step.accepted
+                checked += 1
+    assert checked > 10
+    assert report.ranks.starts == int((limit >= 4).sum())
+    assert sum(report.ranks.count) == report.ranks.starts
+    assert sum(report.bins.starts) == report.ranks.starts - report.ranks.count[0]
+
+
+def test_families() -> None:
+    def of(**document: Any) -> str:
+        return family(parse_policy({"draft": "small", **document}))
+
+    assert of() == of(growth={"kind": "top_k", "width": 1}) == "chain"
+    assert of(growth={"kind": "top_k"}) == "EAGLE-2"
+    assert of(growth={"kind": "top_k"}, stratify={"artifact": "x"}) == "HeteroSpec"
+    assert of(growth={"kind": "classifier", "artifact": "x"}) == "C2T"
+    assert of(growth={"kind": "static", "paths": [[0]]}) == "static"
+
+
+# --- the page
+
+
+class Page(HTMLParser):
+    """Checks nesting and collects ids, text, and the numbers of attributes that are coordinates."""
+
+    VOID = frozenset({"meta", "br", "hr", "img", "link", "input"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.named: list[str] = []
+        self.tags: list[str] = []
+        self.boxes: list[tuple[float, float]] = []
+        self.coordinates: list[tuple[str, float]] = []
+        self.said: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag not in self.VOID:
+            self.open.append(tag)
+        given = dict(attrs)
+        if given.get("id"):
+            self.ids.append(given["id"] or "")
+        self.named += (given.get("aria-labelledby") or "").split()
+        assert not any(name.startswith("on") or name in ("src", "href", "style") for name in given)
+        if tag == "svg":
+            _, _, width, height = map(float, (given["viewbox"] or "").split())
+            self.boxes.append((width, height))
+        if "svg" in self.open and "transform" not in given:
+            pairs = [p.split(",") for p in (given.get("points") or "").split()]
+            for name in ("x", "x1", "x2", "cx"):
+                pairs += [[given[name] or "", "0"]] if name in given else []
+            for name in ("y", "y1", "y2", "cy"):
+                pairs += [["0", given[name] or ""]] if name in given else []
+            for x, y in pairs:
+                width, height = self.boxes[-1]
+                assert -1 <= float(x) <= width + 1, (tag, given)
+                assert -1 <= float(y) <= height + 1, (tag, given)
+            for name in ("width", "height", "r"):
+                assert tag == "svg" or float(given.get(name) or 0) >= 0
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open, tag
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.said.append(data)
+
+
+def check_page(text: str) -> Page:
+    found = Page(text)
+    assert found.open == []
+    assert len(found.ids) == len(set(found.ids))
+    assert set(FIGURES) <= set(found.ids)
+    assert found.tags.count("svg") == found.tags.count("figure") == len(FIGURES)
+    assert found.named == [f"{name}-{part}" for name in FIGURES for part in "td"]
+    assert set(found.named) <= set(found.ids)
+    assert not {"script", "img", "link", "iframe", "object", "a"} & set(found.tags)
+    assert not re.search(r"https?:|//\w|url\(|@import|nan\b|\binf\b", text, re.IGNORECASE)
+    assert "prefers-color-scheme: dark" in text
+    return found
+
+
+def test_the_page_is_whole(report: TreeReport) -> None:
+    found = check_page(page(report))
+    said = " ".join(found.said)
+    assert "rec-1 <complete>" in said
+    assert "tiny & small" in said
+    for wanted in (
+        "Terminal Confidence Rank",
+        "Accepted length by rank",
+        "Phi by rank",
+        "Acceptance minus probability",
+        "thresholds of bins bins",
+    ):
+        assert wanted in said
+    assert f"{report.gammas[-1].tree:.3f}" in said
+    assert "policies left out" in said
+    data = json.loads(json.dumps(report.to_json(), allow_nan=False))
+    assert data["about"]["pair"] == "tiny & small"
+    assert len(data["points"]) == len(report.points)
+
+
+def test_a_page_of_little_is_whole_too(report: TreeReport) -> None:
+    empty = np.zeros(0, np.int64)
+    starts = Starts(empty, empty, empty)
+    poor = replace(
+        report,
+        ranks=rank_profile(starts, report.top_n),
+        grid=phi_grid(starts, report.top_n),
+        bins=replace(report.bins, artifact="", thresholds=(), starts=(), mean_tcr=()),
+        points=(),
+        categories=(),
+        skipped=tuple(f"p{i}: reason" for i in range(50)),
+    )
+    said = " ".join(check_page(page(poor)).said)
+    assert "`fit bins`" in said
+    assert "30 more" in said
+
+
+def test_marks_say_what_they_are() -> None:
+    plot = Plot((0, 1), (0, 1))
+    for shape in range(5):
+        plot.mark(shape, 0.5, 0.5, "f1", f"shape <{shape}>")
+    text = plot.svg("x", "a < b", "c & d")
+    assert "a &lt; b" in text
+    assert text.count("<title>shape &lt;") == 5
+
+
+# --- drawing rounds
+
+
+def a_round() -> Round:
+    """A tree of two levels, its second child accepted, then that one's first child."""
+    tree = GrownTree(tokens=[10, 11, 12, 20, 21, 22], parents=[-1, -1, -1, 0, 1, 1], depths=[1, 1, 1, 2, 2, 2], pool=9)
+    return Round(Step(5, 6, 7, 2, 3, 2, depth=2), [11, 21, 99], tree.tokens, None, tree, [1, 4])
+
+
+def drawn(view: Any, **how: Any) -> str:
+    out = io.StringIO()
+    Console(file=out, width=60, **how).print(view)
+    return out.getvalue()
+
+
+def test_a_tree_is_drawn_with_its_accepted_path() -> None:
+    text = drawn(tree_view(3, a_round(), "root\n", lambda token: f"t{token}"))
+    assert text.splitlines() == [
+        "round 3: 6 nodes verified of 9 grown, depth 2, 2 accepted",
+        '"root\\n"',
+        '├── "t10"',
+        '│   └── "t20"',
+        '├── "t11"',
+        '│   ├── "t21"',
+        '│   │   └── "t99"',
+        '│   └── "t22"',
+        '└── "t12"',
+    ]
+    coloured = drawn(tree_view(3, a_round(), "root", str), force_terminal=True, color_system="standard", no_color=False)
+    assert '\x1b[32m"11"' in coloured
+    assert '\x1b[1;33m"99"' in coloured
+    assert '\x1b[2m"10"' in coloured
+
+
+def test_a_large_tree_is_cut_but_never_its_path() -> None:
+    text = drawn(tree_view(3, a_round(), "root", lambda token: f"t{token}", lines=3))
+    assert re.findall(r"t\d\d", text) == ["t10", "t11", "t21", "t99"]
+    assert "… 3 more" in text
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        n = int(rng.integers(1, 60))
+        parents = [int(rng.integers(-1, i)) for i in range(n)]
+        tree, path, at = GrownTree(tokens=list(range(n)), parents=parents), [], -1
+        while (children := [i for i in range(n) if parents[i] == at]) and rng.integers(3):
+            at = int(rng.choice(children))
+            path.append(at)
+        shown = chosen_nodes(tree, path, 8)
+        assert len(shown) == min(8, n)
+        assert set(path[:8]) <= set(shown)
+        assert all(parents[i] == -1 or parents[i] in shown for i in shown)
+
+
+def test_a_round_as_arrays() -> None:
+    found = tree_json(a_round())
+    assert found == {
+        "start": 5,
+        "tokens": [10, 11, 12, 20, 21, 22],
+        "parents": [-1, -1, -1, 0, 1, 1],
+        "depths": [1, 1, 1, 2, 2, 2],
+        "path": [1, 4],
+        "emitted": [11, 21, 99],
+        "grown": 9,
+        "bin": None,
+    }
+    assert tree_json(replace(a_round(), tree=None)) is None
+    assert a_round().step.bin == NO_BIN
+
+
+# --- the commands
+
+
+@pytest.fixture(scope="module")
+def door(tmp_path_factory: pytest.TempPathFactory, tiny_pair: Path) -> Door:
+    folder = tmp_path_factory.mktemp("report")
+    write_workload(folder / "work.jsonl", 4)
+    return Door(str(folder / "spectune.db"), str(tiny_pair))
+
+
+@pytest.fixture(scope="module")
+def recorded(door: Door) -> tuple[str, str]:
+    """A recording with trees, and one without."""
+    work = Path(door.db).parent / "work.jsonl"
+    common = ("record", "--pair", door.pair, "--workload", work, "--max-new-tokens", 16, "--gamma-max", 4, "--fresh")
+    bare = door.json(*common, "--limit", 2)["recording"]
+    return door.json(*common, "--tree-width", 3, "--tree-depth", 3)["recording"], bare
+
+
+def test_the_report_of_a_recording(door: Door, recorded: tuple[str, str], tmp_path: Path) -> None:
+    name, bare = recorded
+    out = tmp_path / "trees.html"
+    made = door.json("traces", "report", name, "--out", out, "--draft", "near", "--top-n", 12)
+    assert (made["path"], made["recording"], made["draft"]) == (str(out), name, "near")
+    assert (made["width"], made["depth"], made["top_n"]) == (3, 3, 12)
+    assert made["tokens"] == door.json("traces", "show", name)["n_output_tokens"]
+    said = " ".join(check_page(out.read_text(encoding="utf-8")).said)
+    assert name in said
+    shown = door.call("traces", "report", name, "--out", out, "--depth", 2)  # without --draft: the first that has trees
+    assert shown.exit_code == 0
+    assert shown.stdout.startswith(f"{out}: trees of draft far, ")
+    for arguments, words in (
+        ((bare,), f"recording {bare} has no trees of all its requests; `record --resume {bare} --tree-width 8 --tree-depth 8`"),
+        ((name, "--draft", "ngram"), "has no trees of draft 'ngram' of all its requests (it has those of: far, near)"),
+        ((name, "--width", 5), "width 3 and depth 3, not 5 and 3; `record --resume"),
+        ((name, "--out", tmp_path / "no" / "x.html"), "there is no folder"),
+    ):
+        refused = door.call("traces", "report", *arguments)
+        assert refused.exit_code == 2
+        assert refused.stderr.splitlines()[-1].startswith("error: ")
+        assert words in refused.stderr
+
+
+def test_the_report_finds_what_was_fitted_and_tried(door: Door, recorded: tuple[str, str], tmp_path: Path) -> None:
+    name, _ = recorded
+    policy = parse_policy({"draft": "near", "growth": {"kind": "top_k", "width": 2}, "window": {"kind": "fsm", "gamma_max": 3}})
+    with open_database(door.db) as database:
+        store = TraceStore(database)
+        pair = store.get_recording(name).pair_id
+        old = store.put_artifact("bins", {"thresholds": [5], "depth": 3, "draft": "near"}, pair_id=pair)
+        new = store.put_artifact("bins", {"thresholds": [15, 40], "depth": 3, "draft": "near"}, pair_id=pair)
+        store.put_artifact("bins", {"thresholds": [99], "depth": 3, "draft": "far"}, pair_id=pair)
+        assert {a[0] for a in store.list_artifacts("bins", pair)} > {old, new}
+        assert store.list_artifacts("classifier") == ()
+        trials = [
+            {"policy": policy.spelled_out(), "id": policy.id, "value": 2.0, "origin": "x"},
+            {"policy": {"draft": "near", "no": 1}},
+        ]
+        store.put_study(pair, sampler="none", seed=0, document={}, trials=trials, recording_id=name)
+        store.put_study(pair, sampler="none", seed=0, document={}, trials=trials[:1], recording_id=None)
+        loaded = store.load(name, ["near"], trees=True)
+        trace = ReplayTrace(loaded.trajectories, {}, trees={("near", "coupled"): loaded.trees("near")})
+        ran = parse_policy(json.loads(TOP_K))
+        store.put_policy(ran.id, ran.spelled_out(), ran.label())
+        outcome = run_replay(trace, ran).outcome()
+        store.put_run(pair, ran.id, outcome, device="cpu", dtype="float32", recording_id=name)
+    made = door.json("traces", "report", name, "--out", tmp_path / "x.html", "--draft", "near", "--top-n", 12)
+    assert made["bins"]["artifact"] == new
+    assert made["bins"]["thresholds"] == [15 / 16, 40 / 16]
+    origins = {p["origin"]: p for p in made["points"]}
+    assert origins["study"]["policy"] == policy.id
+    assert origins["run"]["policy"] == ran.id
+    assert origins["run"]["tau"] == outcome.total.mean_accepted_length
+    assert "HeteroSpec" in {p["family"] for p in made["points"]}
+
+
+def test_a_report_needs_trees_in_memory_too(trace: ReplayTrace) -> None:
+    with pytest.raises(TraceError, match="has no trees"):
+        tree_report(trace, "far", top_n=4, width=2, depth=2)
+
+
+def test_generate_draws_trees(door: Door, recorded: tuple[str, str]) -> None:
+    common = ("generate", "def add(", "--pair", door.pair, "--policy", TOP_K, "--max-new-tokens", 16)
+    made = door.json(*common)
+    assert made["same_text"] is True
+    assert len(made["trees"]) == made["rounds"]
+    output: list[int] = []
+    for tree in made["trees"]:
+        if tree is not None:
+            assert tree["start"] == len(output)
+            assert len(tree["tokens"]) == len(tree["parents"]) == len(tree["depths"]) <= 12
+            assert [tree["tokens"][n] for n in tree["path"]] == tree["emitted"][: len(tree["path"])]
+            assert [tree["parents"][n] for n in tree["path"]] == [-1, *tree["path"]][: len(tree["path"])]
+            output += tree["emitted"]
+        else:
+            output += made["token_ids"][len(output) : len(output) + 1]
+    assert output == made["token_ids"]
+    last = door.call(*common)
+    assert last.exit_code == 0
+    assert len(re.findall(r"^round \d+: \d+ nodes verified", last.stdout, re.MULTILINE)) == 1
+    every = door.call(*common, "--show-trees")
+    assert len(re.findall(r"^round \d+: ", every.stdout, re.MULTILINE)) == sum(t is not None for t in made["trees"])
+    assert "\x1b[" not in every.stdout
+    chain = door.call(
+        "generate", "def add(", "--pair", door.pair, "--policy", '{"draft": "near"}', "--max-new-tokens", 8, "--json"
+    )
+    assert "trees" not in one_object(chain.stdout)
+    assert "nodes verified" not in chain.stderr

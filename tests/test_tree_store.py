@@ -1,0 +1,332 @@
+"""Tree panoramas packed, stored, widened, moved and found damaged; and the databases that are older than they."""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import fields, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sqlalchemy as sa
+from test_db import at_revision
+from test_store import damage
+from trace_values import PAIR, a_panorama, a_recording, a_trajectory, a_tree
+
+from db import CorruptedChunkError, NotFoundError, check, open_database, upgrade
+from db.engine import WRITES, make_engine, parse_url
+from db.models import PanoramaChunkRow
+from traces.codec import CodecError, pack, unpack
+from traces.errors import TraceError
+from traces.packing import pack_chain, pack_tokens, pack_tree, unpack_chain, unpack_tree
+from traces.prune import prune
+from traces.query import TraceFilter, acceptance_stats, request_rows
+from traces.recording import TreeExtent
+from traces.schema import Proposals, Sampling, TreePanorama
+from traces.store import TraceStore
+from traces.transfer import export_recordings, import_recordings
+
+BOTH: tuple[Proposals, ...] = ("coupled", "probability")
+
+
+def put_trees(store: TraceStore, recording: str, n: int, draft: str = "small", **how: Any) -> list[TreePanorama]:
+    made = [a_tree(a_trajectory(i), draft, seed=i, **how) for i in range(n)]
+    assert store.put_tree_panoramas(recording, list(enumerate(made))) == n
+    return made
+
+
+# --- packing
+
+
+@pytest.mark.parametrize("proposals", BOTH)
+@pytest.mark.parametrize("width", [1, 5, 10])
+@pytest.mark.parametrize(("n", "vocab"), [(0, 300), (1, 65536), (70, 150_000)])
+def test_a_tree_comes_back_equal(n: int, vocab: int, width: int, proposals: Proposals) -> None:
+    covers = ('{"kind":"top_k","width":1}', '{"kind":"static","paths":[[0],[1]]}')
+    tree = a_tree(a_trajectory(1, n=n), "small", width=width, depth=7, proposals=proposals, covers=covers, vocab=vocab)
+    back = unpack_tree(pack_tree(tree))
+    assert back == tree
+    assert all(getattr(back, name).flags.c_contiguous for name in back.columns())
+
+
+def test_codes_of_every_value_come_back() -> None:
+    """Differences are modulo 256, so no order of the codes is special."""
+    tree = a_tree(a_trajectory(1), "small", width=6)
+    rng = np.random.default_rng(5)
+    for logp, gap in ((0, 255), (255, 0), (rng.integers(0, 256, tree.logp.shape), rng.integers(0, 256, tree.gap.shape))):
+        other = replace(tree, logp=np.full_like(tree.logp, logp), gap=np.full_like(tree.gap, gap))
+        assert unpack_tree(pack_tree(other)) == other
+
+
+def malformed(tree: TreePanorama, **changed: Any) -> None:
+    """Packs the tree's own columns and meta, some changed (None: left out), and expects a refusal."""
+    columns, meta = unpack(pack_tree(tree))
+    for name, value in changed.items():
+        for where in (columns, meta):
+            if name in where:
+                where.pop(name) if value is None else where.update({name: value})  # type: ignore[attr-defined]
+    with pytest.raises(CodecError, match="is no tree panorama"):
+        unpack_tree(pack(columns, meta))
+
+
+def test_malformed_trees_are_refused() -> None:
+    tree = a_tree(a_trajectory(2), "small")
+    for name in (*tree.columns(), "draft", "width", "depth", "proposals", "shared", "covers", "token_bytes", "by_q"):
+        malformed(tree, **{name: None})
+    malformed(tree, width=5)
+    malformed(tree, proposals="other")
+    malformed(tree, token_bytes=3)
+    malformed(tree, parent=tree.parent[:-1])
+    malformed(tree, parent=tree.parent + len(tree.count))
+    malformed(tree, parent=-tree.parent - 1)
+    malformed(tree, slot=tree.slot + 4)
+    malformed(tree, count=tree.count + 4)
+    malformed(tree, count=tree.count.astype(np.int32))
+    malformed(tree, text_slot=tree.text_slot[: len(tree.parent)])
+    with pytest.raises(CodecError, match="holds 'tree', not 'chain'"):
+        unpack_chain(pack_tree(tree))
+    with pytest.raises(CodecError, match="holds 'chain', not 'tree'"):
+        unpack_tree(pack_chain(a_panorama(a_trajectory(2), "small")))
+
+
+# --- storing
+
+
+@pytest.mark.parametrize("proposals", BOTH)
+def test_trees_come_back_beside_chains_when_asked_for(store: TraceStore, proposals: Proposals) -> None:
+    recording = a_recording(store, n=3, drafts=("ngram", "small"))
+    made = put_trees(store, recording, 3, proposals=proposals)
+    chains = store.load(recording)
+    assert all(not r.trees and not r.trees_q for r in chains.requests)
+    assert chains.drafts == ("ngram", "small")
+    loaded = store.load(recording, ["small"], trees=True)
+    assert loaded.trees("small", proposals) == tuple(made)
+    assert loaded.panoramas("small") == chains.panoramas("small")
+    assert store.load(recording, ["ngram"], trees=True).requests[0].trees_of(proposals) == {}
+    assert next(iter(store.iterate(recording, trees=True, ordinals=[1]))).trees_of(proposals) == {"small": made[1]}
+    info = store.get_recording(recording)
+    assert info.drafts == {"ngram": 3, "small": 3}
+    assert (info.trees if proposals == "coupled" else info.trees_q) == {"small": TreeExtent(3, 4, 3)}
+    assert (info.trees_q if proposals == "coupled" else info.trees) == {}
+    assert info.to_json()["trees" if proposals == "coupled" else "trees_q"] == {"small": {"count": 3, "width": 4, "depth": 3}}
+    assert info.trees_shown() == "small 4x3" + ("" if proposals == "coupled" else " by probability")
+
+
+def test_questions_about_chains_do_not_see_trees(store: TraceStore) -> None:
+    recording = a_recording(store, n=3)
+    before = acceptance_stats(store.database), list(request_rows(store.database))
+    put_trees(store, recording, 3)
+    put_trees(store, recording, 3, draft="head")
+    assert (acceptance_stats(store.database), list(request_rows(store.database))) == before
+    assert list(request_rows(store.database, TraceFilter(draft="head"))) == []
+
+
+def test_missing_trees_are_those_too_narrow_too_flat_or_not_covering(store: TraceStore) -> None:
+    recording = a_recording(store, n=4)
+    assert store.missing_trees(recording, "small", width=1, depth=1) == (0, 1, 2, 3)
+    assert store.tree_limits(recording, "small") == (0, 0, ())
+    for ordinal, (width, depth, covers) in enumerate([(4, 3, ("a",)), (6, 3, ("a", "b")), (4, 5, ("c",))]):
+        tree = a_tree(a_trajectory(ordinal), "small", width=width, depth=depth, covers=covers)
+        assert store.put_tree_panoramas(recording, [(ordinal, tree)]) == 1
+    assert store.missing_trees(recording, "small", width=4, depth=3) == (3,)
+    assert store.missing_trees(recording, "small", width=5, depth=3) == (0, 2, 3)
+    assert store.missing_trees(recording, "small", width=4, depth=4) == (0, 1, 3)
+    assert store.missing_trees(recording, "small", width=4, depth=3, covers=("a", "b")) == (0, 2, 3)
+    assert store.missing_trees(recording, "small", width=4, depth=3, proposals="probability") == (0, 1, 2, 3)
+    assert store.missing_trees(recording, "other", width=4, depth=3) == (0, 1, 2, 3)
+    assert store.tree_limits(recording, "small") == (6, 5, ("a", "b", "c"))
+    info = store.get_recording(recording)
+    assert info.trees == {"small": TreeExtent(3, 4, 3)}
+    assert info.trees_shown() == "small 4x3 (3 of 4)"
+    for ask in (store.tree_limits, lambda r, d: store.missing_trees(r, d, width=1, depth=1)):
+        with pytest.raises(NotFoundError, match="no recording 'rec-0'"):
+            ask("rec-0", "small")
+
+
+def test_trees_are_replaced_by_what_holds_more_and_never_narrowed(store: TraceStore) -> None:
+    recording = a_recording(store, n=1)
+    text = a_trajectory(0)
+    first = a_tree(text, "small", width=4, depth=3, covers=("a", "b"))
+    assert store.put_tree_panoramas(recording, [(0, first)]) == 1
+    for width, depth, covers in ((3, 9, ("a", "b")), (9, 2, ("a", "b")), (9, 9, ("a",))):
+        assert store.put_tree_panoramas(recording, [(0, a_tree(text, "small", width=width, depth=depth, covers=covers))]) == 0
+    assert store.load(recording, trees=True).trees("small") == (first,)
+    for more in (a_tree(text, "small", seed=9, covers=("a", "b")), a_tree(text, "small", width=5, covers=("a", "b", "c"))):
+        assert store.put_tree_panoramas(recording, [(0, more)]) == 1
+        assert store.load(recording, trees=True).trees("small") == (more,)
+    by_q = a_tree(text, "small", proposals="probability", width=1)
+    assert store.put_tree_panoramas(recording, [(0, by_q)]) == 1
+    assert store.load(recording, trees=True).trees("small", "probability") == (by_q,)
+
+
+def test_a_tree_must_fit_its_trajectory(store: TraceStore) -> None:
+    recording = a_recording(store, n=1)
+    with pytest.raises(TraceError, match="61 positions does not fit trajectory 0"):
+        store.put_tree_panoramas(recording, [(0, a_tree(a_trajectory(0, n=61), "small"))])
+    with pytest.raises(NotFoundError, match="no trajectory 5"):
+        store.put_tree_panoramas(recording, [(5, a_tree(a_trajectory(0), "small"))])
+
+
+def test_absent_trees_name_the_command(store: TraceStore) -> None:
+    recording = a_recording(store, n=2)
+    put_trees(store, recording, 1)
+    loaded = store.load(recording, trees=True)
+    with pytest.raises(
+        TraceError, match=rf"1 tree panoramas .* for 2 requests; .*--resume {recording} --tree-width 8 --tree-depth 8"
+    ):
+        loaded.trees("small")
+    with pytest.raises(TraceError, match="--tree-proposals probability` makes"):
+        loaded.trees("small", "probability")
+    assert len(loaded.having(trees=["small"]).trees("small")) == 1
+    put_trees(store, recording, 2)
+    with pytest.raises(TraceError, match="load it with trees=True"):
+        store.load(recording).trees("small")
+
+
+def test_a_damaged_tree_is_named_and_the_others_are_usable(store: TraceStore, url: str) -> None:
+    recording = a_recording(store, n=3)
+    made = put_trees(store, recording, 3)
+    damage(store, PanoramaChunkRow, recording, 1, "small", "tree")
+    assert len(store.load(recording).panoramas("small")) == 3  # chains are not concerned
+    with pytest.raises(
+        CorruptedChunkError, match=rf"recording {recording}, request 1: tree panorama of draft 'small' .*checksum"
+    ):
+        store.load(recording, trees=True)
+    loaded = store.load(recording, trees=True, skip_corrupted=True)
+    assert [(s.ordinal, s.draft) for s in loaded.skipped] == [(1, "small")]
+    assert loaded.having(["small"], trees=["small"]).trees("small") == (made[0], made[2])
+    report = check(url)
+    assert [(c.table, c.key["ordinal"], c.key["kind"]) for c in report.bad_chunks] == [("panorama_chunk", 1, "tree")]
+
+
+# --- moving and removing
+
+
+def test_trees_travel_with_their_recording_and_go_with_it(store: TraceStore, tmp_path: Path) -> None:
+    recording = a_recording(store, n=2)
+    put_trees(store, recording, 2)
+    put_trees(store, recording, 2, proposals="probability")
+    before = store.load(recording, trees=True)
+    export_recordings(store.database, [recording], tmp_path / "out.db")
+    plan = prune(store.database, recordings=[recording], dry_run=True)
+    with store.database.read() as session:
+        held = session.scalar(sa.select(sa.func.sum(sa.func.length(PanoramaChunkRow.data))))
+    assert plan.size_bytes > held > 0
+    prune(store.database, recordings=[recording])
+    with store.database.read() as session:
+        assert session.scalar(sa.select(sa.func.count()).select_from(PanoramaChunkRow)) == 0
+    import_recordings(store.database, tmp_path / "out.db")
+    after = store.load(recording, trees=True)
+    assert after.requests == before.requests
+    assert after.info.trees == before.info.trees
+    assert after.info.trees_q == before.info.trees_q
+    assert store.tree_limits(recording, "small") == (4, 3, ("a",))
+
+
+# --- databases of before
+
+
+def old_database(url: str) -> None:
+    """A database at revision 0001 with a recording of one request and its chain panorama, written as that program did."""
+    at_revision(url, "0001")
+    trajectory = a_trajectory(0)
+    moment = datetime(2026, 11, 20, 12, tzinfo=UTC)
+    tokens, chain = pack_tokens(trajectory.prompt_ids, trajectory.output_ids), pack_chain(a_panorama(trajectory, "small"))
+    sampling = '{"temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0}'
+    rows: list[tuple[str, dict[str, Any]]] = [
+        ("pair", {"id": PAIR, "name": "demo", "document": "{}", "created_at": moment}),
+        (
+            "recording",
+            {
+                "id": "rec-000001",
+                "pair_id": PAIR,
+                "source": "record",
+                "state": "complete",
+                "sampling": sampling,
+                "max_new_tokens": 64,
+                "verifier": "coupled",
+                "options": "{}",
+                "progress": "{}",
+                "spec_sha256": "0" * 64,
+                "created_at": moment,
+            },
+        ),
+        (
+            "trajectory",
+            {
+                "recording_id": "rec-000001",
+                "ordinal": 0,
+                "request_id": trajectory.request_id,
+                "category": trajectory.category,
+                "sampling": sampling,
+                "max_new_tokens": 64,
+                "verifier": "coupled",
+                "finish": "length",
+                "stop_strings": "[]",
+                "n_prompt": len(trajectory.prompt_ids),
+                "n_output": len(trajectory.output_ids),
+                "rounds": 0,
+                "drafted": 0,
+                "accepted": 0,
+                "seconds": 0.0,
+                "created_at": moment,
+                **{f.name: getattr(tokens, f.name) for f in fields(tokens)},
+            },
+        ),
+        (
+            "panorama_chunk",
+            {
+                "recording_id": "rec-000001",
+                "ordinal": 0,
+                "draft": "small",
+                "kind": "chain",
+                "gamma_max": 16,
+                "n": 60,
+                "agree_count": 40,
+                "none_count": 0,
+                "acceptance": 0.5,
+                "at_risk": "[60]",
+                "survived": "[40]",
+                **{f.name: getattr(chain, f.name) for f in fields(chain)},
+            },
+        ),
+    ]
+    engine = make_engine(parse_url(url), migrating=True)
+    with engine.execution_options(**WRITES).connect() as connection, connection.begin():
+        for table, values in rows:
+            names = ", ".join(values)
+            connection.execute(sa.text(f"INSERT INTO {table} ({names}) VALUES ({', '.join(':' + n for n in values)})"), values)
+    engine.dispose()
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
+def test_an_old_database_is_upgraded_with_what_it_holds(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    url = str(tmp_path / "old.db") if kind == "sqlite" else request.getfixturevalue("postgresql_url")
+    old_database(url)
+    assert upgrade(url) == ("0001", "0002")
+    assert check(url).ok
+    with open_database(url) as database:
+        store = TraceStore(database)
+        loaded = store.load("latest", trees=True)
+        assert loaded.trajectories == (a_trajectory(0),)
+        assert loaded.info.sampling == Sampling()
+        assert loaded.panoramas("small") == (a_panorama(a_trajectory(0), "small"),)
+        with database.read() as session:
+            row = session.get_one(PanoramaChunkRow, ("rec-000001", 0, "small", "chain"))
+            assert (row.width, row.covers) == (0, [])
+        assert loaded.info.trees == {}
+        put_trees(store, "rec-000001", 1)
+        assert len(store.load("latest", trees=True).trees("small")) == 1
+
+
+def test_an_old_file_is_imported_and_opened_after_a_copy(tmp_path: Path) -> None:
+    old_database(str(tmp_path / "old.db"))
+    with open_database(str(tmp_path / "new.db")) as database:
+        assert import_recordings(database, tmp_path / "old.db").added == ("rec-000001",)
+        assert TraceStore(database).load("latest").panoramas("small") == (a_panorama(a_trajectory(0), "small"),)
+    with open_database(str(tmp_path / "old.db")):
+        assert (tmp_path / "old.db.before-0001").is_file()
+    with sqlite3.connect(tmp_path / "old.db") as connection:
+        assert connection.execute("SELECT width, covers FROM panorama_chunk").fetchall() == [(0, "[]")]

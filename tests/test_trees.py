@@ -1,0 +1,525 @@
+"""Trees: the batched code against the plain-Python builder and verifier of :mod:`tree_reference`, on random laws full of ties."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+import tree_reference as reference
+
+import runtime.laws
+import runtime.policies.trees
+import runtime.sampling
+from runtime.laws import read_laws
+from runtime.models import CausalModel
+from runtime.policies.heterospec import bin_of, kept_nodes
+from runtime.policies.tree_rules import static_levels
+from runtime.policies.trees import INFINITE, Growing, Laws, Level, TreeRule, select
+from runtime.sampling import Noise, filters
+from runtime.tree_drafts import GrownTree, ModelLaws, TreeContext, grow
+from runtime.verification import verify_tree
+from traces.schema import NO_BIN, Sampling
+
+CPU = torch.device("cpu")
+Path = tuple[int, ...]
+PATHS = {"fused": True, "tensors": False}
+"""Both ways of growing: compiled loops (a CPU's) and tensor operations (any device's)."""
+KINDS = ["chain", "top_k", "classifier", "static"]
+
+
+@pytest.fixture(params=PATHS)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Grows by compiled loops or by tensor operations."""
+    for module in (runtime.policies.trees, runtime.laws):
+        monkeypatch.setattr(module, "fused", lambda _: PATHS[request.param])
+    return str(request.param)
+
+
+@dataclass
+class Case:
+    """One growth both ways: the reference's arguments and the rule that means the same."""
+
+    draft: reference.Draft
+    growth: reference.Growth
+    stop: reference.Stop | None
+    strata: reference.Stratify | None
+    rule: TreeRule
+    gamma: int
+    limit: int
+    select: int | None
+    vocab: int
+    whole: bool
+
+    def expected(self, asked: list[Path] | None = None) -> reference.Tree:
+        """The reference's tree; ``asked`` is told which laws it read."""
+
+        def draft(path: Path) -> reference.Law:
+            if asked is not None:
+                asked.append(path)
+            return self.draft(path)
+
+        return reference.build(
+            draft,
+            self.growth,
+            gamma=self.gamma,
+            stop=self.stop,
+            stratify=self.strata,
+            select_n=self.select,
+            limit=self.limit,
+        )
+
+
+def random_case(rng: random.Random, kind: str, *, short: bool = True) -> Case:
+    width = 1 if kind == "chain" else rng.choice([1, 2, 2, 3, 3, 4, 5, 8])
+    vocab = width + rng.randint(0, 8)
+    coupled = kind != "static" and rng.random() < 0.5
+    score: reference.Score = "coupled" if coupled else "probability"
+    sharpness = rng.choice([0.5, 1.0, 1.5, 4.0])
+    gamma = rng.randint(0, 4 if width > 4 else 6)
+    stop, stopping = None, {}
+    if rng.random() < 0.4:
+        stop = reference.Stop(rng.choice(("max_prob", "joint_prob", "entropy")), rng.randint(0, 150), rng.random() < 0.5)
+        name = {"max_prob": "max_logp", "joint_prob": "max_joint", "entropy": "max_entropy"}[stop.kind]
+        limits = {"max_logp": INFINITE, "max_joint": INFINITE, "max_entropy": INFINITE, name: stop.limit}
+        stopping = {"reads_stop": True, "keep_last": stop.keep_last, **limits}
+    growth: reference.Growth
+    if kind == "static":
+        paths = [tuple(rng.randrange(width) for _ in range(rng.randint(1, 5))) for _ in range(rng.randint(1, 12))]
+        growth = reference.Static(tuple(sorted(reference.prefixes(paths))))
+        width, levels = static_levels(growth.paths)
+        frontier = max(len(level.expanded) for level in levels)
+        rule = TreeRule(width=width, frontier=frontier, static=levels, **stopping)
+    elif kind == "classifier":
+        cap = rng.randint(1, 9)
+        shape = (rng.randint(1, 5), rng.randint(1, 40), rng.randint(1, 120))
+        most = rng.choice([3, 65535])
+        beta = rng.randint(0, most) // rng.choice([1, 2, 1000])
+        table = torch.randint(0, most + 1, shape, generator=torch.Generator().manual_seed(rng.getrandbits(32)), dtype=torch.int32)
+
+        def confidence(joint: int, entropy: int, depth: int) -> int:
+            return int(table[min(depth, shape[0]) - 1, min(entropy, shape[1] - 1), min(joint, shape[2] - 1)])
+
+        growth = reference.Classifier(width, cap, beta, confidence, score, sharpness)
+        rule = TreeRule(width, cap, coupled, sharpness, confidence=table, beta_code=beta, **stopping)
+    else:
+        growth = reference.Chain(score, sharpness) if kind == "chain" else reference.TopK(width, score, sharpness)
+        rule = TreeRule(width, width, coupled, sharpness, **stopping)
+    strata, wanted = None, None
+    if kind in ("top_k", "classifier"):
+        wanted = rng.choice([None, rng.randint(1, 30), rng.randint(1, 30)])
+        if wanted is not None and rng.random() < 0.5:
+            fractions = tuple(rng.choice([0.1, 0.3, 0.5, 0.6, 1.0]) for _ in range(rng.randint(1, 4)))
+            strata = reference.Stratify(tuple(sorted(rng.sample(range(80), 4))), rng.randint(1, 6), rng.randint(0, 3), fractions)
+            kept = kept_nodes(wanted, fractions, strata.alpha)
+            rule = replace(rule, thresholds=strata.thresholds, fitted_depth=strata.d_fit, alpha=strata.alpha, kept=kept)
+        rule = replace(rule, top_n=wanted)
+    ties, greedy = rng.choice([0.0, 0.3, 0.9]), rng.random() < 0.5
+    rate = rng.choice([0.0, 0.0, 0.3, 0.9]) if short else 0.0
+    draft = reference.random_draft(rng, vocab, width, ties, greedy, rate)
+    return Case(
+        draft, growth, stop, strata, rule, gamma, gamma + rng.randint(0, 4), wanted, vocab, rate == 0 and rng.random() < 0.5
+    )
+
+
+NOBODY = reference.Law([], [], [], 0, 0)
+
+
+def as_laws(laws: list[reference.Law], places: int, k: int, junk: random.Random) -> Laws:
+    """The laws [1, places, k] of a frontier; what does not exist is filled with junk."""
+    laws = [*laws, *([NOBODY] * (places - len(laws)))]
+
+    def filled(values: list[int], most: int) -> list[int]:
+        return [*values[:k], *(junk.randint(0, most) for _ in range(k - len(values)))]
+
+    return Laws(
+        torch.tensor([[filled(law.tokens, 9) for law in laws]]).view(1, places, k),
+        torch.tensor([[filled(law.logp, 255) for law in laws]]).view(1, places, k),
+        torch.tensor([[filled(law.gap, 255) for law in laws]]).view(1, places, k),
+        torch.tensor([[law.entropy for law in laws]]),
+        torch.tensor([[law.top_entropy for law in laws]]),
+        torch.tensor([[min(k, len(law.tokens)) for law in laws]]),
+    )
+
+
+class Told:
+    """A LawSource that asks a reference draft, path by path."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.junk = case, random.Random(0)
+        self.paths: list[list[Path | None]] = []
+        self.read: list[Path] = []
+
+    def root(self) -> Laws:
+        self.frontier: list[Path | None] = [()]
+        self.read.append(())
+        return as_laws([self.case.draft(())], 1, self.case.rule.width, self.junk)
+
+    def expand(self, growing: Growing, width: int) -> Laws:
+        """Asks for the first ``width`` of the frontier; a place where no node is (static trees) gets a law of nobody's."""
+        level, above = growing.levels[-1], self.frontier
+        tokens, parents = level.tokens[0].tolist(), level.parent[0].tolist()
+        index, exists = level.frontier.index[0].tolist(), level.frontier.exists[0].tolist()
+        self.frontier = []
+        for place, there in zip(index[:width], exists[:width], strict=True):
+            parent = above[parents[place]]
+            assert self.case.rule.static or there
+            self.frontier.append((*parent, tokens[place]) if there and parent is not None else None)
+        self.read += [path for path in self.frontier if path is not None]
+        laws = [reference.Law([1], [3], [0], 4, 5) if path is None else self.case.draft(path) for path in self.frontier]
+        return as_laws(laws, len(index), self.case.rule.width, self.junk)
+
+    def settled(self, growing: Growing, laws: Laws) -> Level:
+        return growing.levels[-1]
+
+
+def grown(case: Case) -> tuple[GrownTree, list[Path]]:
+    source = Told(case)
+    return grow(case.rule, case.gamma, case.limit, source, CPU, whole=case.whole), source.read
+
+
+def paths_of(tree: GrownTree) -> list[Path]:
+    paths: list[Path] = []
+    for token, parent in zip(tree.tokens, tree.parents, strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    return paths
+
+
+def check_equal(case: Case, tree: GrownTree, expected: reference.Tree, read: list[Path]) -> None:
+    kept = expected.kept
+    assert paths_of(tree) == [node.path for node in kept]
+    assert tree.tokens == [node.token for node in kept]
+    assert tree.parents == [-1 if node.parent is None else kept.index(node.parent) for node in kept]
+    assert tree.depths == [node.depth for node in kept]
+    assert (tree.levels, tree.steps, tree.widths) == (expected.depth, expected.passes, expected.widths)
+    assert tree.place == sorted(tree.place)
+    assert [place >= 0 for place in tree.expanded] == [node.expanded for node in kept]
+    if not case.rule.static:  # a static tree's places are numbered with those of nodes that do not exist
+        for place, node in zip(tree.expanded, kept, strict=True):
+            assert place < 0 or read[1 + place] == node.path
+    assert tree.bin == (NO_BIN if expected.bin is None else expected.bin)
+    assert tree.phi == (expected.phi or 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_grows_what_the_papers_say(kind: str, way: str) -> None:
+    """Through ``grow``: nodes, order, parents, depths, passes, what each pass read, bins, Phi, ends; ties and short laws included."""
+    seen: dict[str, int] = {}
+    for trial in range(900):
+        case = random_case(random.Random(f"{kind} {way} {trial}"), kind)
+        asked: list[Path] = []
+        expected = case.expected(asked)
+        tree, read = grown(case)
+        check_equal(case, tree, expected, read)
+        assert read == asked
+        outcome = f"{expected.ended}{' deeper' if expected.goal > case.gamma else ''}"
+        seen[outcome] = seen.get(outcome, 0) + 1
+    wanted = {"chain": "depth, stop", "top_k": "depth, stop, depth deeper, stop deeper", "static": "depth, stop, static"}
+    wanted["classifier"] = "depth, stop, classifier, depth deeper"
+    assert set(seen) >= set(wanted[kind].split(", ")), seen
+
+
+def all_levels(
+    rule: TreeRule, depth: int, laws: Callable[[Growing], Laws], batch: int, whole: bool = False
+) -> tuple[list[Level], torch.Tensor]:
+    growing = Growing(rule, batch, CPU, whole)
+    for _ in range(depth):
+        growing.add(laws(growing))
+    return growing.levels, select(growing.levels, rule.top_n)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_is_each_tree_alone(kind: str, way: str) -> None:
+    """Growing and selecting B trees at once gives what each gives alone, level by level, in every field; and what is expected."""
+    for trial in range(60):
+        rng = random.Random(f"batch {kind} {trial}")
+        case = random_case(rng, kind, short=trial % 3 > 0)
+        rule, depth = case.rule, max(1, case.gamma)
+        if rule.static:
+            depth = min(depth, len(rule.static))
+        trees = []
+        for i in range(rng.choice([2, 7])):
+            rate = rng.choice([0.0, 0.0, 0.3]) if trial % 3 else 0.0
+            draft = reference.random_draft(rng, case.vocab, rule.width, rng.choice([0.0, 0.3, 0.9]), i % 2 == 0, rate)
+            trees.append(replace(case, draft=draft, gamma=depth, limit=depth, stop=None, strata=None))
+        told = [Told(tree) for tree in trees]
+        alone = []
+        given: list[list[Laws]] = []
+        for source in told:
+            asked: list[Laws] = []
+
+            def ask(growing: Growing, source: Told = source, asked: list[Laws] = asked, rule: TreeRule = rule) -> Laws:
+                if not growing.levels:
+                    asked.append(source.root())
+                else:
+                    exists = growing.levels[-1].frontier.exists
+                    asked.append(source.expand(growing, exists.shape[1] if rule.static else int(exists.sum())))
+                return asked[-1]
+
+            alone.append(all_levels(rule, depth, ask, 1, trial % 3 == 0))
+            given.append(asked)
+
+        def together(growing: Growing, given: list[list[Laws]] = given) -> Laws:
+            level = len(growing.levels)
+            parts = [[getattr(asked[level], name) for asked in given] for name in LAW_FIELDS]
+            return Laws(*(torch.cat(part) for part in parts))
+
+        levels, chosen = all_levels(rule, depth, together, len(trees))
+        for b, (own, picked) in enumerate(alone):
+            assert torch.equal(chosen[b : b + 1], picked)
+            for mine, level in zip(own, levels, strict=True):
+                compare_levels(mine, level, b)
+        for b, tree in enumerate(trees):
+            expected = tree.expected()
+            if expected.ended == "classifier":
+                continue  # grow drops an empty level; here it only is empty
+            tokens = torch.cat([level.tokens[b] for level in levels])
+            assert tokens[chosen[b]].tolist() == [node.token for node in expected.kept]
+
+
+LAW_FIELDS = ["tokens", "logp", "gap", "entropy", "top_entropy", "count"]
+
+
+def compare_levels(alone: Level, batched: Level, b: int) -> None:
+    for name in ("tokens", "cost", "q_cost", "parent", "eligible", "phi", "stops"):
+        assert torch.equal(getattr(batched, name)[b], getattr(alone, name)[0]), name
+    assert torch.equal(batched.rank.expand_as(batched.cost)[b], alone.rank.expand_as(alone.cost)[0])
+    assert torch.equal(batched.frontier.index[b], alone.frontier.index[0])
+    assert torch.equal(batched.frontier.exists[b], alone.frontier.exists[0])
+
+
+def test_stops_and_phi_of_a_batch() -> None:
+    """What each level of a batch says of stop and Phi is what ends, or bins, each of its trees alone."""
+    for trial in range(150):
+        rng = random.Random(f"phi {trial}")
+        case = random_case(rng, rng.choice(["top_k", "classifier", "static"]))
+        expected = case.expected()
+        source, growing = Told(case), Growing(case.rule, 1, CPU)
+        for depth in range(1, expected.passes + 1):
+            if depth == 1:
+                laws = source.root()
+            else:
+                exists = growing.levels[-1].frontier.exists
+                laws = source.expand(growing, exists.shape[1] if case.rule.static else int(exists.sum()))
+            level = growing.add(laws)
+            last = depth == expected.passes
+            if case.rule.reads_stop and expected.ended != "classifier":
+                assert bool(level.stops[0]) == (last and expected.ended == "stop")
+            if depth == case.gamma and expected.phi is not None:
+                assert int(level.phi[0]) == expected.phi
+                assert bin_of(np.array([expected.phi]), depth, case.rule.thresholds, case.rule.fitted_depth) == [expected.bin]
+
+
+def test_rule_says_how_much_is_read() -> None:
+    """The sizes a rule announces are those of its levels, whatever cap and width."""
+    for trial in range(200):
+        rng = random.Random(f"size {trial}")
+        case = random_case(rng, rng.choice(KINDS), short=False)
+        rule, depth = case.rule, max(1, case.gamma)
+        source, growing = Told(case), Growing(case.rule, 1, CPU)
+        for level in range(1, min(depth, len(rule.static) or depth) + 1):
+            if level == 1:
+                laws = source.root()
+            else:
+                exists = growing.levels[-1].frontier.exists
+                laws = source.expand(growing, exists.shape[1] if rule.static else int(exists.sum()))
+            assert laws.count.shape[1] == rule.step_width(level)
+            assert growing.add(laws).cost.shape[1] == rule.places(level)
+        assert rule.pool(level) == sum(x.cost.shape[1] for x in growing.levels)
+
+
+def one_hot_logits(tree: GrownTree, target: reference.Target, vocab: int) -> torch.Tensor:
+    wanted = torch.tensor([target(path) for path in [(), *paths_of(tree)]])
+    return torch.nn.functional.one_hot(wanted, vocab).float()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("exact", [False, True])
+def test_walks_as_the_papers_say(kind: str, exact: bool) -> None:
+    """The verdict on a tree, and how much of it the draft has read, with fake logits whose best token the target wants."""
+    nobody = cast(CausalModel, None)
+    lengths = set()
+    for trial in range(250):
+        rng = random.Random(f"walk {kind} {trial}")
+        case = random_case(rng, kind)
+        expected = case.expected()
+        tree, _ = grown(case)
+        target = reference.random_target(rng, case.draft, case.vocab, rng.choice([0.5, 0.9, 1.0]))
+        accepted, bonus = reference.verify(expected.kept, target)
+        logits = one_hot_logits(tree, target, case.vocab)
+        verdict = verify_tree(nobody, logits, [7, 8], tree, Sampling(), None, exact and case.vocab > 1)
+        assert verdict.tokens == [*(node.token for node in accepted), bonus]
+        assert verdict.path == [expected.kept.index(node) for node in accepted]
+        assert verdict.accepted == len(accepted)
+        assert verdict.read is not None
+        assert len(verdict.tokens) - verdict.read == reference.reread(accepted, len(verdict.tokens))
+        lengths.add(verdict.accepted)
+    assert len(lengths) > 3
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_walk_takes_the_targets_noisy_choice(exact: bool) -> None:
+    """Above temperature 0 the target's token at a node is argmax(logits / T + noise of the node's depth)."""
+    for trial in range(120):
+        rng = random.Random(f"noisy {trial}")
+        case = random_case(rng, rng.choice(["top_k", "classifier"]))
+        if case.vocab < 2:
+            continue
+        tree, _ = grown(case)
+        noise = Noise(trial, case.vocab, CPU)
+        paths = [(), *paths_of(tree)]
+        logits = torch.randn(len(paths), case.vocab, generator=torch.Generator().manual_seed(trial))
+        rows = dict(zip(paths, logits, strict=True))
+
+        def target(path: Path, rows: dict[Path, torch.Tensor] = rows, noise: Noise = noise) -> int:
+            return int((rows[path] / 0.5 + noise.row(3 + len(path))).argmax())
+
+        accepted, bonus = reference.verify(case.expected().kept, target)
+        model = cast(CausalModel, None)
+        verdict = verify_tree(model, logits, [1, 2, 3], tree, Sampling(temperature=0.5), noise, exact)
+        assert verdict.tokens == [*(node.token for node in accepted), bonus]
+
+
+class Shaken:
+    """A Reader whose passes give the law of each path, shaken by a little; only the canonical pass is steady."""
+
+    def __init__(self, seed: int, vocab: int, shake: float, grid: float, length: int = 5) -> None:
+        self.device, self.length = CPU, length
+        self.seed, self.vocab, self.shake, self.grid = seed, vocab, shake, grid
+        self.generator = torch.Generator().manual_seed(seed)
+        self.known: dict[Path, torch.Tensor] = {}
+        self.paths: list[Path] = [()]
+        self.settled = 0
+
+    def steady(self, path: Path) -> torch.Tensor:
+        """Logits whose differences are multiples of ``grid``: neighbours tie, and codes of gaps lie on their borders."""
+        if path not in self.known:
+            own = random.Random(f"{self.seed} {path}")
+            self.known[path] = torch.tensor([round(own.gauss(0, 2) / self.grid) * self.grid for _ in range(self.vocab)])
+        return self.known[path]
+
+    def _shaken(self) -> torch.Tensor:
+        rows = torch.stack([self.steady(path) for path in self.paths])
+        return rows + self.shake * (torch.rand(rows.shape, generator=self.generator) - 0.5)
+
+    def root(self) -> torch.Tensor:
+        self.paths = [()]
+        return self._shaken()
+
+    def level(self, tokens: torch.Tensor, parents: torch.Tensor | None, depth: int) -> torch.Tensor:
+        above = [0] * len(tokens) if parents is None else parents.tolist()
+        self.paths = [(*self.paths[p], token) for p, token in zip(above, tokens.tolist(), strict=True)]
+        assert {len(path) for path in self.paths} == {depth}
+        return self._shaken()
+
+    def canonical(self, path: list[int]) -> torch.Tensor:
+        self.settled += 1
+        return self.steady(tuple(path))
+
+
+SAMPLINGS = [Sampling(), Sampling(temperature=1.0), Sampling(temperature=0.7, top_k=6), Sampling(temperature=1.0, top_p=0.9)]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: f"T{s.temperature}k{s.top_k}p{s.top_p}")
+def test_rounding_changes_no_tree(sampling: Sampling, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes that differ from the canonical one by rounding grow the tree that the canonical laws grow, where exactness is asked for.
+
+    Rounding and margins are a thousand times what they are, so that it matters often.
+    """
+    monkeypatch.setattr(runtime.laws, "LAW_MARGIN", 0.02)
+    monkeypatch.setattr(runtime.sampling, "FILTER_SLACK", 0.05)
+    settled = 0
+    for trial in range(120):
+        rng = random.Random(f"shaken {trial}")
+        case = random_case(rng, rng.choice(KINDS) if trial % 2 else "top_k")
+        if trial % 2 == 0:  # nothing but selection: only laws that could change it are settled
+            plain = replace(case.rule, reads_stop=False, kept=(), thresholds=(), top_n=rng.randint(2, 12))
+            case = replace(case, stop=None, strata=None, select=plain.top_n, rule=plain)
+        vocab = case.rule.width + rng.randint(2, 20)
+        noise = None if sampling.greedy else Noise(trial, vocab, CPU)
+        reader = Shaken(trial, vocab, 4e-3, rng.choice([1 / 16, 0.25, 1e-4]))
+        rule = replace(case.rule, coupled=not sampling.greedy and not case.rule.static and trial % 3 > 0)
+        growth: Any = case.growth
+        if not isinstance(growth, reference.Static):
+            growth = replace(growth, score="coupled" if rule.coupled else "probability")
+
+        def draft(path: Path, reader: Shaken = reader, rule: TreeRule = rule, noise: Noise | None = noise) -> reference.Law:
+            row = None if noise is None else noise.row(reader.length + len(path))
+            rows = read_laws(reader.steady(path)[None], sampling, row, rule.width, entropy=True, top_entropy=True)
+            n = int(rows.count[0])
+            tokens, logp, gap = rows.tokens[0, :n].tolist(), rows.logp[0, :n].tolist(), rows.gap[0, :n].tolist()
+            return reference.Law(tokens, logp, gap, int(rows.entropy[0]), int(rows.top_entropy[0]))
+
+        if vocab > rule.width:
+            laws = ModelLaws(rule, reader, TreeContext(sampling, noise, True))
+            whole = not filters(sampling, vocab)
+            tree = grow(rule, case.gamma, case.limit, laws, CPU, whole=whole)
+            expected = replace(case, draft=draft, growth=growth, rule=rule).expected()
+            assert paths_of(tree) == [node.path for node in expected.kept]
+            assert (tree.levels, tree.steps, tree.widths) == (expected.depth, expected.passes, expected.widths)
+            assert tree.phi == (expected.phi or 0)
+            assert [place >= 0 for place in tree.expanded] == [node.expanded for node in expected.kept]
+            settled += reader.settled
+    assert settled > 20
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: f"T{s.temperature}k{s.top_k}p{s.top_p}")
+@pytest.mark.parametrize("vocab", [3, 11, 150])
+def test_codes_of_a_law(sampling: Sampling, vocab: int, way: str) -> None:
+    """Children, codes and entropies as docs/trees.md defines them, in Python's own arithmetic, away from borders."""
+    for trial in range(12):
+        k = [1, 4, 10][trial % 3]
+        own = np.random.default_rng(trial)
+        logits = own.normal(0, own.choice([0.5, 2.0, 6.0]), vocab).astype(np.float32)
+        g = None if sampling.greedy else Noise(trial, vocab, CPU).row(3)
+        by_probability = trial % 2 == 0
+        rows = read_laws(
+            torch.from_numpy(logits)[None],
+            sampling,
+            g,
+            k,
+            by_probability=by_probability,
+            entropy=True,
+            top_entropy=True,
+            exact=True,
+        )
+        x = logits.astype(float) / (1.0 if sampling.greedy else sampling.temperature)
+        order = sorted(range(vocab), key=lambda i: -x[i])
+        if sampling.top_k:
+            order = order[: sampling.top_k]
+        if sampling.top_p < 1:
+            mass = np.exp(x[order]) / np.exp(x[order]).sum()
+            order = [token for token, before in zip(order, np.cumsum(mass) - mass, strict=True) if before < sampling.top_p]
+        total = sum(math.exp(x[token]) for token in order)
+        q = {token: math.exp(x[token]) / total for token in order}
+        score = {token: x[token] + (0.0 if g is None or by_probability else float(g[token])) for token in order}
+        best = sorted(order, key=lambda token: -score[token])[: min(k, vocab)]
+        assert int(rows.count[0]) == len(best)
+        assert rows.tokens[0, : len(best)].tolist() == best
+        assert rows.unsure is not None  # not even None: entropies were asked for
+        assert rows.unsure_entropy is not None
+        for i, token in enumerate(best):
+            if not bool(rows.unsure[0, i]):
+                assert int(rows.logp[0, i]) == min(255, math.floor(-16 * math.log(q[token])))
+                assert int(rows.gap[0, i]) == min(255, math.floor(16 * (score[best[0]] - score[token])))
+        top = sorted(q.values())[-10:]
+        if not bool(rows.unsure_entropy[0]):
+            assert int(rows.entropy[0]) == min(255, math.floor(-16 * sum(p * math.log(p) for p in q.values())))
+            assert int(rows.top_entropy[0]) == math.floor(-16 * sum(p / sum(top) * math.log(p / sum(top)) for p in top))
+
+
+@pytest.mark.parametrize("vocab", [8192, 50257])
+def test_best_of_long_rows(vocab: int) -> None:
+    """By blocks the largest of a row are those that ``topk`` finds, the short last block's included."""
+    x = torch.randn(3, vocab, generator=torch.Generator().manual_seed(vocab)).double()
+    x[0, -1] = x[1, 0] = 9.0
+    for count in (1, 11, 33):
+        values, tokens = runtime.laws.best_of(x, count)
+        best = x.topk(count, dim=-1)
+        assert torch.equal(values, best.values)
+        assert torch.equal(tokens, best.indices)

@@ -1,0 +1,607 @@
+"""Draft trees, slowly: the papers' algorithms in plain Python, as a yardstick for the batched code.
+
+EAGLE-2's expansion and reranking and HeteroSpec's strata are written from HeteroSpec (sections 2.2 and 4), the classifier's
+levels from C2T (section 4.2), the whole numbers from docs/trees.md. Nothing of the project is imported. A tree is a list of
+`Node`s; the root is the empty path and has no node.
+
+`python tests/tree_reference.py` runs the checks at the end.
+"""
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+Path = tuple[int, ...]
+Score = Literal["probability", "coupled"]
+
+WEIGHT_ONE = 2**24
+
+
+@dataclass
+class Law:
+    """What the draft says after a node: its best children, best first, and two entropies (codes of docs/trees.md, 1/16 nat).
+
+    Fewer children than the tree's width: there are no more.
+    """
+
+    tokens: list[int]
+    logp: list[int]
+    gap: list[int]
+    entropy: int
+    top_entropy: int
+
+
+Draft = Callable[[Path], Law]
+Confidence = Callable[[int, int, int], int]
+Target = Callable[[Path], int]
+
+
+@dataclass(frozen=True)
+class Chain:
+    score: Score = "probability"
+    sharpness: float = 1.0
+
+
+@dataclass(frozen=True)
+class TopK:
+    width: int
+    score: Score = "probability"
+    sharpness: float = 1.0
+
+
+@dataclass(frozen=True)
+class Classifier:
+    """A node passes iff its confidence code is above `beta_code`. `confidence` gets (joint q code, entropy code, depth).
+
+    `stop_reads`: whether a stop looks at the level's cheapest candidate ("passed": it passed and survived the cap) or at the
+    cheapest of all nodes drawn ("drawn").
+    """
+
+    width: int
+    cap: int
+    beta_code: int
+    confidence: Confidence
+    score: Score = "probability"
+    sharpness: float = 1.0
+    stop_reads: Literal["passed", "drawn"] = "passed"
+
+
+@dataclass(frozen=True)
+class Static:
+    """Paths of ranks from the root. Prefixes of a path belong to the tree whether listed or not.
+
+    Its passes are those of the list, as deep and as wide, whether or not a law has that many children.
+    """
+
+    paths: tuple[Path, ...]
+
+
+Growth = Chain | TopK | Classifier | Static
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Triggers where the code is above the limit: `max_prob` reads logp, `joint_prob` q_joint, `entropy` the law's entropy."""
+
+    kind: Literal["max_prob", "joint_prob", "entropy"]
+    limit: int
+    keep_last: bool
+
+
+@dataclass(frozen=True)
+class Stratify:
+    thresholds: tuple[int, ...]
+    d_fit: int
+    alpha: int
+    fractions: tuple[float, ...]
+
+
+@dataclass(eq=False)
+class Node:
+    path: Path
+    """Tokens from the root, its own last."""
+    ranks: Path
+    """The rank of each of them among its siblings."""
+    depth: int
+    local_cost: int
+    joint_cost: int
+    logp: int
+    q_joint: int
+    entropy: int
+    """Of the law it was drawn from."""
+    parent: "Node | None"
+    """None: the root."""
+    creation: int
+    """Position in the list of all nodes created, those a classifier refused and those of a dropped level included."""
+    confidence: int | None = None
+    expanded: bool = False
+    """The draft has read it."""
+    law: Law | None = None
+    """What the draft said after it, once expanded."""
+
+    @property
+    def token(self) -> int:
+        return self.path[-1]
+
+
+@dataclass
+class Tree:
+    candidates: list[Node]
+    """In creation order; the nodes of the levels kept that verification may choose from."""
+    kept: list[Node]
+    """In creation order; those to be verified."""
+    depth: int
+    """Levels kept."""
+    passes: int
+    """Passes of the draft, those of levels that were not kept included."""
+    widths: list[int]
+    """Nodes read in each pass (of a static tree: the list's, there or not)."""
+    ended: Literal["depth", "stop", "classifier", "static"]
+    """What ended growth: the depth was reached; a stop; no node passed; the list has no longer path."""
+    phi: int | None = None
+    bin: int | None = None
+    n: int | None = None
+    """How many candidates were asked for; None: all."""
+    goal: int = 0
+    """The depth growth was allowed to reach: gamma, or more in a stratum's extension."""
+    meta_path: Path | None = None
+    """HeteroSpec's candidate path (tokens), without its final token."""
+
+
+def local_costs(law: Law, width: int, score: Score, sharpness: float) -> list[int]:
+    """-log of each child's estimated acceptance, in 1/16 nat, for the first `width` children.
+
+    Halves are rounded up: floor(x + 0.5). The softmax's weights are whole numbers, so that their sum does not depend on the
+    order of addition.
+    """
+    if score == "probability":
+        return list(law.logp[:width])
+    weights = []
+    for gap in law.gap[:width]:
+        weights.append(max(1, math.floor(WEIGHT_ONE * math.exp(-sharpness * gap / 16) + 0.5)))
+    total = sum(weights)
+    costs = []
+    for weight in weights:
+        costs.append(max(0, math.floor(16 * (math.log(total) - math.log(weight)) + 0.5)))
+    return costs
+
+
+def cheapest_first(nodes: Sequence[Node]) -> list[Node]:
+    return sorted(nodes, key=lambda node: (node.joint_cost, node.creation))
+
+
+def most_confident_first(nodes: Sequence[Node]) -> list[Node]:
+    def key(node: Node) -> tuple[int, int]:
+        assert node.confidence is not None
+        return -node.confidence, node.creation
+
+    return sorted(nodes, key=key)
+
+
+def prefixes(paths: Sequence[Path]) -> set[Path]:
+    """All rank paths a static tree consists of."""
+    return {path[:length] for path in paths for length in range(1, len(path) + 1)}
+
+
+def children_read(growth: Growth) -> int:
+    """k: how many children of each law count."""
+    if isinstance(growth, Chain):
+        return 1
+    if isinstance(growth, Static):
+        return 1 + max((rank for path in growth.paths for rank in path), default=0)
+    return growth.width
+
+
+def stops(stop: Stop, level: Sequence[Node], growth: Growth) -> bool:
+    """Reads the stop on the level's cheapest node, or on a static tree's first; a level without nodes triggers none."""
+    if not level:
+        return False
+    node = level[0] if isinstance(growth, Static) else cheapest_first(level)[0]
+    if stop.kind == "max_prob":
+        return node.logp > stop.limit
+    if stop.kind == "joint_prob":
+        return node.q_joint > stop.limit
+    return node.entropy > stop.limit
+
+
+def stratum(stratify: Stratify, phi: int, gamma: int) -> int:
+    return len([threshold for threshold in stratify.thresholds if phi * stratify.d_fit > threshold * gamma])
+
+
+@dataclass
+class _Builder:
+    """Grows one tree. `frontier` holds the nodes the next pass reads, None standing for the root."""
+
+    draft: Draft
+    growth: Growth
+    stop: Stop | None
+    listed: set[Path] = field(default_factory=set)
+    root_law: Law | None = None
+    frontier: list[Node | None] = field(default_factory=lambda: [None])
+    read: list[Node | None] = field(default_factory=list)
+    """The nodes the last pass read."""
+    candidates: list[Node] = field(default_factory=list)
+    created: int = 0
+    depth: int = 0
+    widths: list[int] = field(default_factory=list)
+    ended: Literal["depth", "stop", "classifier", "static"] = "depth"
+
+    def law_after(self, node: Node | None) -> Law:
+        law = self.root_law if node is None else node.law
+        assert law is not None
+        return law
+
+    def read_frontier(self) -> None:
+        """One pass of the draft over the frontier."""
+        for node in self.frontier:
+            if node is None:
+                self.root_law = self.draft(())
+            else:
+                node.law = self.draft(node.path)
+                node.expanded = True
+            assert self.law_after(node).tokens
+        width = len(self.frontier)
+        if isinstance(self.growth, Static) and self.depth:
+            width = len({path[: self.depth] for path in self.listed if len(path) > self.depth})
+        self.widths.append(width)
+        self.read = self.frontier
+
+    def children(self, parent: Node | None) -> list[Node]:
+        law = self.law_after(parent)
+        width = children_read(self.growth)
+        if isinstance(self.growth, Static):
+            costs = local_costs(law, width, "probability", 1.0)  # for show: no score is read
+        else:
+            costs = local_costs(law, width, self.growth.score, self.growth.sharpness)
+        nodes = []
+        for rank in range(min(width, len(law.tokens))):
+            ranks = (parent.ranks if parent else ()) + (rank,)
+            if isinstance(self.growth, Static) and ranks not in self.listed:
+                continue
+            nodes.append(
+                Node(
+                    path=(parent.path if parent else ()) + (law.tokens[rank],),
+                    ranks=ranks,
+                    depth=len(ranks),
+                    local_cost=costs[rank],
+                    joint_cost=(parent.joint_cost if parent else 0) + costs[rank],
+                    logp=law.logp[rank],
+                    q_joint=(parent.q_joint if parent else 0) + law.logp[rank],
+                    entropy=law.entropy,
+                    parent=parent,
+                    creation=self.created,
+                )
+            )
+            self.created += 1
+        return nodes
+
+    def next_frontier(self, level: list[Node]) -> list[Node]:
+        """The nodes of a level that are to be expanded, in the order in which their children are created."""
+        if isinstance(self.growth, Chain):
+            return level
+        if isinstance(self.growth, TopK):
+            return cheapest_first(level)[: self.growth.width]
+        if isinstance(self.growth, Classifier):
+            for node in level:
+                node.confidence = self.growth.confidence(node.q_joint, node.entropy, node.depth)
+            passed = [node for node in level if node.confidence is not None and node.confidence > self.growth.beta_code]
+            return most_confident_first(passed)[: self.growth.cap]
+        return [node for node in level if any(path[: node.depth] == node.ranks for path in self.listed if len(path) > node.depth)]
+
+    def grow(self, goal: int) -> bool:
+        """Builds levels until there are `goal` of them; False if growth ended before, or at the last."""
+        while self.depth < goal:
+            if isinstance(self.growth, Static) and not any(len(path) > self.depth for path in self.listed):
+                self.ended = "static"
+                return False
+            self.read_frontier()
+            level = [child for parent in self.frontier for child in self.children(parent)]
+            drawn = level
+            frontier = self.next_frontier(level)
+            if isinstance(self.growth, Classifier):
+                level = sorted(frontier, key=lambda node: node.creation)
+            if not level and isinstance(self.growth, Classifier):
+                self.ended = "classifier"
+                return False
+            looked_at = drawn if isinstance(self.growth, Classifier) and self.growth.stop_reads == "drawn" else level
+            stopped = self.stop is not None and stops(self.stop, looked_at, self.growth)
+            if stopped and self.stop is not None and not self.stop.keep_last:
+                self.ended = "stop"
+                return False
+            self.candidates += level
+            self.frontier = list(frontier)
+            self.depth += 1
+            if stopped:
+                self.ended = "stop"
+                return False
+        return True
+
+    def most_predictable(self) -> Node | None:
+        """Of the nodes read last, the one whose best child has the highest q: HeteroSpec's candidate path, less one token."""
+        width = children_read(self.growth)
+        best = self.read[0]
+        for node in self.read[1:]:
+            if min(self.law_after(node).logp[:width]) < min(self.law_after(best).logp[:width]):
+                best = node
+        return best
+
+    def top_entropies(self, node: Node | None) -> list[int]:
+        """Of the laws on a node's path, the root's first, its own last."""
+        own = self.law_after(node).top_entropy
+        return [own] if node is None else [*self.top_entropies(node.parent), own]
+
+
+def build(
+    draft: Draft,
+    growth: Growth,
+    *,
+    gamma: int,
+    stop: Stop | None = None,
+    stratify: Stratify | None = None,
+    select_n: int | None = None,
+    limit: int | None = None,
+) -> Tree:
+    """Grows at most `gamma` levels, or more where a stratum extends them (never beyond `limit`), and chooses what is verified."""
+    assert limit is None or gamma <= limit
+    builder = _Builder(draft, growth, stop)
+    if isinstance(growth, Static):
+        builder.listed = prefixes(growth.paths)
+    goal, wanted = gamma, select_n
+    phi: int | None = None
+    number: int | None = None
+    meta: Path | None = None
+    if builder.grow(gamma) and stratify is not None and builder.read:
+        best = builder.most_predictable()
+        laws = builder.top_entropies(best)
+        assert len(laws) == gamma
+        meta = best.path if best else ()
+        phi = sum(laws)
+        number = stratum(stratify, phi, gamma)
+        if number < len(stratify.fractions):
+            delta = max(0, stratify.alpha - number)
+            goal = gamma + delta if limit is None else min(gamma + delta, limit)
+            if select_n is not None:
+                wanted = max(1, math.floor(stratify.fractions[number] * select_n + 0.5)) + delta
+            builder.grow(goal)
+    kept = builder.candidates
+    if wanted is not None and not isinstance(growth, Static):
+        kept = sorted(cheapest_first(kept)[:wanted], key=lambda node: node.creation)
+    return Tree(
+        candidates=builder.candidates,
+        kept=list(kept),
+        depth=builder.depth,
+        passes=len(builder.widths),
+        widths=builder.widths,
+        ended=builder.ended,
+        phi=phi,
+        bin=number,
+        n=None if isinstance(growth, Static) else wanted,
+        goal=goal,
+        meta_path=meta,
+    )
+
+
+def verify(kept: Sequence[Node], target: Target) -> tuple[list[Node], int]:
+    """Goes down from the root while a child holds the target's own token: the nodes walked, and that token at the last."""
+    accepted: list[Node] = []
+    while True:
+        here = accepted[-1] if accepted else None
+        token = target(here.path if here else ())
+        below = [node for node in kept if node.parent is here and node.token == token]
+        assert len(below) <= 1
+        if not below:
+            return accepted, token
+        accepted.append(below[0])
+
+
+def reread(accepted: Sequence[Node], emitted: int) -> int:
+    """How many of the emitted tokens the draft has yet to read at the next round."""
+    return emitted - len([node for node in accepted if node.expanded])
+
+
+def random_draft(
+    rng: random.Random, vocab: int, width: int, tie_rate: float, greedy: bool = False, short_rate: float = 0.0
+) -> Draft:
+    """A draft that answers every path by a law of `width` children, always the same one, whatever was asked before.
+
+    With probability `tie_rate` a law's codes, and each single code of the others, are small (0, 1 or 2), so that costs tie within
+    laws and between paths. With probability `short_rate` a law has fewer children than `width`, as after top-p. `greedy`: the
+    children come by q, so logp never falls and the gaps are its differences; else logp is arbitrary.
+    """
+    assert width <= vocab
+    seed = rng.getrandbits(64)
+    laws: dict[Path, Law] = {}
+
+    def code(own: random.Random, small: bool, most: int) -> int:
+        return own.randint(0, 2) if small or own.random() < tie_rate else own.randint(0, most)
+
+    def draft(path: Path) -> Law:
+        if path not in laws:
+            own = random.Random(f"{seed} {path}")
+            small = own.random() < tie_rate
+            most = own.choice([4, 16, 64, 255])
+            logp = [code(own, small, most) for _ in range(width)]
+            if greedy:
+                logp.sort()
+                gap = [value - logp[0] for value in logp]
+            else:
+                gap = [0, *sorted(code(own, small, most) for _ in range(width - 1))]
+            tokens = own.sample(range(vocab), width)
+            count = own.randint(1, width) if own.random() < short_rate else width
+            laws[path] = Law(tokens[:count], logp[:count], gap[:count], code(own, small, 160), code(own, small, 36))
+        return laws[path]
+
+    return draft
+
+
+def random_target(rng: random.Random, draft: Draft, vocab: int, follow: float) -> Target:
+    """A target that takes one of the draft's children with probability `follow`, most often the first, else any token."""
+    seed = rng.getrandbits(64)
+
+    def target(path: Path) -> int:
+        own = random.Random(f"{seed} {path}")
+        if own.random() >= follow:
+            return own.randrange(vocab)
+        tokens = draft(path).tokens
+        return tokens[min(len(tokens) - 1, int(own.expovariate(1.0)))]
+
+    return target
+
+
+def _check_by_hand() -> None:
+    """EAGLE-2, width 2, two levels, every figure worked out on paper."""
+    laws: dict[Path, Law] = {
+        (): Law([5, 6], [4, 8], [0, 3], 10, 7),
+        (5,): Law([1, 2], [4, 20], [0, 16], 11, 3),
+        (6,): Law([3, 4], [0, 2], [0, 2], 12, 5),
+    }
+    tree = build(laws.__getitem__, TopK(2), gamma=2, select_n=4)
+    assert [(node.path, node.joint_cost) for node in tree.candidates] == [
+        ((5,), 4), ((6,), 8), ((5, 1), 8), ((5, 2), 24), ((6, 3), 8), ((6, 4), 10)
+    ]  # fmt: skip
+    assert [node.path for node in tree.kept] == [(5,), (6,), (5, 1), (6, 3)]
+    assert (tree.widths, tree.depth, tree.ended) == ([1, 2], 2, "depth")
+    strata = Stratify(thresholds=(6, 12, 13), d_fit=2, alpha=0, fractions=(0.3, 0.6, 0.5))
+    tree = build(laws.__getitem__, TopK(2), gamma=2, select_n=5, stratify=strata)
+    assert (tree.phi, tree.bin, tree.meta_path) == (12, 1, (6,))  # (6,) has the surest child, 12 > 12 is false
+    assert (tree.n, tree.goal) == (3, 2)
+    assert [node.path for node in tree.kept] == [(5,), (6,), (5, 1)]  # three of joint cost 8: the earliest two
+    accepted, bonus = verify(tree.kept, {(): 5, (5,): 1, (5, 1): 9}.__getitem__)
+    assert ([node.path for node in accepted], bonus) == ([(5,), (5, 1)], 9)
+    assert reread(accepted, 3) == 2  # (5, 1), never read by the draft, and the bonus
+    accepted, bonus = verify(tree.kept, {(): 6, (6,): 3}.__getitem__)  # 3 was drafted, not kept
+    assert ([node.path for node in accepted], bonus, reread(accepted, 2)) == ([(6,)], 3, 1)
+    strata = Stratify(thresholds=(99,), d_fit=1, alpha=1, fractions=(0.5,))
+    tree = build(laws.__getitem__, TopK(2), gamma=1, select_n=5, stratify=strata)
+    assert (tree.phi, tree.bin, tree.goal, tree.depth, tree.n, tree.widths) == (7, 0, 2, 2, 4, [1, 2])
+    tree = build(laws.__getitem__, TopK(2), gamma=1, select_n=5, stratify=strata, limit=1)
+    assert (tree.phi, tree.bin, tree.goal, tree.depth, tree.n, tree.widths) == (7, 0, 1, 1, 4, [1])
+    for fraction, n in ((0.3, 2), (0.1, 1), (0.01, 1), (0.28, 1), (1.0, 5)):  # 1.5 rounds to 2, at least one remains
+        strata = Stratify(thresholds=(), d_fit=5, alpha=0, fractions=(fraction,))
+        assert build(laws.__getitem__, TopK(2), gamma=1, select_n=5, stratify=strata).n == n
+    # exp(-1) and 1 of a width of 2: -16 log(1/(1+e^-1)) = 5.01, and 16 more
+    assert local_costs(laws[(5,)], 2, "coupled", 1.0) == [5, 21]
+    assert local_costs(laws[(5,)], 1, "coupled", 1.0) == [0]
+    # a stop without keep_last drops the level, not its pass, and what the pass read stays read
+    tree = build(laws.__getitem__, TopK(2), gamma=2, stop=Stop("entropy", 10, False))
+    assert (tree.depth, tree.passes, tree.widths, tree.ended) == (1, 2, [1, 2], "stop")
+    assert all(node.expanded for node in tree.candidates)
+    tree = build(laws.__getitem__, TopK(2), gamma=2, stop=Stop("entropy", 10, True), stratify=strata)
+    assert (tree.depth, tree.passes, tree.ended, tree.phi) == (2, 2, "stop", None)
+
+
+def _check_at_random(trial: int) -> str:
+    rng = random.Random(trial)
+    width = rng.randint(1, 4)
+    vocab = rng.randint(width, 12)
+    plain = random_draft(rng, vocab, width, rng.choice([0.0, 0.3, 0.9]), rng.random() < 0.5, short := rng.choice([0.0, 0.0, 0.3]))
+    calls: list[Path] = []
+
+    def draft(path: Path) -> Law:
+        calls.append(path)
+        return plain(path)
+
+    score: Score = rng.choice(("probability", "coupled"))
+    sharpness = rng.choice([0.5, 1.0, 3.0])
+    levels = rng.randint(0, 5)
+    slope = rng.randint(1, 5)
+
+    def confidence(q_joint: int, entropy: int, depth: int) -> int:
+        return max(0, 90 - q_joint // slope - entropy // 8 - 6 * depth)
+
+    growths: list[Growth] = [
+        Chain(score, sharpness),
+        TopK(width, score, sharpness),
+        Classifier(width, rng.randint(1, 5), rng.randint(0, 40), confidence, score, sharpness, rng.choice(("passed", "drawn"))),
+        Static(tuple(tuple(rng.randrange(width) for _ in range(rng.randint(1, 5))) for _ in range(rng.randint(0, 6)))),
+    ]
+    growth = rng.choice(growths)
+    stop = None
+    if rng.random() < 0.5:
+        stop = Stop(rng.choice(("max_prob", "joint_prob", "entropy")), rng.randint(0, 120), rng.random() < 0.5)
+    strata = None
+    if rng.random() < 0.6:
+        thresholds = tuple(sorted(rng.sample(range(60), 3)))
+        fractions = tuple(rng.choice([0.3, 0.6, 1.0]) for _ in range(rng.randint(1, 4)))
+        strata = Stratify(thresholds, rng.randint(1, 6), rng.randint(0, 3), fractions)
+    select = rng.choice([None, rng.randint(1, 20)])
+    limit = rng.choice([None, levels + rng.randint(0, 3)])
+    tree = build(draft, growth, gamma=levels, stop=stop, stratify=strata, select_n=select, limit=limit)
+
+    # what is kept is closed under parents, in creation order, and reads no law twice
+    assert len(calls) == len(set(calls)) <= sum(tree.widths)
+    assert len(calls) == sum(tree.widths) or (short and isinstance(growth, Static))
+    assert tree.passes == len(tree.widths)
+    assert tree.widths[:1] in ([], [1])
+    assert tree.depth <= tree.passes <= tree.depth + 1
+    assert tree.depth <= tree.goal
+    assert limit is None or tree.goal <= limit
+    for nodes in (tree.candidates, tree.kept):
+        assert [node.creation for node in nodes] == sorted({node.creation for node in nodes})
+        assert [node.depth for node in nodes] == sorted(node.depth for node in nodes)
+        assert all(node.parent is None or node.parent in nodes for node in nodes)
+        assert all(node.parent is None or node.parent.expanded for node in nodes)
+        assert len({node.path for node in nodes}) == len(nodes)
+    depths = {node.depth for node in tree.candidates}
+    assert depths == set(range(1, max(depths, default=0) + 1))
+    assert max(depths, default=0) == tree.depth or (short and isinstance(growth, Static))
+    assert {node.path for node in tree.candidates if node.expanded} == {path for path in calls if path}
+    for node in tree.candidates:
+        assert node.parent is None or node.joint_cost >= node.parent.joint_cost
+        assert all(cost >= 0 for cost in local_costs(plain(node.path), width, "coupled", sharpness))
+        line = [node]
+        while line[-1].parent is not None:
+            line.append(line[-1].parent)
+        assert node.joint_cost == sum(step.local_cost for step in line)
+        assert node.q_joint == sum(step.logp for step in line)
+        assert node.path == tuple(step.token for step in reversed(line))
+    if tree.n is not None:
+        assert len(tree.kept) == min(tree.n, len(tree.candidates))
+    dropped = [node for node in tree.candidates if node not in tree.kept]
+    assert all((out.joint_cost, out.creation) > (node.joint_cost, node.creation) for out in dropped for node in tree.kept)
+    if tree.phi is None:
+        assert tree.goal == levels
+        assert tree.n == select or isinstance(growth, Static)
+    else:
+        assert tree.bin is not None
+        assert strata is not None
+        assert tree.passes >= levels > 0
+    if isinstance(growth, Classifier):
+        assert all(node.confidence is not None and node.confidence > growth.beta_code for node in tree.candidates)
+        assert all(width_read <= growth.cap for width_read in tree.widths)
+    if isinstance(growth, TopK):
+        assert all(count <= growth.width for count in tree.widths)
+        most = sum(tree.widths[: tree.depth]) * growth.width
+        assert len(tree.candidates) == most or (short and len(tree.candidates) < most)
+        if width == 1:
+            chain = build(plain, Chain(score, sharpness), gamma=levels, stop=stop, stratify=strata, select_n=select, limit=limit)
+            assert [node.path for node in chain.kept] == [node.path for node in tree.kept]
+            assert chain.phi == tree.phi
+    if isinstance(growth, Static):
+        listed = {path for path in prefixes(growth.paths) if len(path) <= tree.depth}
+        assert {node.ranks for node in tree.kept} == listed or (short and {node.ranks for node in tree.kept} < listed)
+
+    # the walk takes the longest path the target follows
+    target = random_target(rng, plain, vocab, 0.8)
+    accepted, bonus = verify(tree.kept, target)
+    text: list[int] = []
+    while len(text) <= tree.depth:
+        text.append(target(tuple(text)))
+    longest = max((node.depth for node in tree.kept if node.path == tuple(text[: node.depth])), default=0)
+    assert [node.token for node in accepted] == text[:longest]
+    assert bonus == text[longest]
+    assert 1 <= reread(accepted, len(accepted) + 1) <= 2
+    extent = "extended" if tree.goal > levels else "plain" if tree.phi is None else "strata"
+    return f"{type(growth).__name__}/{tree.ended}/{extent}"
+
+
+if __name__ == "__main__":
+    _check_by_hand()
+    seen: dict[str, int] = {}
+    for number in range(6000):
+        outcome = _check_at_random(number)
+        seen[outcome] = seen.get(outcome, 0) + 1
+    for outcome in sorted(seen):
+        print(f"{seen[outcome]:6d}  {outcome}")
