@@ -141,7 +141,7 @@ def parity(state: Path) -> dict[str, Any]:
 
 def _parity(path: Path, pair: LoadedPair, name: str) -> list[dict[str, Any]]:
     path.unlink(missing_ok=True)
-    profile = measure_profile(pair, gamma_max=GAMMA_MAX, repeats=3)
+    profile = measure_profile(pair, gamma_max=GAMMA_MAX, repeats=3, trees=False)
     first, second = list(pair.drafts)[:2]
     rows = []
     with open_database(str(path)) as database:
@@ -210,12 +210,12 @@ def fidelity(state: Path) -> dict[str, Any]:
     options = DecodeOptions(Sampling(), 64)
     trace = _recorded(store, pair, workload, options, FIDELITY_GAMMA_MAX)
     policies = swept("small", "medium")
-    profiles = [measure_profile(pair, gamma_max=FIDELITY_GAMMA_MAX, repeats=3)]
+    profiles = [measure_profile(pair, gamma_max=FIDELITY_GAMMA_MAX, repeats=3, trees=False)]
     first = profiles[0]
 
     def between(done: int) -> None:
         if done % 4 == 0:
-            profiles.append(measure_profile(pair, gamma_max=FIDELITY_GAMMA_MAX, repeats=3))
+            profiles.append(measure_profile(pair, gamma_max=FIDELITY_GAMMA_MAX, repeats=3, trees=False))
             print(f"  {done} of {len(workload.requests)} requests", flush=True)
 
     encoded = encode(pair, workload, options)

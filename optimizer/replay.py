@@ -345,7 +345,8 @@ def _run_trees(
     if missing and not approximate:
         raise TraceError(
             f"{missing} of {int(counts[:, 0].sum())} rounds of {policy.label()} would read laws of draft {policy.draft!r} that the "
-            f"recording does not hold (it holds width {forest.width}, depth {forest.depth}): `record --resume ID --cover POLICY` records them"
+            f"recording does not hold (it holds width {forest.width}, depth {forest.depth}): `record --resume ID --cover POLICY` "
+            "records them"
         )
     if not per_round:
         return Replay(policy, trace, counts, seconds, window, missing=missing)

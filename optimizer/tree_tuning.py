@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from optimizer.fit import ALPHA, fit_bins_artifact, fit_classifier_artifact, fit_static_tree_artifact
+from optimizer.fit import ALPHA, fit_bins_artifact, fit_classifier_artifact, fit_static_tree_artifact, tree_source
 from optimizer.search import TreeLimit
 from traces.errors import TraceError
 from traces.store import TraceStore
@@ -38,18 +38,21 @@ def fit_trees(
         if extent is None or extent.width < 2:
             continue
         width = min(8, extent.width)
-        bins = classifier = None
+        bins = classifier = source = None
         depth = max(1, extent.depth - ALPHA)
         try:
-            bins = fit_bins_artifact(store, recording, draft, depth=depth, width=width, top_n=FEWEST_TOP_N, seed=seed).artifact
-            classifier = fit_classifier_artifact(store, recording, draft, width=width, seed=seed).artifact
+            source = tree_source(store, recording, draft)
+            bins = fit_bins_artifact(
+                store, recording, draft, depth=depth, width=width, top_n=FEWEST_TOP_N, seed=seed, source=source
+            ).artifact
+            classifier = fit_classifier_artifact(store, recording, draft, width=width, seed=seed, source=source).artifact
         except TraceError:
             pass  # texts too short for this depth: the trees that need no fit remain
         static: dict[tuple[tuple[int, ...], ...], None] = {}
         sizes: list[tuple[int | None, int | None, str | None]] = [(a, min(d, extent.depth), None) for a, d in STATIC_SIZES]
         for nodes, levels, costs in [(None, None, profile), *sizes] if profile else sizes:
             try:
-                fit = fit_static_tree_artifact(store, recording, draft, nodes=nodes, depth=levels, profile=costs)
+                fit = fit_static_tree_artifact(store, recording, draft, nodes=nodes, depth=levels, profile=costs, source=source)
             except TraceError:
                 continue
             static[tuple(tuple(path) for path in fit.document["paths"])] = None

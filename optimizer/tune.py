@@ -146,12 +146,18 @@ class Tuned:
         }
 
 
-def usable_profile(store: TraceStore, pair: LoadedPair, drafts: tuple[str, ...], now: datetime) -> StoredProfile | None:
-    """The newest accepted profile of this pair in this environment that covers the drafts, unless it is a day old."""
+def usable_profile(
+    store: TraceStore, pair: LoadedPair, drafts: tuple[str, ...], now: datetime, *, trees: bool = False
+) -> StoredProfile | None:
+    """The newest accepted profile of this pair in this environment that covers the drafts (and their ``trees``), unless it is a day
+    old."""
+    grown = {d for d in drafts if d != "ngram" and trees}
     here = environment(pair)
     for found in store.list_profiles(pair.id, pair.device.type, here["dtype"]):
         same = all(found.profile.environment.get(k) == here[k] for k in ("device", "torch", "threads", "dtype"))
         if same and now - found.created_at < PROFILE_AGE and set(drafts) <= set(found.profile.priced_drafts):
+            if grown and (found.profile.trees is None or not grown <= set(found.profile.trees.level)):
+                continue
             return found if found.profile.check.get("accepted", False) else None
     return None
 
@@ -304,14 +310,17 @@ def profile_for(
     progress: Progress = lambda phase, done, total: None,
 ) -> StoredProfile:
     """A profile fit for use: a recent one of this environment, else a new measurement (tried twice if its check fails)."""
-    found = None if wanted.fresh else usable_profile(store, pair, drafts, datetime.now(UTC))
+    found = None if wanted.fresh else usable_profile(store, pair, drafts, datetime.now(UTC), trees=_tree_size(wanted)[0] > 0)
     if found is not None:
         return found
     store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
     best: LatencyProfile | None = None
     for _ in range(2):
         profile = measure_profile(
-            pair, gamma_max=wanted.gamma_max, progress=lambda what, done, total: progress("profile", done, total)
+            pair,
+            gamma_max=wanted.gamma_max,
+            trees=_tree_size(wanted)[0] > 0,
+            progress=lambda what, done, total: progress("profile", done, total),
         )
         if best is None or profile.check["median_error"] < best.check["median_error"]:
             best = profile

@@ -49,7 +49,7 @@ Key = tuple[str, bool, int, int]
 @dataclass
 class TreeCells:
     """Samples in seconds by (draft, temperature above 0, x, context): ``verify`` x = nodes, ``first`` x = lag, of trees of one level, and
-    for each of :data:`DEPTHS` ``draft`` x = width."""
+    for each of :data:`DEPTHS` ``draft`` x = width. ``near``: by (draft, temperature above 0, context)."""
 
     verify: dict[Key, list[float]] = field(default_factory=dict)
     first: dict[Key, list[float]] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class TreeCells:
 
 @dataclass
 class NearTies:
-    """Seconds of canonical passes while drafting and while verifying, laws read and rounds made; by (draft, temperature above 0, context)."""
+    """Seconds of canonical passes while drafting and while verifying, laws read and rounds made."""
 
     draft_s: float = 0.0
     verify_s: float = 0.0
