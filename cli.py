@@ -664,7 +664,7 @@ def _source(
 
     if name != "active":
         policy = _policy(store, name, pair.id, pair.device.type)
-        prepared = prepare(policy, pair.draft_names, profile=profile, q_tables=q_tables(store), artifacts=fitted(store))
+        prepared = prepare(policy, pair.draft_names, profile=profile, q_tables=q_tables(store), artifacts=fitted(store, pair.id))
         yield StaticSource(prepared)
         return
     from optimizer.serving import watch
@@ -773,7 +773,7 @@ def generate(ctx: click.Context, as_json: bool, prompt: str, **kw: Any) -> None:
         _, found = _profile(store, None, pair.id, pair.device.type)
         policy = _policy(store, kw["policy_name"], pair.id, pair.device.type)
         prepared: PreparedPolicy = prepare(
-            policy, pair.draft_names, profile=found, q_tables=q_tables(store), artifacts=fitted(store)
+            policy, pair.draft_names, profile=found, q_tables=q_tables(store), artifacts=fitted(store, pair.id)
         )
     console = _console(stderr=as_json)
     console.width = 10_000 if not console.is_terminal else console.width
@@ -1058,7 +1058,7 @@ def _check_runs(store: TraceStore, policy: Policy, pair_id: str, drafts: tuple[s
     from runtime.policies.prepared import prepare
 
     _, found = _profile(store, None, pair_id, device)
-    prepare(policy, drafts, profile=found, q_tables=q_tables(store), artifacts=fitted(store))
+    prepare(policy, drafts, profile=found, q_tables=q_tables(store), artifacts=fitted(store, pair_id))
 
 
 @policies.command("rollback")

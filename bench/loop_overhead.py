@@ -2,8 +2,9 @@
 
     python bench/loop_overhead.py [--requests 12] [--max-new-tokens 96] [--out bench/results/loop_overhead.json]
 
-Model time is what the transformers modules take inside a round (passes of target and draft, timed at the module); the rest of the
-round is ours: tensors and masks made ready, choices, noise, near ties, windows, commits. Blocks with and without are interleaved.
+Model time is what the transformers modules take inside a round (passes of target and draft, timed at the module). Sampling is choosing
+tokens from logits: filters, noise, argmax, near ties, which decoding without speculation does as well. The rest is the loop's own:
+tensors and masks made ready, windows, commits, bookkeeping.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from db.database import open_database
 from optimizer.execute import DecodeOptions, encode, warm
 from optimizer.inputs import load_workload
 from optimizer.record import RecordRequest, record
+from runtime import drafts, verification
 from runtime.decoder import Decoder
 from runtime.loading import LoadedPair, load_pair
 from runtime.loop import StaticSource
@@ -27,6 +29,7 @@ from runtime.models import CausalModel
 from runtime.pair import read_pair
 from runtime.policies.document import Policy, parse_policy
 from runtime.policies.prepared import prepare
+from runtime.sampling import Noise
 from traces.schema import Sampling
 from traces.store import TraceStore
 
@@ -65,8 +68,33 @@ class ModelClock:
         self.seconds += time.perf_counter() - self._began
 
 
-def share_of_rounds(pair: LoadedPair, clock: ModelClock, requests: int, tokens: int) -> list[dict[str, Any]]:
-    """Per policy and temperature: median seconds of a round, and the share of it that is not model time."""
+class SamplingClock:
+    """Seconds spent choosing tokens: noise, filters, argmax and near-tie checks."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._inside = 0
+        for owner, name in ((drafts, "choose"), (verification, "choose"), (Noise, "row"), (Noise, "rows")):
+            setattr(owner, name, self._timed(getattr(owner, name)))
+
+    def _timed(self, call: Any) -> Any:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self._inside += 1
+            began = time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._inside -= 1
+                if not self._inside:
+                    self.seconds += time.perf_counter() - began
+
+        return timed
+
+
+def share_of_rounds(
+    pair: LoadedPair, clock: ModelClock, sampling: SamplingClock, requests: int, tokens: int
+) -> list[dict[str, Any]]:
+    """Per policy and temperature: median seconds of a round, and the shares of it that sampling and the loop take."""
     rows = []
     for temperature in (0.0, 1.0):
         options = DecodeOptions(Sampling(temperature), tokens)
@@ -75,21 +103,24 @@ def share_of_rounds(pair: LoadedPair, clock: ModelClock, requests: int, tokens: 
         for document in POLICIES:
             policy: Policy = parse_policy(document)
             decoder = Decoder(pair, StaticSource(prepare(policy, pair.draft_names)))
-            shares, lengths = [], []
+            shares, lengths, chosen = [], [], []
             for _, request in encoded.items:
-                before = 0.0
+                before = picked = 0.0
                 for n, item in enumerate(decoder.rounds(request)):
                     if n:
-                        shares.append(1 - (clock.seconds - before) / item.step.round_s)
+                        chosen.append((sampling.seconds - picked) / item.step.round_s)
+                        shares.append(1 - (clock.seconds - before) / item.step.round_s - chosen[-1])
                         lengths.append(item.step.round_s)
-                    before = clock.seconds
+                    before, picked = clock.seconds, sampling.seconds
             rows.append(
                 {
                     "policy": policy.label(),
                     "temperature": temperature,
                     "round_ms": 1e3 * statistics.median(lengths),
-                    "not_model_share": statistics.median(shares),
-                    "not_model_us": 1e6 * statistics.median(s * r for s, r in zip(shares, lengths, strict=True)),
+                    "loop_share": statistics.median(shares),
+                    "loop_us": 1e6 * statistics.median(s * r for s, r in zip(shares, lengths, strict=True)),
+                    "sampling_share": statistics.median(chosen),
+                    "sampling_us": 1e6 * statistics.median(s * r for s, r in zip(chosen, lengths, strict=True)),
                     "rounds": len(shares),
                 }
             )
@@ -146,14 +177,14 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--out", default=str(ROOT / "bench" / "results" / "loop_overhead.json"))
     wanted = parser.parse_args()
-    pair = load_pair(read_pair("demo"), device="cpu")
+    pair = load_pair(read_pair("demo"), device="cpu", drafts=("small", "medium"))
     recording = cost_of_recording(pair, wanted.requests, wanted.max_new_tokens)
     clock = ModelClock([pair.target, *pair.drafts.values()])
-    rows = share_of_rounds(pair, clock, wanted.requests, wanted.max_new_tokens)
+    rows = share_of_rounds(pair, clock, SamplingClock(), wanted.requests, wanted.max_new_tokens)
     for row in rows:
         print(
-            f"T={row['temperature']:.0f} {row['policy']:44} round {row['round_ms']:6.2f} ms, not the models "
-            f"{100 * row['not_model_share']:5.1f}% ({row['not_model_us']:.0f} us)"
+            f"T={row['temperature']:.0f} {row['policy']:44} round {row['round_ms']:6.2f} ms, loop "
+            f"{100 * row['loop_share']:5.1f}% ({row['loop_us']:.0f} us), sampling {100 * row['sampling_share']:.1f}%"
         )
     print(
         f"recording adds {100 * recording['recording_share']:.2f}% to a decode; panoramas, bytes per position: "

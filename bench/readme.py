@@ -11,6 +11,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
+COMPARED = ("acceptance-trees-papers",)
+"""Results that have no target of their own."""
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 
 
@@ -49,12 +51,18 @@ def table() -> str:
         ("`kill -9`", "acceptance-kills"),
         ("schedules", "acceptance-schedules"),
         ("verifiers' laws", "acceptance-verifiers"),
+        ("trees: text against autoregression", "acceptance-trees-lossless"),
+        ("trees: replay against execution, round by round", "acceptance-trees-parity"),
+        ("trees: prediction against execution", "acceptance-trees-fidelity"),
+        ("trees: temperature above 0", "acceptance-trees-sampled"),
+        ("trees: the papers' methods", "acceptance-trees-papers"),
     ]
     lines += ["| check (`make acceptance`) | result | holds |", "|---|---|---|"]
     for title, name in checked:
         found = load(name)
         if found:
-            lines.append(f"| {title} | {found['summary']} | {'yes' if found['holds'] else '**no**'} |")
+            holds = "compared" if name in COMPARED else "yes" if found["holds"] else "**no**"
+            lines.append(f"| {title} | {found['summary']} | {holds} |")
     speed, loop = load("replay_speed"), load("loop_overhead")
     if speed:
         exact = {k: v for k, v in speed["million_rounds_per_s"].items() if "recent" not in k}
@@ -63,33 +71,102 @@ def table() -> str:
             f"{speed['trials']} trials over {speed['tokens']} tokens in {speed['trials_s']:.0f} s | yes |"
         )
     if loop:
-        shares = [r["not_model_share"] for r in loop["rounds"] if r["temperature"] == 0]
-        warm = [r["not_model_share"] for r in loop["rounds"] if r["temperature"] > 0]
+        shares = [r["loop_share"] for r in loop["rounds"]]
+        chosen = [r["sampling_share"] for r in loop["rounds"]]
         sizes = ", ".join(f"{k} {v:.0f}" for k, v in loop["panorama_bytes_per_position"].items())
         largest = max(loop["panorama_bytes_per_position"].values())
         within = max(shares) <= 0.05 and loop["recording_share"] <= 0.02 and largest <= 32
         lines.append(
-            f"| overheads | not model time: {100 * min(shares):.1f} to {100 * max(shares):.1f}% of a greedy round, "
-            f"{100 * min(warm):.1f} to {100 * max(warm):.1f}% at temperature 1; "
+            f"| overheads | loop, controller and bookkeeping {100 * min(shares):.1f} to {100 * max(shares):.1f}% of a round, choosing "
+            f"tokens {100 * min(chosen):.1f} to {100 * max(chosen):.1f}%; "
             f"recording {100 * loop['recording_share']:.1f}% of a decode; "
             f"panorama bytes per position: {sizes} | {'yes' if within else '**no**'} |"
         )
-    fidelity = load("acceptance-fidelity")
-    if fidelity:
-        lines += [
-            "",
-            "<details><summary>Predicted and executed speed of every policy of the fidelity run</summary>",
-            "",
-            "| policy | tau | predicted tokens/s | executed tokens/s | error |",
-            "|---|---|---|---|---|",
-        ]
-        for row in fidelity["rows"]:
-            lines.append(
-                f"| {row['policy']} | {row['tau']:.2f} | {row['predicted_tokens_per_s']:.0f} "
-                f"| {row['measured_tokens_per_s']:.0f} | {100 * row['error']:+.1f}% |"
-            )
-        lines += ["", "</details>"]
+    trees = load("tree_speed")
+    if trees:
+        shown = "; ".join(
+            f"{r['building_ms']:.2f} of {r['round_ms']:.1f} ms at temperature {r['temperature']:g} "
+            f"(all that is not the models: {r['not_models_ms']:.2f} ms)"
+            for r in trees["rounds"]
+        )
+        lines.append(f"| building and selecting a tree, a round of {trees['rounds'][0]['policy']} | {shown} | measured |")
+    lines += _sampled() + _papers()
+    lines += _predictions("acceptance-fidelity", "every policy of the fidelity run")
+    lines += _predictions("acceptance-trees-fidelity", "every tree policy of the trees' fidelity run")
     return "\n".join(lines)
+
+
+def _predictions(name: str, what: str) -> list[str]:
+    """Predicted and executed speed, policy by policy."""
+    fidelity = load(name)
+    if not fidelity:
+        return []
+    lines = [
+        "",
+        f"<details><summary>Predicted and executed speed of {what}</summary>",
+        "",
+        "| policy | tau | predicted tokens/s | executed tokens/s | error |",
+        "|---|---|---|---|---|",
+    ]
+    for row in fidelity["rows"]:
+        lines.append(
+            f"| {row['policy']} | {row['tau']:.2f} | {row['predicted_tokens_per_s']:.0f} "
+            f"| {row['measured_tokens_per_s']:.0f} | {100 * row['error']:+.1f}% |"
+        )
+    return [*lines, "", "</details>"]
+
+
+def _grouped(rows: list[dict[str, Any]], *keys: str) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
+    """Rows by the values of some of their keys, in order of appearance."""
+    found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[k] for k in keys), []).append(row)
+    return found
+
+
+def _range(values: list[float]) -> str:
+    """The smallest and the largest, over workloads."""
+    low, high = f"{min(values):.2f}", f"{max(values):.2f}"
+    return low if low == high else f"{low} to {high}"
+
+
+def _sampled() -> list[str]:
+    """Temperatures above 0, executed."""
+    found = load("acceptance-trees-sampled")
+    if not found:
+        return []
+    lines = [
+        "",
+        "<details><summary>Trees and chains at temperatures above 0, executed, by workload the smallest to the largest</summary>",
+        "",
+        "| temperature | draft | method | tau | target passes per 100 tokens | speed-up over autoregression |",
+        "|---|---|---|---|---|---|",
+    ]
+    for (temperature, draft, method), rows in _grouped(found["rows"], "temperature", "draft", "method").items():
+        tau, calls, speed = (_range([r[k] for r in rows]) for k in ("tau", "calls_per_100_tokens", "speedup"))
+        lines.append(f"| {temperature:g} | {draft} | {method} | {tau} | {calls} | {speed} |")
+    return [*lines, "", "</details>"]
+
+
+def _papers() -> list[str]:
+    """HeteroSpec, C2T, adaptive depth and AdaEDL beside EAGLE-2; tokens and passes are replayed, speed is executed."""
+    found = load("acceptance-trees-papers")
+    if not found:
+        return []
+    lines = [
+        "",
+        "<details><summary>The tree papers' methods, greedy, by workload the smallest to the largest</summary>",
+        "",
+        "| draft | method | tau | verified tokens / EAGLE-2's | speed-up over autoregression | rounds beyond the recording |",
+        "|---|---|---|---|---|---|",
+    ]
+    base = {(r["draft"], r["workload"]): r["verified_tokens"] for r in found["rows"] if r["method"] == "EAGLE-2"}
+    for (draft, method), rows in _grouped(found["rows"], "draft", "method").items():
+        tau, speed = (_range([r[k] for r in rows]) for k in ("tau", "speedup"))
+        tokens = _range([r["verified_tokens"] / base[draft, r["workload"]] for r in rows])
+        beyond = sum(r["approximate_rounds"] for r in rows) / max(1, sum(r["calls"] for r in rows))
+        lines.append(f"| {draft} | {method} | {tau} | {tokens} | {speed} | {100 * beyond:.1f}% |")
+    return [*lines, "", "</details>"]
 
 
 def main() -> None:

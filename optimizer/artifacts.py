@@ -38,10 +38,11 @@ def q_tables(store: TraceStore) -> QTables:
     return find
 
 
-def fitted(store: TraceStore) -> Artifacts:
+def fitted(store: TraceStore, pair_id: str | None = None) -> Artifacts:
     """Finds what trees were fitted to by artifact id or an unambiguous beginning of one, for
-    :func:`runtime.policies.prepared.prepare`. It raises PolicyError where there is none, or it is damaged. What was found is
-    remembered: an artifact never changes."""
+    :func:`runtime.policies.prepared.prepare`; with ``pair_id`` only what was fitted for that pair.
+
+    It raises PolicyError where there is none, or it is damaged. What was found is remembered: an artifact never changes."""
     from runtime.policies.tree_rules import Fitted  # imports torch, which chains over a trace do without
 
     known: dict[str, Fitted] = {}
@@ -54,6 +55,11 @@ def fitted(store: TraceStore) -> Artifacts:
                 raise PolicyError(f"{error} in this database (`fit` makes them)") from None
             except CorruptedChunkError as error:
                 raise PolicyError(str(error)) from None
+            if pair_id is not None and artifact.pair_id not in (None, pair_id):
+                raise PolicyError(
+                    f"artifact {artifact.id} was fitted for pair {artifact.pair_id}, this is pair {pair_id}: fit one to a recording of "
+                    "this pair (`fit classifier --from` carries a classifier over)"
+                )
             known[name] = Fitted(artifact.kind, artifact.document, artifact.arrays)
         return known[name]
 

@@ -36,7 +36,7 @@ def last_good(
         try:
             policy = parse_policy(dict(publication.document), where=f"publication {publication.version}")
             check_verifier(policy, verifier, sampling or Sampling())
-            return prepare(policy, pair.draft_names, profile=profile, q_tables=q_tables(store), artifacts=fitted(store))
+            return prepare(policy, pair.draft_names, profile=profile, q_tables=q_tables(store), artifacts=fitted(store, pair.id))
         except PolicyError:
             continue
     return prepare(AUTOREGRESSIVE, pair.draft_names)
@@ -80,7 +80,7 @@ def watch(
     def ready(policy: Policy, version: int) -> PreparedPolicy:
         check_verifier(policy, verifier, sampling or Sampling())
         return prepare(
-            policy, pair.draft_names, profile=latest_profile(), version=version, q_tables=q_tables(store), artifacts=fitted(store)
+            policy, pair.draft_names, profile=latest_profile(), version=version, q_tables=q_tables(store), artifacts=fitted(store, pair.id)
         )
 
     def acknowledge(version: int, status: Literal["applied", "refused"], reason: str) -> None:
@@ -92,7 +92,7 @@ def watch(
     source = WatchedSource(
         last_good(store, pair, profile, verifier, sampling)
         if initial is None
-        else prepare(initial, pair.draft_names, profile=profile, q_tables=q_tables(store), artifacts=fitted(store)),
+        else prepare(initial, pair.draft_names, profile=profile, q_tables=q_tables(store), artifacts=fitted(store, pair.id)),
         fetch,
         ready,
         acknowledge,

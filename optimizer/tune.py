@@ -242,7 +242,7 @@ def tune_recording(
         seed=wanted.seed,
         incumbents=seeds,
         q_tables=q_tables(store),
-        artifacts=fitted(store),
+        artifacts=fitted(store, pair.id),
         trees=limits,
         progress=lambda done, total, best: progress(f"search, best {best:.0f} tokens/s", done, total),
     )
@@ -264,17 +264,17 @@ def tune_recording(
         list(roles.values()),
         encoded,
         whole={p.id for role, p in roles.items() if not role.startswith("finalist")},
-        expected=expected_seconds(trace, test_part, roles.values(), profile, q_tables(store), fitted(store)),
+        expected=expected_seconds(trace, test_part, roles.values(), profile, q_tables(store), fitted(store, pair.id)),
         profile=profile,
         passes=wanted.passes,
         budget_s=wanted.budget_s,
         clock=clock,
         progress=lambda done, total: progress("execute", done, total),
         q_tables=q_tables(store),
-        artifacts=fitted(store),
+        artifacts=fitted(store, pair.id),
     )
     times["execute"] = clock() - began
-    candidates = _candidates(roles, compared, trace.select(test_part), profile, incumbent, q_tables(store), fitted(store))
+    candidates = _candidates(roles, compared, trace.select(test_part), profile, incumbent, q_tables(store), fitted(store, pair.id))
     winner = _winner(candidates, compared)
     current = next(c for c in candidates if c.policy.id == incumbent.id)
     reason, chosen, fresh_choice = _verdict(winner, current, active is not None)

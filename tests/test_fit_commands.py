@@ -368,6 +368,10 @@ def test_a_policy_whose_artifact_cannot_be_had_is_refused(store: TraceStore, pai
     for name in ("ffffff", damaged):
         with pytest.raises(PolicyError, match=r"growth\.artifact"):
             prepare(growing(name), pair.draft_names, artifacts=fitted(store))
+    owned = store.put_artifact("static_tree", {"paths": [[0]], "draft": "near", "depth": 1}, pair_id=pair.id)
+    assert prepare(growing(owned), pair.draft_names, artifacts=fitted(store, pair.id))
+    with pytest.raises(PolicyError, match=f"was fitted for pair {pair.id}"):
+        prepare(growing(owned), pair.draft_names, artifacts=fitted(store, "another pair"))
 
 
 def test_commands_refuse_it_too(door: Door) -> None:
