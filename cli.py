@@ -326,7 +326,7 @@ def _rounds(request: str, steps: Any) -> Iterator[dict[str, Any]]:
     "covers",
     multiple=True,
     metavar="POLICY",
-    help="FILE, inline JSON or ID of a policy whose trees must replay exactly; repeatable. top_k with the default score needs none.",
+    help="FILE, inline JSON or ID of a policy whose trees must replay exactly; repeatable. top_k needs none at its usual scores.",
 )
 @json_option
 @with_context

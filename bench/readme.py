@@ -31,8 +31,8 @@ def table() -> str:
     regret = load("acceptance-regret")
     if regret:
         lines += [
-            "| workload | autoregressive | best fixed length of any draft, all 36 executed | published winner | winner / best fixed "
-            "| winner / autoregressive |",
+            "| workload | autoregressive | best fixed length of any draft, all 36 executed | published winner (chains alone) "
+            "| winner / best fixed | winner / autoregressive |",
             "|---|---|---|---|---|---|",
         ]
         for row in regret["rows"]:
@@ -90,6 +90,17 @@ def table() -> str:
             for r in trees["rounds"]
         )
         lines.append(f"| building and selecting a tree, a round of {trees['rounds'][0]['policy']} | {shown} | measured |")
+    replayed = load("tree_replay_speed")
+    if replayed:
+        rows = replayed["rows"]
+        rounds = [r["replayed_million_rounds_per_s"] for r in rows]
+        grown = [n for r in rows for n in r["tabulated_trees_per_s"].values()]
+        sizes = [r["bytes_per_start"] for r in rows]
+        lines.append(
+            f"| trees: speed of replay | {min(rounds):.0f} to {max(rounds):.0f} million rounds/s; {min(grown):.0f} to {max(grown):.0f} "
+            f"trees/s tabulated once per growth; {min(sizes):.0f} to {max(sizes):.0f} bytes recorded per start (width {replayed['width']}, "
+            f"depth {replayed['depth']}) | measured |"
+        )
     lines += _sampled() + _papers()
     lines += _predictions("acceptance-fidelity", "every policy of the fidelity run")
     lines += _predictions("acceptance-trees-fidelity", "every tree policy of the trees' fidelity run")

@@ -116,7 +116,7 @@ def enumerated(drafts: Sequence[str], gamma_max: int) -> list[Policy]:
 
 
 BETAS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85)
-"""C2T's thresholds that are tried, and covered by recordings that a classifier was fitted on."""
+"""C2T's thresholds that are tried."""
 
 
 SCORES = ("auto", *(f"coupled {s:g}" for s in SHARPNESSES))

@@ -24,6 +24,8 @@ from runtime.policies.trees import Growing, Laws, TreeRule
 from runtime.sampling import Noise
 from traces.schema import Proposals, Trajectory, TreePanorama, request_seed
 
+GROUP = 8
+"""Starts of a head grown together."""
 ROWS = 256
 """Nodes read in one pass."""
 OFF_TEXT = 255
@@ -263,7 +265,7 @@ class _Recorder:
         length = len(self.output)
         self.roots = length + 1
         capacity = self.roots * 16
-        self.n = self.roots
+        self.n = self._first = self.roots
         k = width
         self.cols: dict[str, np.ndarray] = {
             "tokens": np.zeros((capacity, k), np.int32),
@@ -305,11 +307,16 @@ class _Recorder:
         )
 
     def _grow_all(self) -> None:
-        """Runs every cover over all starts, level by level, reading what none has read."""
+        """Grows from every start. Starts that share no nodes are taken a few at a time, so that what a pass sees stays short."""
         starts = np.arange(len(self.output))
+        group = max(1, len(starts)) if self.passes.shared else GROUP
+        for at in range(0, len(starts), group):
+            self._first = self.n
+            self._grow_some(starts[at : at + group])
+
+    def _grow_some(self, starts: np.ndarray) -> None:
+        """Runs every cover over some starts, level by level, reading what none has read."""
         budget = np.minimum(self.trajectory.max_new_tokens - starts - 1, self.limit - self.prompt - starts)
-        if not len(starts):
-            return
         growing = [(c, Growing(c.rule, len(starts), torch.device("cpu")), [starts[:, None]]) for c in self.covers]
         for level in range(1, 1 + max(c.depth for c in self.covers)):
             wanted: list[np.ndarray] = []
@@ -371,13 +378,13 @@ class _Recorder:
         above, starts = [], []
         for number in numbers.tolist():
             chain, at = self._above(number)
-            above.append([x - self.roots for x in chain])
+            above.append([x - self._first for x in chain])
             starts.append(at)
         device = self.passes.device
         positions = torch.from_numpy(c["position"][numbers].astype(np.int64) + self.prompt - 1).to(device)
         ids = torch.from_numpy(tokens.astype(np.int64)).to(device)
         self.n += count
-        logits = self.passes.nodes(ids, positions, (numbers - self.roots).tolist(), above, starts)
+        logits = self.passes.nodes(ids, positions, (numbers - self._first).tolist(), above, starts)
         self._store(numbers, self._laws(logits, numbers, starts), on_text)
 
     def _above(self, node: int) -> tuple[list[int], int]:

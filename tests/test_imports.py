@@ -44,7 +44,6 @@ ALLOWED: dict[str, set[str]] = {
 BESIDE = {
     "runtime": {"traces.schema", "traces.errors"},
     "optimizer": {"demo.prompts"},
-    "demo": {"runtime.heads", "runtime.models"},  # a head is trained as it will be run
 }
 """Single modules that a layer may import beside its layers."""
 

@@ -8,7 +8,7 @@ import pytest
 
 from optimizer.export import engine_settings
 from optimizer.search import Space, complexity, enumerated, transformers_heuristic
-from runtime.pair import PairSpec
+from runtime.pair import PairSpec, read_pair
 from runtime.policies.document import AUTOREGRESSIVE, Policy, differences, parse_policy, policy_schema
 from runtime.policies.prepared import check_verifier, prepare
 from traces.errors import PolicyError
@@ -128,3 +128,14 @@ def test_export_to_other_engines() -> None:
     assert engine_settings(parse_policy(CONTRACT[8]), pair, "vllm")["method"] == "ngram"
     with pytest.raises(PolicyError, match="cannot express"):
         engine_settings(parse_policy(CONTRACT[2]), pair, "vllm")
+    demo = read_pair("demo")
+    tree = {"draft": "head", "growth": {"kind": "top_k", "width": 4}, "window": {"kind": "fixed", "gamma": 4}, "select": {"top_n": 12}}
+    said = engine_settings(parse_policy(tree), demo, "sglang")
+    assert said["speculative_algorithm"] == "EAGLE3"
+    assert (said["speculative_num_steps"], said["speculative_eagle_topk"], said["speculative_num_draft_tokens"]) == (4, 4, 13)
+    assert engine_settings(parse_policy(tree), demo, "tensorrt-llm")["max_total_draft_tokens"] == 12
+    chain = {"draft": "head", "window": {"kind": "fixed", "gamma": 4}}
+    assert engine_settings(parse_policy(chain), demo, "vllm")["method"] == "eagle3"
+    for engine, other in (("vllm", tree), ("sglang", {**tree, "draft": "small"})):
+        with pytest.raises(PolicyError, match="trees can be exported"):
+            engine_settings(parse_policy(other), demo, engine)

@@ -1,0 +1,117 @@
+"""Speed and size of what trees are replayed from: recording panoramas, tabulating growths, replaying rounds.
+
+    python bench/tree_replay_speed.py [--requests 12] [--out bench/results/tree_replay_speed.json]
+
+Panoramas are of k 10, d 8 with every score that recordings cover, bytes as they lie in SQLite. Tabulating grows the tree of every start;
+replay runs policies over a growth that is tabulated. One thread; seconds are the process's own (CPU).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT)]
+
+from db.database import open_database  # noqa: E402
+from optimizer.execute import DecodeOptions  # noqa: E402
+from optimizer.inputs import load_workload  # noqa: E402
+from optimizer.record import RecordRequest, record, retrace_trees  # noqa: E402
+from optimizer.replay import ReplayTrace, run_replay  # noqa: E402
+from optimizer.tree_outcomes import tabulate_growth  # noqa: E402
+from runtime.loading import load_pair  # noqa: E402
+from runtime.loop import StaticSource  # noqa: E402
+from runtime.pair import read_pair  # noqa: E402
+from runtime.policies.document import AUTOREGRESSIVE, parse_policy  # noqa: E402
+from runtime.policies.prepared import prepare  # noqa: E402
+from traces.schema import Sampling  # noqa: E402
+from traces.store import TraceStore  # noqa: E402
+
+WIDTH, DEPTH = 10, 8
+
+
+def measure(requests: int) -> dict[str, Any]:
+    pair = load_pair(read_pair("demo"), device="cpu")
+    rows = []
+    for sampling in (Sampling(), Sampling(1.0, seed=3)):
+        for draft in ("small", "medium", "head"):
+            with tempfile.TemporaryDirectory() as folder, open_database(f"{folder}/a.db") as database:
+                store = TraceStore(database)
+                plain = StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names))
+                workload = load_workload(["demo"], limit=requests)
+                info = record(store, pair, RecordRequest(workload, DecodeOptions(sampling, 64), ()), plain)
+                database.vacuum()
+                before = sum(p.stat().st_size for p in Path(folder).glob("a.db*"))
+                began = time.process_time()
+                retrace_trees(store, pair, info.id, [draft], WIDTH, DEPTH)
+                seconds = time.process_time() - began
+                database.vacuum()
+                size = sum(p.stat().st_size for p in Path(folder).glob("a.db*")) - before
+                loaded = store.load(info.id, trees=True)
+                trees = loaded.trees(draft)
+            starts = sum(p.positions for p in trees)
+            repeat = max(1, 4000 // starts)
+            trace = ReplayTrace(
+                [replace(t, request_id=f"{i} {t.request_id}") for i in range(repeat) for t in loaded.trajectories],
+                {},
+                trees={(draft, "coupled"): list(trees) * repeat},
+            )
+            forest = trace.forests[draft, "coupled"]
+            rates = {}
+            for width, depth in ((10, 6), (10, 8), (6, 6)):
+                document = {
+                    "draft": draft,
+                    "growth": {"kind": "top_k", "width": width},
+                    "window": {"kind": "fixed", "gamma": depth},
+                    "select": {"top_n": 60},
+                }
+                policy = parse_policy(document)
+                rules = prepare(policy, [draft]).rules
+                assert rules is not None
+                every, hot = np.arange(len(forest.root)), int(not sampling.greedy)
+                tabulate_growth(forest, [(rules[hot], every[:512])], depth)
+                best = 0.0
+                for _ in range(3):
+                    began = time.process_time()
+                    tabulate_growth(forest, [(rules[hot], every)], depth)
+                    best = max(best, len(every) / (time.process_time() - began))
+                rates[f"k {width}, d {depth}"] = best
+            run_replay(trace, policy)
+            began = time.process_time()
+            rounds = sum(run_replay(trace, policy).total.rounds for _ in range(40))
+            replayed = rounds / (time.process_time() - began)
+            rows.append(
+                {
+                    "draft": draft,
+                    "temperature": sampling.temperature,
+                    "starts": starts,
+                    "recorded_starts_per_s": starts / seconds,
+                    "bytes_per_start": size / starts,
+                    "nodes_per_start": sum(len(p.parent) for p in trees) / starts,
+                    "tabulated_trees_per_s": rates,
+                    "replayed_million_rounds_per_s": replayed / 1e6,
+                }
+            )
+            print(json.dumps(rows[-1]), flush=True)
+    return {"width": WIDTH, "depth": DEPTH, "rows": rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=12)
+    parser.add_argument("--out", default=str(ROOT / "bench" / "results" / "tree_replay_speed.json"))
+    wanted = parser.parse_args()
+    Path(wanted.out).write_text(json.dumps(measure(wanted.requests), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
