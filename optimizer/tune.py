@@ -35,6 +35,8 @@ from traces.store import Publication, StoredProfile, TraceStore
 PROFILE_AGE = timedelta(hours=24)
 """A profile of the same environment is used again for so long."""
 
+PREDICTION_SPREAD = 0.02
+"""Standard deviation, relative, of a predicted ratio of two policies' speeds (the median error of the fidelity checks)."""
 Progress = Callable[[str, int, int], None]
 """Called with (phase, done, total)."""
 
@@ -438,16 +440,31 @@ def _candidates(
 
 
 def _winner(candidates: list[Candidate], compared: Comparison) -> Candidate:
-    """The fastest on the whole workload of those that the race left; of those that are as fast, within 1% with their whole
-    interval, the simplest kind. Windows of one kind are equally simple whatever their length."""
+    """The fastest on the whole workload of those that the race left (:func:`_estimate`); of those that are as fast, within 1% with
+    their whole interval, the simplest kind. Windows of one kind are equally simple whatever their length."""
     left = [c for c in candidates if c.left]
-    fastest = max(left, key=lambda c: compared.ratio(c.policy.id, left[0].policy.id, projected=True)[0])
+    fastest = max(left, key=lambda c: _estimate(c, left[0], compared))
     tied = []
     for candidate in left:
         lead, low, high = compared.ratio(fastest.policy.id, candidate.policy.id, projected=True)
         if candidate.policy.id == fastest.policy.id or (low <= 1.0 and high <= 1.0 + TIE):
             tied.append((complexity(candidate.policy)[:3], lead, candidate))
     return min(tied, key=lambda t: t[:2])[2]
+
+
+def _estimate(candidate: Candidate, base: Candidate, compared: Comparison) -> float:
+    """Log speed over ``base``: what was executed and what was predicted, each weighed by the inverse of its variance. Where execution
+    is precise it decides alone; where it cannot tell two policies apart, prediction, which knows their rounds exactly, says more than
+    noise."""
+    if candidate.policy.id == base.policy.id:
+        return 0.0
+    ratio, low, high = compared.ratio(candidate.policy.id, base.policy.id, projected=True)
+    predicted = candidate.predicted.total.tokens_per_s / max(1e-12, base.predicted.total.tokens_per_s)
+    if not (low > 0.0 and math.isfinite(high)) or predicted <= 0.0:
+        return math.log(ratio)
+    spread = max(1e-6, math.log(high / low) / (2 * 1.96))
+    executed, imagined = spread**-2, PREDICTION_SPREAD**-2
+    return (executed * math.log(ratio) + imagined * math.log(predicted)) / (executed + imagined)
 
 
 def _verdict(winner: Candidate, incumbent: Candidate, published: bool) -> tuple[str, Candidate, bool]:
