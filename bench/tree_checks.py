@@ -15,11 +15,12 @@ from scipy.stats import kendalltau
 
 from db.database import open_database
 from optimizer.artifacts import fitted
-from optimizer.execute import DecodeOptions, Encoded, compare, encode, run
+from optimizer.execute import DecodeOptions, Encoded, compare, encode, race, run
 from optimizer.inputs import load_workload
 from optimizer.record import RecordRequest, cover_of, record, retrace_trees
 from optimizer.replay import ReplayTrace, run_replay
 from optimizer.tree_tuning import fit_trees
+from optimizer.tune import TuneOptions, finite, tune
 from runtime.loading import LoadedPair, load_pair
 from runtime.loop import StaticSource
 from runtime.pair import read_pair
@@ -475,7 +476,79 @@ def _claims(rows: list[dict[str, Any]]) -> str:
     )
 
 
+FAMILIES = {
+    "chain, fixed": lambda p: p.growth.kind == "chain" and p.window.kind == "fixed" and p.stop.kind == "none",
+    "on-the-fly (chains)": lambda p: p.growth.kind == "chain" and p.window.kind in ("analytic", "fsm", "cache_fsm", "q_learning"),
+    "EAGLE-2": lambda p: _is_eagle2(p) and p.window.kind == "fixed" and p.stop.kind == "none" and p.stratify is None,
+    "on-the-fly (EAGLE-2 trees, D.5)": lambda p: _is_eagle2(p) and p.window.kind != "fixed" and p.stratify is None,
+    "HeteroSpec": lambda p: _is_eagle2(p) and p.window.kind == "fixed" and p.stop.kind == "none" and p.stratify is not None,
+    "C2T": lambda p: p.growth.kind == "classifier" and p.window.kind == "fixed" and p.stratify is None and p.stop.kind == "none",
+    "AdaEDL on EAGLE-2": lambda p: _is_eagle2(p) and p.stop.kind == "entropy" and p.stratify is None,
+}
+"""What each paper offers alone, tuned alone: the best of the joint study that uses nothing else."""
+
+
+def _is_eagle2(policy: Policy) -> bool:
+    return policy.growth.kind == "top_k" and getattr(policy.growth, "score", "") in ("auto", "probability")
+
+
+def trees_joint(state: Path) -> dict[str, Any]:
+    """The joint winner against the best policy of each paper tuned alone, raced on three workloads (drafts medium, head, n-gram)."""
+    pair = load_pair(read_pair("demo"), device="cpu", drafts=("medium", "head"))
+    rows: list[dict[str, Any]] = []
+    for category in CATEGORIES:
+        every = load_workload(["demo"], categories=[category])
+        workload = replace(every, requests=every.requests[:24])
+        options = DecodeOptions(Sampling(), 64)
+        path = state / f"trees-joint-{category}.db"
+        path.unlink(missing_ok=True)
+        store = stored(path)
+        wanted = TuneOptions(options=options, drafts=("medium", "head"), trials=300, budget_s=45, gamma_max=12)
+        tuned = tune(store, pair, workload, wanted)
+        trials = [(parse_policy(t["policy"]), float(t["value"])) for t in store.get_study(tuned.study).trials]
+        chosen = {}
+        for name, match in FAMILIES.items():
+            fitting = [(value, p) for p, value in trials if p.speculates and match(p)]
+            if fitting:
+                chosen[name] = max(fitting, key=lambda x: x[0])[1]
+        winner = tuned.winner.policy
+        encoded = encode(pair, replace(workload, requests=workload.requests[:12]), options)
+        find, profile = fitted(store), store.get_profile(tuned.profile).profile
+        policies = {p.id: p for p in [AUTOREGRESSIVE, winner, *chosen.values()]}
+        compared = race(
+            pair,
+            list(policies.values()),
+            encoded,
+            whole=set(policies),
+            kept=[winner.id],
+            profile=profile,
+            artifacts=find,
+            passes=3,
+            budget_s=75,
+        )
+        for name, policy in {"joint winner": winner, **chosen}.items():
+            total = compared.outcomes[policy.id].total
+            rows.append(
+                {
+                    "workload": category,
+                    "family": name,
+                    "policy": policy.label(),
+                    "tau": total.mean_accepted_length,
+                    "speedup": compared.ratio(policy.id, AUTOREGRESSIVE.id)[0],
+                    "joint_over_it": finite(compared.ratio(winner.id, policy.id)),
+                }
+            )
+            print(f"  {category} {name}: {policy.label()}: joint winner {rows[-1]['joint_over_it'][0]:.3f} times it", flush=True)
+    least = min(r["joint_over_it"][0] for r in rows)
+    return {
+        "holds": least >= 1.0,
+        "summary": f"the joint winner runs at {least:.3f} times the best single-paper policy or more, on {len(CATEGORIES)} workloads",
+        "rows": rows,
+    }
+
+
 CHECKS = {
+    "trees-joint": trees_joint,
     "trees-lossless": trees_lossless,
     "trees-parity": trees_parity,
     "trees-fidelity": trees_fidelity,

@@ -158,25 +158,26 @@ def enumerated_trees(trees: Mapping[str, TreeLimit]) -> list[Policy]:
     for draft, limit in trees.items():
         sizes = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, DEFAULT_TOP_N)
         for width in (w for w in (2, 3, 4, 6, 8, 10, 16) if w <= limit.width):
-            growth: dict[str, Any] = {"kind": "top_k", "width": width, "score": "coupled", "sharpness": SHARPNESSES[-1]}
-            others = [{"kind": "top_k", "width": width}, {**growth, "sharpness": SHARPNESSES[0]}]
+            scores: list[dict[str, Any]] = [{"kind": "top_k", "width": width, **_score(name)} for name in SCORES]
+            papers, sharpest = scores[0], scores[-1]
             for depth in range(1, limit.depth + 1):
                 fixed = {"kind": "fixed", "gamma": depth}
                 pool = width + (depth - 1) * width * width
                 for n in (n for n in sizes if depth <= n <= pool):
-                    add(draft, growth, fixed, select={"top_n": n})
-                    for other in others:
-                        add(draft, other, fixed, select={"top_n": n})
+                    for growth in scores:
+                        add(draft, growth, fixed, select={"top_n": n})
                     alpha = min((depth + 1) // 2, limit.depth - depth)
                     if limit.bins is not None and alpha > 0 and n >= 6:
                         bins = {"artifact": limit.bins, "alpha": alpha, "fractions": [0.3, 0.6, 1.0]}
-                        add(draft, growth, fixed, select={"top_n": n}, stratify=bins)
-            for n in (n for n in sizes if 4 <= n <= 32):
-                for kind in ("fsm", "cache_fsm", "analytic"):
-                    add(draft, growth, {"kind": kind, "gamma_max": limit.depth}, select={"top_n": n})
-                for threshold in (0.3, 0.5):
-                    stop = {"kind": "entropy", "threshold": threshold}
-                    add(draft, growth, {"kind": "fixed", "gamma": limit.depth}, select={"top_n": n}, stop=stop)
+                        for growth in (papers, sharpest):
+                            add(draft, growth, fixed, select={"top_n": n}, stratify=bins)
+            for growth in (papers, sharpest):
+                for n in (n for n in sizes if 4 <= n <= 32):
+                    for kind in ("fsm", "cache_fsm", "analytic"):
+                        add(draft, growth, {"kind": kind, "gamma_max": limit.depth}, select={"top_n": n})
+                    for threshold in (0.3, 0.5):
+                        stop = {"kind": "entropy", "threshold": threshold}
+                        add(draft, growth, {"kind": "fixed", "gamma": limit.depth}, select={"top_n": n}, stop=stop)
         for paths in limit.static:
             add(draft, {"kind": "static", "paths": paths}, {"kind": "fixed", "gamma": max(len(p) for p in paths)})
         if limit.classifier is not None:
