@@ -92,9 +92,11 @@ def run(
 
 def warm(pair: LoadedPair, encoded: Encoded, count: int = 1) -> None:
     """Decodes a few tokens with every draft, so that first touches and compilation are not charged to the first request."""
+    options = encoded.options
+    refused = pair.heads if options.verifier == "rejection" and not options.sampling.greedy else {}
     policies = [
         Policy(),
-        *(Policy.model_validate({"draft": d, "window": {"kind": "fixed", "gamma": 3}}) for d in pair.draft_names),
+        *(Policy.model_validate({"draft": d, "window": {"kind": "fixed", "gamma": 3}}) for d in pair.draft_names if d not in refused),
     ]
     for _, request in encoded.items[:count]:
         for policy in policies:

@@ -178,7 +178,7 @@ def tune(
     The winner is published only if it beats the incumbent (the active policy, or autoregression while there is none) beyond noise on
     requests that the search has not seen. Raises PolicyError or TraceError when nothing can be searched.
     """
-    drafts = wanted.drafts or pair.draft_names
+    drafts = wanted.drafts or _drafts(wanted, pair)
     times: dict[str, float] = {}
     began = clock()
     active = store.active_publication(pair.id, pair.device.type)
@@ -208,7 +208,7 @@ def tune_recording(
 ) -> Tuned:
     """Tunes on an existing recording (of served traffic, say): retraces what is missing, then searches, executes, publishes."""
     times = {} if times is None else times
-    drafts = wanted.drafts or pair.draft_names
+    drafts = wanted.drafts or _drafts(wanted, pair)
     retrace(store, pair, recording_id, drafts, wanted.gamma_max, progress=progress)
     retrace_trees(
         store, pair, recording_id, drafts, *_tree_size(wanted), chain_depth=wanted.gamma_max, progress=progress
@@ -345,6 +345,12 @@ def publish(
     """Puts a policy in force for a pair on its device, with its evidence; once per idempotency key."""
     store.put_policy(policy.id, policy.spelled_out(), policy.label())
     return store.publish(pair.id, pair.device.type, policy.id, actor=actor, evidence=evidence, reason=reason, idempotency_key=key)
+
+
+def _drafts(wanted: TuneOptions, pair: LoadedPair) -> tuple[str, ...]:
+    """The pair's drafts that the verifier can be used with."""
+    chains_only = wanted.options.verifier == "rejection" and not wanted.options.sampling.greedy
+    return tuple(d for d in pair.draft_names if not (chains_only and d in pair.heads))
 
 
 def _tree_size(wanted: TuneOptions) -> tuple[int, int]:

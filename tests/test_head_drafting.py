@@ -14,6 +14,7 @@ from test_heads import HIDDEN, LAYERS, VOCAB, Case, _eagle1, _eagle3_without_lm_
 from test_lossless import PROMPTS
 from test_tree_parity import artifacts, covers, decode, shape, tree_policies
 
+from optimizer.execute import DecodeOptions, encode, run
 from optimizer.replay import ReplayTrace, run_replay
 from runtime.decoder import Decoder
 from runtime.loading import LoadedPair, load_pair
@@ -23,7 +24,7 @@ from runtime.policies.document import Policy, parse_policy
 from runtime.policies.prepared import PreparedPolicy, prepare
 from runtime.tree_panorama import record_tree_panorama
 from traces.errors import PolicyError
-from traces.schema import Request, Sampling
+from traces.schema import Request, Sampling, Workload
 
 WIDTH, DEPTH = 5, 5
 SAMPLINGS = [Sampling(), Sampling(temperature=1.0, seed=4)]
@@ -147,3 +148,11 @@ def test_the_rejection_verifier_refuses_heads_and_trees(pair: LoadedPair) -> Non
         decoder = Decoder(pair, StaticSource(prepare(parse_policy(document), pair.draft_names)), "rejection")
         with pytest.raises(PolicyError, match=said):
             next(decoder.rounds(decoder.request(Request("x", "c", ("f",)), [70, 71, 72], hot, 8)))
+
+
+def test_a_pair_with_a_head_serves_the_rejection_verifier_with_its_other_drafts(pair: LoadedPair) -> None:
+    hot = DecodeOptions(Sampling(temperature=1.0, seed=1), 8, "rejection")
+    encoded = encode(pair, Workload("w", (Request("a", "c", ("def f(x):",)),)), hot)
+    policy = parse_policy({"draft": "near", "window": {"kind": "fixed", "gamma": 2}})
+    (decoded,) = run(pair, StaticSource(prepare(policy, pair.draft_names)), encoded)
+    assert len(decoded.trajectory.output_ids) == 8 or decoded.trajectory.finish == "eos"
