@@ -56,6 +56,7 @@ def table() -> str:
         ("trees: prediction against execution", "acceptance-trees-fidelity"),
         ("trees: temperature above 0", "acceptance-trees-sampled"),
         ("trees: the papers' methods", "acceptance-trees-papers"),
+        ("trees: joint winner against single papers", "acceptance-trees-joint"),
     ]
     lines += ["| check (`make acceptance`) | result | holds |", "|---|---|---|"]
     for title, name in checked:
