@@ -185,6 +185,7 @@ def _mismatches(executed: Sequence[Step], replayed: Sequence[Step]) -> int:
 
 FIDELITY_GAMMA_MAX = 24
 FIDELITY_REQUESTS = 16
+FIDELITY_RUNS = 3
 
 
 def swept(first: str, second: str) -> list[Policy]:
@@ -197,9 +198,9 @@ def swept(first: str, second: str) -> list[Policy]:
 
 
 def fidelity(state: Path) -> dict[str, Any]:
-    """Predicted against measured tokens/s of 50 policies in two interleaved runs on the demo pair; costs measured in between.
+    """Predicted against measured tokens/s of 50 policies in three interleaved runs on the demo pair; costs measured in between.
 
-    The two runs' agreement with each other (``measured_again``) is what noise leaves to any prediction.
+    Two runs' agreement with each other (``measured_again``) is what noise leaves to any prediction.
     """
     pair = demo()
     path = state / "fidelity.db"
@@ -218,12 +219,12 @@ def fidelity(state: Path) -> dict[str, Any]:
             print(f"  {done} of {len(workload.requests)} requests", flush=True)
 
     encoded = encode(pair, workload, options)
-    runs = [compare(pair, policies, encoded, profile=first, between=between).outcomes for _ in range(2)]
+    runs = [compare(pair, policies, encoded, profile=first, between=between).outcomes for _ in range(FIDELITY_RUNS)]
     profile = merge_profiles(profiles)
     rows = []
     for policy in policies:
         halves = [outcomes[policy.id].total for outcomes in runs]
-        measured = replace(halves[0], seconds=(halves[0].seconds + halves[1].seconds) / 2)
+        measured = replace(halves[0], seconds=sum(h.seconds for h in halves) / len(halves))
         # Windows that read costs decided by the first profile; what their rounds cost is the merged one's to say.
         decided = run_replay(trace, policy, first, per_round=True)
         predicted = priced(trace, policy, decided, profile)
@@ -239,7 +240,7 @@ def fidelity(state: Path) -> dict[str, Any]:
             }
         )
     errors = np.abs([r["error"] for r in rows])
-    once, again = np.array([r["runs_tokens_per_s"] for r in rows]).T
+    once, again = np.array([r["runs_tokens_per_s"][:2] for r in rows]).T
     tau = _tau([r["predicted_tokens_per_s"] for r in rows], [r["measured_tokens_per_s"] for r in rows])
     ceiling = _tau(once, again)
     median, p90 = float(np.median(errors)), float(np.quantile(errors, 0.9))
