@@ -36,10 +36,11 @@ def table() -> str:
             "|---|---|---|---|---|---|",
         ]
         for row in regret["rows"]:
+            speed, low, high = row["tokens_per_s"], *row["share_interval"]
             lines.append(
-                f"| {row['workload']} | {row['autoregressive_tokens_per_s']:.0f} "
-                f"| {row['best_fixed']}: {row['best_fixed_tokens_per_s']:.0f} "
-                f"| {row['winner']}: {row['winner_tokens_per_s']:.0f} | {row['share_of_best']:.3f} | {row['speedup']:.2f} |"
+                f"| {row['workload']} | {speed['autoregressive']:.0f} | {row['best_fixed']}: {speed[row['best_fixed']]:.0f} "
+                f"| {row['winner']}: {speed[row['winner']]:.0f} | {row['share_of_best']:.3f} ({low:.3f}-{high:.3f}) "
+                f"| {row['speedup'][0]:.2f} |"
             )
         none = regret["no_gain"]
         lines += ["", f"Where speculation cannot pay (a draft as large as the target) `tune` published: {none['published']}.", ""]
