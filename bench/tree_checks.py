@@ -138,7 +138,9 @@ def trees_lossless(state: Path) -> dict[str, Any]:
         each = math.ceil(20 / len(drafts))
         policies = []
         for i, draft in enumerate(drafts):
-            listed = [d for d in documents(draft, limits[draft].bins, limits[draft].classifier, 24, 7) if "analytic" not in str(d)]
+            listed = [
+                d for d in documents(draft, limits[draft].bins, limits[draft].classifier, 24, 7) if "analytic" not in str(d)
+            ]
             policies += [parse_policy(d) for d in listed[i :: len(drafts)][:each]]
         workload = load_workload(["demo"], limit=102)
         if name != "demo":
@@ -211,7 +213,10 @@ def trees_parity(state: Path) -> dict[str, Any]:
                         "beyond_recording": replayed.missing,
                     }
                 )
-                print(f"  T={sampling.temperature} {policy.label()}: {wrong} of {rounds} rounds, {replayed.missing} missing", flush=True)
+                print(
+                    f"  T={sampling.temperature} {policy.label()}: {wrong} of {rounds} rounds, {replayed.missing} missing",
+                    flush=True,
+                )
     mismatches = sum(r["mismatches"] for r in rows)
     missing = sum(r["beyond_recording"] for r in rows)
     return {
@@ -258,9 +263,7 @@ def trees_fidelity(state: Path) -> dict[str, Any]:
             profiles.append(measure_profile(pair, gamma_max=12, repeats=2))
             print(f"  {done} of {len(workload.requests)} requests", flush=True)
 
-    runs = [
-        compare(pair, policies, encoded, profile=profiles[0], artifacts=find, between=between).outcomes for _ in range(2)
-    ]
+    runs = [compare(pair, policies, encoded, profile=profiles[0], artifacts=find, between=between).outcomes for _ in range(2)]
     profile = merge_profiles(profiles)
     rows = []
     for policy in policies:
@@ -433,7 +436,10 @@ def trees_papers(state: Path) -> dict[str, Any]:
                         "eagle2_tokens_at_equal_tau": min(equal) if equal else None,
                     }
                 )
-                print(f"  {category} {draft} {name}: tau {total.mean_accepted_length:.2f} verified {total.verified_tokens}", flush=True)
+                print(
+                    f"  {category} {draft} {name}: tau {total.mean_accepted_length:.2f} verified {total.verified_tokens}",
+                    flush=True,
+                )
     return {"holds": True, "summary": _claims(rows), "rows": rows, "paper": PAPER}
 
 
@@ -452,7 +458,9 @@ PAPER = {
         "C2T": {"accepted": 2.12, "tokens": 116694},
     },
     "adaptive depth over EAGLE-2, MT-Bench (D.5)": {"speedup": "+4.2%"},
-    "AdaEDL below EAGLE-3 (HeteroSpec table 11)": {"MT-Bench, LLaMA-3.1-8B": {"EAGLE-3": 3.43, "AdaEDL": 3.31, "HeteroSpec": 3.74}},
+    "AdaEDL below EAGLE-3 (HeteroSpec table 11)": {
+        "MT-Bench, LLaMA-3.1-8B": {"EAGLE-3": 3.43, "AdaEDL": 3.31, "HeteroSpec": 3.74}
+    },
 }
 
 

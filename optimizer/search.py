@@ -307,19 +307,11 @@ class Space:
     def suggest(self, trial: optuna.trial.Trial) -> Policy:
         """One policy of the space."""
 
-        def ask(name: str, distribution: BaseDistribution) -> Any:
-            if isinstance(distribution, CategoricalDistribution):
-                return trial.suggest_categorical(name, distribution.choices)
-            if isinstance(distribution, IntDistribution):
-                return trial.suggest_int(name, distribution.low, distribution.high, log=distribution.log)
-            assert isinstance(distribution, FloatDistribution)
-            return trial.suggest_float(name, distribution.low, distribution.high, log=distribution.log)
-
         kinds = self.distributions("", "")
-        chosen = {name: ask(name, kinds[name]) for name in ("draft", "window", "stop")}
+        chosen = {name: _ask(trial, name, kinds[name]) for name in ("draft", "window", "stop")}
         for name, distribution in self.distributions(chosen["window"], chosen["stop"]).items():
             if name not in chosen:
-                chosen[name] = ask(name, distribution)
+                chosen[name] = _ask(trial, name, distribution)
         return self.policy(chosen)
 
     def policy(self, chosen: dict[str, Any]) -> Policy:
@@ -392,26 +384,21 @@ class TreeSpace(Space):
         return found
 
     def suggest(self, trial: optuna.trial.Trial) -> Policy:
-        def ask(name: str, distribution: BaseDistribution) -> Any:
-            if isinstance(distribution, CategoricalDistribution):
-                return trial.suggest_categorical(name, distribution.choices)
-            if isinstance(distribution, IntDistribution):
-                return trial.suggest_int(name, distribution.low, distribution.high, log=distribution.log)
-            assert isinstance(distribution, FloatDistribution)
-            return trial.suggest_float(name, distribution.low, distribution.high, log=distribution.log)
-
         kinds = self.distributions("", "")
-        chosen = {name: ask(name, kinds[name]) for name in ("draft", "window", "stop", "growth")}
+        chosen = {name: _ask(trial, name, kinds[name]) for name in ("draft", "window", "stop", "growth")}
         for name, distribution in self.distributions(chosen["window"], chosen["stop"], chosen["growth"]).items():
             if name not in chosen:
-                chosen[name] = ask(name, distribution)
+                chosen[name] = _ask(trial, name, distribution)
         return self.policy(chosen)
 
     def policy(self, chosen: dict[str, Any]) -> Policy:
         limit = self.trees.get(chosen["draft"])
         growth = chosen.get("growth", "chain")
-        if limit is None or growth == "chain" or (growth == "classifier" and limit.classifier is None) or (
-            growth == "static" and not limit.static
+        if (
+            limit is None
+            or growth == "chain"
+            or (growth == "classifier" and limit.classifier is None)
+            or (growth == "static" and not limit.static)
         ):
             return super().policy(chosen)
         depth = min(chosen["gamma"], limit.depth)
@@ -497,3 +484,13 @@ def outcomes(trace: ReplayTrace, profile: LatencyProfile, policies: Iterable[Pol
 
 def _policy(draft: str, window: dict[str, Any], stop: dict[str, Any] | None = None) -> Policy:
     return parse_policy({"draft": draft, "window": window, **({"stop": stop} if stop else {})}, where="search space")
+
+
+def _ask(trial: optuna.trial.Trial, name: str, distribution: BaseDistribution) -> Any:
+    """A value of one parameter."""
+    if isinstance(distribution, CategoricalDistribution):
+        return trial.suggest_categorical(name, distribution.choices)
+    if isinstance(distribution, IntDistribution):
+        return trial.suggest_int(name, distribution.low, distribution.high, log=distribution.log)
+    assert isinstance(distribution, FloatDistribution)
+    return trial.suggest_float(name, distribution.low, distribution.high, log=distribution.log)

@@ -210,9 +210,7 @@ def tune_recording(
     times = {} if times is None else times
     drafts = wanted.drafts or _drafts(wanted, pair)
     retrace(store, pair, recording_id, drafts, wanted.gamma_max, progress=progress)
-    retrace_trees(
-        store, pair, recording_id, drafts, *_tree_size(wanted), chain_depth=wanted.gamma_max, progress=progress
-    )
+    retrace_trees(store, pair, recording_id, drafts, *_tree_size(wanted), chain_depth=wanted.gamma_max, progress=progress)
     chains = tuple(d for d in drafts if d not in pair.heads)
     grown = tuple(d for d in drafts if d in pair.heads or (_tree_size(wanted)[0] and d != "ngram"))
     recording = store.load(recording_id, drafts, skip_corrupted=True, trees=bool(grown)).having(chains, trees=grown)
@@ -276,7 +274,9 @@ def tune_recording(
         artifacts=fitted(store, pair.id),
     )
     times["execute"] = clock() - began
-    candidates = _candidates(roles, compared, trace.select(test_part), profile, incumbent, q_tables(store), fitted(store, pair.id))
+    candidates = _candidates(
+        roles, compared, trace.select(test_part), profile, incumbent, q_tables(store), fitted(store, pair.id)
+    )
     winner = _winner(candidates, compared)
     current = next(c for c in candidates if c.policy.id == incumbent.id)
     reason, chosen, fresh_choice = _verdict(winner, current, active is not None)
