@@ -38,6 +38,8 @@ lint: $(VENV)/.installed-dev ## Style and types
 bench: $(VENV)/.installed-dev ## Speed of replay, recording, loop and store; results in bench/results
 	$(RUN) bench/replay_speed.py
 	$(RUN) bench/loop_overhead.py
+	$(RUN) bench/tree_speed.py
+	$(RUN) bench/tree_replay_speed.py
 
 acceptance: $(VENV)/.installed-dev ## The full-size checks (up to an hour, resumable); figures in bench/results
 	$(RUN) bench/acceptance.py $(ARGS)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -19,23 +18,21 @@ from typing import Any
 
 import numpy as np
 
+from db.database import open_database
+from optimizer.execute import DecodeOptions
+from optimizer.inputs import load_workload
+from optimizer.record import RecordRequest, record, retrace_trees
+from optimizer.replay import ReplayTrace, run_replay
+from optimizer.tree_outcomes import tabulate_growth
+from runtime.loading import load_pair
+from runtime.loop import StaticSource
+from runtime.pair import read_pair
+from runtime.policies.document import AUTOREGRESSIVE, parse_policy
+from runtime.policies.prepared import prepare
+from traces.schema import Sampling
+from traces.store import TraceStore
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT)]
-
-from db.database import open_database  # noqa: E402
-from optimizer.execute import DecodeOptions  # noqa: E402
-from optimizer.inputs import load_workload  # noqa: E402
-from optimizer.record import RecordRequest, record, retrace_trees  # noqa: E402
-from optimizer.replay import ReplayTrace, run_replay  # noqa: E402
-from optimizer.tree_outcomes import tabulate_growth  # noqa: E402
-from runtime.loading import load_pair  # noqa: E402
-from runtime.loop import StaticSource  # noqa: E402
-from runtime.pair import read_pair  # noqa: E402
-from runtime.policies.document import AUTOREGRESSIVE, parse_policy  # noqa: E402
-from runtime.policies.prepared import prepare  # noqa: E402
-from traces.schema import Sampling  # noqa: E402
-from traces.store import TraceStore  # noqa: E402
-
 WIDTH, DEPTH = 10, 8
 
 

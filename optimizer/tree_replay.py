@@ -184,7 +184,6 @@ def replay_trees(
             n_accepted += accepted
             n_drafted += kept
             n_steps += steps
-            n_missing += 0
             if steps > 0:
                 lag = emitted if rereads else emitted - reads
             else:
