@@ -13,6 +13,7 @@ with ``step`` and ``verify`` the profile's curves, read in the middle of the con
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -154,17 +155,20 @@ def _before_rounds(request_s: float, curves: tuple[CostCurve | None, ...], promp
 @dataclass(frozen=True, eq=False)
 class TreeCosts:
     """The costs of rounds of trees with one draft: float64 [2, buckets, width], greedy and sampled. ``verify_s`` by drafted nodes
-    (0 .. NODE_LIMIT), ``first_s`` by lag (0 .. LAG_LIMIT + 1), ``level_s`` by nodes read (0 .. WIDTH_LIMIT)."""
+    (0 .. NODE_LIMIT), ``first_s`` by lag (0 .. LAG_LIMIT + 1), ``level_s`` by nodes read (0 .. WIDTH_LIMIT). ``bend_s`` [GAMMA_LIMIT + 1],
+    what a round of that many passes takes more."""
 
     verify_s: FloatArray
     first_s: FloatArray
     level_s: FloatArray
+    bend_s: FloatArray
     overhead_s: float
     noise_s: float
 
     @classmethod
-    def of(cls, profile: LatencyProfile, draft: str, max_context: int, *, stop: str = "none") -> TreeCosts:
-        """Tables for contexts up to ``max_context``. Raises TraceError when the profile was measured without trees or this draft."""
+    def of(cls, profile: LatencyProfile, draft: str, max_context: int, *, kinds: Sequence[str] = ()) -> TreeCosts:
+        """Tables for contexts up to ``max_context`` and policies with blocks of these kinds
+        (:func:`runtime.policies.prepared.tree_kinds`). Raises TraceError when the profile was measured without trees or this draft."""
         trees = profile.trees
         if trees is None or draft not in trees.level:
             known = "none" if trees is None else ", ".join(sorted(trees.level))
@@ -173,11 +177,12 @@ class TreeCosts:
             )
         contexts = np.arange(max(0, max_context) // BUCKET + 1) * float(BUCKET) + (BUCKET - 1) / 2
         nodes, lags, widths = np.arange(1.0, NODE_LIMIT + 2), np.arange(LAG_LIMIT + 2.0), np.arange(WIDTH_LIMIT + 1.0)
-        extra = profile.stop_step_s.get(stop, 0.0)
+        per_pass, per_law = trees.more(draft, kinds)
         return cls(
             np.stack([_grid(c, nodes, contexts) for c in (trees.verify, trees.sampled_verify)]),
-            np.stack([_grid(c[draft], lags, contexts) for c in (trees.first, trees.sampled_first)]) + extra,
-            np.stack([_grid(c[draft], widths, contexts) for c in (trees.level, trees.sampled_level)]) + extra,
+            np.stack([_grid(c[draft], lags, contexts) for c in (trees.first, trees.sampled_first)]) + per_pass + per_law,
+            np.stack([_grid(c[draft], widths, contexts) for c in (trees.level, trees.sampled_level)]) + per_pass + widths * per_law,
+            np.array([trees.bend(draft, passes) for passes in range(GAMMA_LIMIT + 1)]),
             profile.overhead_s,
             profile.noise_s,
         )
@@ -186,7 +191,7 @@ class TreeCosts:
     def free(cls) -> TreeCosts:
         """Where there is no profile."""
         verify, first, level = (np.zeros((2, 1, n)) for n in (NODE_LIMIT + 1, LAG_LIMIT + 2, WIDTH_LIMIT + 1))
-        return cls(verify, first, level, 0.0, 0.0)
+        return cls(verify, first, level, np.zeros(GAMMA_LIMIT + 1), 0.0, 0.0)
 
 
 def _grid(curve: CostCurve, widths: npt.NDArray[Any], contexts: npt.NDArray[Any]) -> FloatArray:

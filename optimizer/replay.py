@@ -27,7 +27,7 @@ from optimizer.tree_replay import TreeLimits, replay_trees, stop_levels
 from runtime.policies.document import Policy
 from runtime.policies.jit import compiled
 from runtime.policies.machines import advance, reset
-from runtime.policies.prepared import PreparedPolicy, QTables, prepare
+from runtime.policies.prepared import PreparedPolicy, QTables, prepare, tree_kinds
 from runtime.policies.stops import CompiledStop
 from runtime.policies.tree_rules import Artifacts
 from runtime.policies.trees import TreeRule
@@ -75,7 +75,7 @@ class ReplayTrace:
         self.chains: dict[str, Chains] = {d: join_chains(self.trajectories, p) for d, p in panoramas.items()}
         self.forests: dict[tuple[str, str], Forest] = {k: join_trees(self.trajectories, p) for k, p in (trees or {}).items()}
         self._growths: OrderedDict[tuple[object, ...], GrowthTable] = OrderedDict()
-        self._tree_costs: OrderedDict[tuple[int, str, str], tuple[LatencyProfile, TreeCosts, FloatArray]] = OrderedDict()
+        self._tree_costs: OrderedDict[tuple[int, str, tuple[str, ...]], tuple[LatencyProfile, TreeCosts, FloatArray]] = OrderedDict()
         self._lock = threading.Lock()
         self._tables: OrderedDict[tuple[str, CompiledStop], Words] = OrderedDict()
         self._costs: OrderedDict[tuple[int, str | None, str], tuple[LatencyProfile, CostModel, FloatArray]] = OrderedDict()
@@ -152,11 +152,12 @@ class ReplayTrace:
 
     def tree_costs(self, policy: Policy, profile: LatencyProfile) -> tuple[TreeCosts, FloatArray]:
         """:meth:`costs` for policies that are replayed from tree panoramas."""
-        key = (id(profile), policy.draft, policy.stop.kind)
+        kinds = tree_kinds(policy)
+        key = (id(profile), policy.draft, kinds)
         with self._lock:
             found = self._tree_costs.get(key)
         if found is None:
-            tables = TreeCosts.of(profile, policy.draft, self.max_context, stop=policy.stop.kind)
+            tables = TreeCosts.of(profile, policy.draft, self.max_context, kinds=kinds)
             found = (profile, tables, request_seconds(profile, policy.draft, self.prompts))
             with self._lock:
                 self._tree_costs[key] = found
@@ -338,7 +339,7 @@ def _run_trees(
         growth.rank, growth.pool, growth.width, growth.read, growth.phi,
         stop_levels(growth, prepared.rules, hot), growth.end, growth.missing,
         limits.numbers, limits.thresholds, limits.kept, not forest.shared,
-        costs.verify_s, costs.first_s, costs.level_s, costs.overhead_s, costs.noise_s,
+        costs.verify_s, costs.first_s, costs.level_s, costs.bend_s, costs.overhead_s, costs.noise_s,
         per_round, counts, seconds, rounds, round_s,
     )  # fmt: skip
     missing = int(counts[:, 6].sum())

@@ -73,6 +73,7 @@ def replay_trees(
     verify_table: FloatArray,
     first_table: FloatArray,
     level_table: FloatArray,
+    bend_table: FloatArray,
     overhead_s: float,
     noise_s: float,
     per_round: bool,
@@ -85,7 +86,7 @@ def replay_trees(
     and ``seconds`` in place, and returns how many rounds were written.
 
     ``verify_table`` [2, buckets, nodes + 1], ``first_table`` [2, buckets, LAG_LIMIT + 2] and ``level_table`` [2, buckets,
-    widths] are seconds, greedy and sampled. ``rereads``: the draft reads all emitted tokens again (a head).
+    widths] are seconds, greedy and sampled, ``bend_table`` by passes. ``rereads``: the draft reads all emitted tokens again (a head).
     """
     used = 0
     last_bucket = level_table.shape[1] - 1
@@ -151,7 +152,7 @@ def replay_trees(
             bucket = min((context + start) // BUCKET, last_bucket)
             draft_s = 0.0
             if steps > 0:
-                draft_s = first_table[hot, bucket, min(lag, LAG_LIMIT)]
+                draft_s = first_table[hot, bucket, min(lag, LAG_LIMIT)] + bend_table[min(steps, len(bend_table) - 1)]
                 if lag > LAG_LIMIT:
                     slope = first_table[hot, bucket, LAG_LIMIT + 1] - first_table[hot, bucket, LAG_LIMIT]
                     draft_s += (lag - LAG_LIMIT) * slope

@@ -73,6 +73,11 @@ class ModelBackend:
         self._text = text
         self._awake.clear()
 
+    @property
+    def length(self) -> int:
+        """Tokens of the text of the request in hand."""
+        return len(self._text)
+
     def rewind(self, length: int) -> None:
         """Forgets the text beyond its first ``length`` tokens (the profiler's; drafts have a ``rewind`` of their own)."""
         del self._text[length:]

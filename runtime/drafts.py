@@ -74,6 +74,9 @@ class Draft(Protocol):
     def commit(self, length_before: int, accepted: int, steps: int, emitted: list[int]) -> None:
         """The text had ``length_before`` tokens; ``accepted`` drafted ones stayed; ``emitted`` were added."""
 
+    def rewind(self, length: int) -> None:
+        """Forgets what was read beyond the first ``length`` tokens of the text."""
+
 
 class LanguageModelDraft:
     """A causal language model as draft: one pass for the tokens it has not read, then one pass a token."""
@@ -259,6 +262,11 @@ class NgramDraft:
         self._index = NgramIndex()
         self._index.extend(prompt)
         self._read = len(prompt) - 1
+
+    def rewind(self, length: int) -> None:
+        """Forgets what was read beyond the first ``length`` tokens of the text."""
+        self._index.truncate(length)
+        self._read = min(self._read, length)
 
     def propose(self, text: list[int], gamma: int, stop: CompiledStop, context: ChainContext) -> Chain:
         index = self._index

@@ -1,10 +1,10 @@
 """Measuring what every part of a round costs on the device at hand.
 
-Costs are measured inside rounds: the real backend drafts gamma tokens and verifies them, at several contexts and for every gamma in
-turn, so that draft and target disturb each other's caches as they do in service. What verification costs more after a draft than
-without one (the draft has driven the target out of the caches, a larger draft further) is charged to that draft. The composed cost
-is then checked against whole executed rounds of policies that were not used for measuring. Trees are measured alike
-(:mod:`runtime.tree_profiler`).
+Costs are measured inside rounds: the loop that serves decodes, at several contexts and for every gamma in turn, its text set back
+after every round, so that draft, target and loop disturb each other's caches as they do in service. What verification costs more
+after a draft than without one (the draft has driven the target out of the caches, a larger draft further) is charged to that draft.
+The composed cost is then checked against whole executed rounds of policies that were not used for measuring. Trees are measured
+alike (:mod:`runtime.tree_profiler`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ import torch
 
 from runtime.decoder import Decoder
 from runtime.drafts import LanguageModelDraft
+from runtime.head_drafts import HeadDraft
 from runtime.loading import LoadedPair
-from runtime.loop import DecodeRequest, Drafted, StaticSource
+from runtime.loop import DecodeRequest, Drafted, StaticSource, decode_rounds
 from runtime.measuring import LAGS, PROMPTS, Bench, Progress, center, curve, errors
 from runtime.policies.document import (
     AUTOREGRESSIVE,
@@ -36,8 +37,9 @@ from runtime.policies.document import (
     Policy,
     Stop,
 )
-from runtime.policies.prepared import prepare
+from runtime.policies.prepared import PreparedPolicy, prepare
 from runtime.sampling import gumbel_row
+from runtime.tree_profiler import KINDS as TREE_KINDS
 from runtime.tree_profiler import check_trees, head_prefill, measure_trees, tree_repeats
 from traces.schema import CostCurve, LatencyProfile, Sampling, Step, TreeProfile
 
@@ -75,7 +77,7 @@ def measure_profile(
         bench.tick("rounds")
     verify, evicted = _verify_costs(cells, drafts, usable, gammas)
     phase, steps = _draft_costs(cells, drafts, usable, evicted)
-    bend = _bends(cells, tuple(pair.drafts), usable, evicted, phase, steps)
+    bend = _bends(cells, drafts, usable, evicted, phase, steps)
     of_trees = measure_trees(bench, usable) if trees else None
     prefill = _prefill(bench, lambda ids: pair.target.read(ids, 0), pair.target)
     bench.tick("prefill")
@@ -123,45 +125,58 @@ def measured_gammas(gamma_max: int) -> tuple[int, ...]:
 
 @dataclass
 class _Cells:
-    """Samples in seconds: ``verify`` and ``draft`` by (draft, gamma, context), ``lag`` by (draft, lag, context), ``step`` (first,
-    later) by (draft, context)."""
+    """Samples in seconds: ``verify`` and ``draft`` by (draft, gamma, context), ``lag`` by (draft, lag, context)."""
 
     verify: dict[tuple[str, int, int], list[float]] = field(default_factory=dict)
     draft: dict[tuple[str, int, int], list[float]] = field(default_factory=dict)
     lag: dict[tuple[str, int, int], list[float]] = field(default_factory=dict)
-    step: dict[tuple[str, int], list[float]] = field(default_factory=dict)
+
+
+class _Turns:
+    """A policy source whose policy is set before every round."""
+
+    def __init__(self, prepared: PreparedPolicy) -> None:
+        self.prepared = prepared
+
+    def current(self) -> PreparedPolicy:
+        return self.prepared
 
 
 def _measure_rounds(bench: Bench, name: str, context: int, cells: _Cells, gammas: Sequence[int]) -> None:
-    """One round of every gamma, and one first pass of every lag, at one context. Two rounds before them are not counted."""
-    policy = Policy(draft=name, window=FixedWindow(gamma=bench.gamma_max))
-    prepared = prepare(policy, bench.pair.draft_names)
-    bench.begin(context, policy)
-    backend, length = bench.backend, context + 1
+    """One round of every gamma, and one first pass of every lag, at one context, by the loop that serves: what it does between the passes
+    is in the samples. Two rounds before them are not counted, nor is the one that follows a draft where there is none (a service
+    without one pays what the draft evicted only once)."""
+    known, backend = bench.pair.draft_names, bench.backend
     draft = backend.draft_named(name)
-    random_tokens = bench.tokens(bench.gamma_max)
+    assert not isinstance(draft, HeadDraft)
+    ready = {g: prepare(Policy(draft=name, window=FixedWindow(gamma=g)), known) for g in gammas}
+    lookup = name == "ngram"
+    # Prompt lookup finds what it looks for in a text that repeats itself.
+    ids = (bench.tokens(4) * (context // 4 + 1))[: context + 1] if lookup else bench.tokens(context + 1)
     few = min(2, bench.gamma_max)
-    for n, gamma in enumerate((few, few, *gammas)):
-        drafted: Drafted | None = None
-        draft_s = 0.0
-        if gamma:
-            if isinstance(draft, LanguageModelDraft):
-                draft.rewind(length - 1)
-                draft_s = bench.timed(lambda g=gamma: backend.draft(prepared, g))  # type: ignore[misc]
-            drafted = Drafted(gamma, gamma, 1, random_tokens[:gamma])
-        verify_s = bench.timed(lambda d=drafted: backend.verify(d))  # type: ignore[misc]
-        if n >= 2:
-            cells.draft.setdefault((name, gamma, context), []).append(draft_s)
-            cells.verify.setdefault((name, gamma, context), []).append(verify_s)
-    if not isinstance(draft, LanguageModelDraft):
-        _measure_ngram(bench, context, cells)
-        return
-    for lag in LAGS:
-        if lag > length:
-            continue
-        backend.verify(Drafted(1, 1, 1, random_tokens[:1]))
-        draft.rewind(length - lag)
-        cells.lag.setdefault((name, lag, context), []).append(bench.timed(lambda: backend.draft(prepared, 1)))
+    plan: list[tuple[int, int, bool]] = [(few, 1, False), (few, 1, False)]
+    for gamma in gammas:
+        plan += [(gamma, 1, True)] if gamma else [(0, 1, False), (0, 1, True)]
+    lags = () if lookup else tuple(lag for lag in LAGS if lag <= context)
+    budget = (len(plan) + len(lags) + 1) * (bench.gamma_max + 1) + 1
+    source = _Turns(ready[max(gammas)])
+    rounds = decode_rounds(backend, DecodeRequest("profile", ids, Sampling(), 1, budget), source, bench.clock)
+
+    def once(gamma: int, lag: int) -> Step:
+        """A round from where the text began."""
+        source.prepared = ready[gamma]
+        if backend.length > len(ids):
+            backend.rewind(len(ids))
+            draft.rewind(len(ids) - lag)
+        return next(rounds).step
+
+    for gamma, lag, counted in plan:
+        step = once(gamma, lag)
+        if counted:
+            cells.verify.setdefault((name, gamma, context), []).append(step.verify_s)
+            cells.draft.setdefault((name, gamma, context), []).append(step.draft_s)
+    for lag in lags:
+        cells.lag.setdefault((name, lag, context), []).append(once(1, lag).draft_s)
 
 
 def _verify_costs(
@@ -200,11 +215,6 @@ def _draft_costs(
         steps[name] = {}
         firsts: list[float] = []
         for context in contexts:
-            if (name, context) in cells.step:
-                few = cells.step[name, context]
-                steps[name][1, context] = few[1:]
-                firsts.append(few[0])
-                continue
             per_token, per_round = evicted[name]
             samples = {g: cells.draft[d, g, c] for d, g, c in cells.draft if (d, c) == (name, context) and g}
             means = {g: center(s) + per_token * g + per_round for g, s in samples.items()}
@@ -247,23 +257,6 @@ def _bends(
         bend = np.interp(np.arange(GAMMA_LIMIT + 1), list(more), list(more.values()))
         bends[name] = tuple(float(s) for s in bend)
     return bends
-
-
-def _measure_ngram(bench: Bench, context: int, cells: _Cells) -> None:
-    """Prompt lookup costs microseconds: timed over a repetitive text, many steps at once."""
-    if ("ngram", context) in cells.step:
-        return
-    policy = Policy(draft="ngram", window=FixedWindow(gamma=bench.gamma_max))
-    prepared = prepare(policy, bench.pair.draft_names)
-    backend = bench.backend
-    backend.set_text(bench.tokens(4) * (context // 4 + 1))
-    few, many = [], []
-    for _ in range(50):
-        few.append(bench.timed(lambda: backend.draft(prepared, 1)))
-        many.append(bench.timed(lambda: backend.draft(prepared, bench.gamma_max)))
-    one, all_ = statistics.median(few), statistics.median(many)
-    step = max(1e-7, (all_ - one) / max(1, bench.gamma_max - 1))
-    cells.step["ngram", context] = [max(0.0, one - step), step]
 
 
 def _prefill(bench: Bench, read: Callable[[torch.Tensor], None], model: Any) -> CostCurve:
@@ -385,7 +378,12 @@ def merge_profiles(profiles: Sequence[LatencyProfile]) -> LatencyProfile:
         """Of the drafts that all of them have."""
         kinds = ("first", "sampled_first", "level", "sampled_level")
         drafts = [d for d in parts[-1].level if all(d in p.level for p in parts)]
-        by_draft = {k: {d: curves([getattr(p, k)[d] for p in parts]) for d in drafts} for k in kinds}
+        by_draft: dict[str, Any] = {k: {d: curves([getattr(p, k)[d] for p in parts]) for d in drafts} for k in kinds}
+        passes = range(GAMMA_LIMIT + 1)
+        by_draft["bend_s"] = {d: tuple(statistics.mean(p.bend(d, g) for p in parts) for g in passes) for d in drafts}
+        by_draft["kind_s"] = {
+            d: {k: tuple(statistics.mean(p.more(d, (k,))[i] for p in parts) for i in range(2)) for k in TREE_KINDS} for d in drafts
+        }
         return TreeProfile(curves([p.verify for p in parts]), curves([p.sampled_verify for p in parts]), **by_draft)
 
     last = profiles[-1]

@@ -1,30 +1,33 @@
 """Measuring what rounds of trees cost (:class:`traces.schema.TreeProfile`), with real policies through the real backend.
 
 Every sample is one round: a tree is drafted, verified and committed, then text and draft are set back to where it began. A line through
-trees of few and of many levels gives the first pass and what a level more costs, by its width; trees of one shape that keep more or fewer
-nodes give the verification, with the moving of cache entries. What verification costs more after one draft than after the others is charged
-to that draft's first pass.
+trees of few and of many levels gives the first pass and what a level more costs, by its width; what deviates from the line is kept by the
+number of levels. Trees of one shape that keep more or fewer nodes give the verification, with the moving of cache entries. What
+verification costs more after one draft than after the others is charged to that draft's first pass. Static and classified trees, bins and
+stops are charged for what their rounds draft longer than top-k trees that read as much.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from scipy.stats import trim_mean
 
 from runtime.decoder import Decoder
 from runtime.drafts import LanguageModelDraft
 from runtime.head_drafts import HeadDraft
 from runtime.loop import DecodeRequest, Drafted, StaticSource, Verified
 from runtime.measuring import PROMPTS, Bench, center, curve, errors
-from runtime.policies.document import FixedWindow, Policy, Select, TopKGrowth
+from runtime.policies.c2t import beta_code
+from runtime.policies.document import GAMMA_LIMIT, EntropyStop, FixedWindow, Policy, Select, StaticGrowth, TopKGrowth
 from runtime.policies.prepared import PreparedPolicy, prepare
-from traces.schema import CostCurve, LatencyProfile, Sampling, Step, TreeProfile
+from traces.schema import TREE_SCALE, CostCurve, LatencyProfile, Sampling, Step, TreeProfile
 
 NODES = (1, 4, 8, 16, 32, 64, 96)
 """Nodes verified, as measured."""
@@ -32,10 +35,17 @@ WIDTHS = (1, 2, 4, 8, 10, 16)
 """Nodes read by a level's pass, as measured."""
 TREE_LAGS = (1, 2, 4, 8)
 """Tokens that the pass for the first level reads, as measured."""
-DEPTHS = (1, 3, 6)
+DEPTHS = (1, 2, 4, 8)
 """Levels of the trees that tell what a level costs. (A draft's passes get quicker within a round, so two would not do.)"""
+MIDDLE = 4
 WIDE = 10
-"""Width of the trees that are verified with more or fewer nodes; they have the middle depth."""
+"""Depth and width of the trees that are verified with more or fewer nodes."""
+KINDS = ("static", "classifier", "stratify", "stop")
+"""Blocks that draft otherwise than EAGLE-2 (:func:`runtime.policies.prepared.tree_kinds`)."""
+KIND_WIDTH = 6
+KIND_ROUNDS = 2
+CONFIDENCE_SHAPE = (MIDDLE, 256, 1024)
+"""Width of their trees, rounds of each in a repeat, and the classifier's table (depths, entropies, joint probabilities)."""
 OWN = 48
 """Tokens at a text's end, as the target says them, at every one of which a tree grows."""
 SAMPLINGS = (Sampling(), Sampling(temperature=1.0))
@@ -49,12 +59,24 @@ Key = tuple[str, bool, int, int]
 @dataclass
 class TreeCells:
     """Samples in seconds by (draft, temperature above 0, x, context): ``verify`` x = nodes, ``first`` x = lag, of trees of one level, and
-    for each of :data:`DEPTHS` ``draft`` x = width. ``near``: by (draft, temperature above 0, context)."""
+    for each of :data:`DEPTHS` ``draft`` x = width. ``near``: by (draft, temperature above 0, context). ``kinds``: rounds by (draft,
+    kind)."""
 
     verify: dict[Key, list[float]] = field(default_factory=dict)
     first: dict[Key, list[float]] = field(default_factory=dict)
     draft: dict[int, dict[Key, list[float]]] = field(default_factory=lambda: {depth: {} for depth in DEPTHS})
     near: dict[tuple[str, bool, int], NearTies] = field(default_factory=dict)
+    kinds: dict[tuple[str, str], list[KindRound]] = field(default_factory=dict)
+
+
+class KindRound(NamedTuple):
+    """One drafting phase: its seconds without canonical passes, those of the latter, and what it was."""
+
+    draft_s: float
+    settled_s: float
+    widths: tuple[int, ...]
+    hot: bool
+    context: int
 
 
 @dataclass
@@ -124,10 +146,10 @@ def measure_trees(bench: Bench, contexts: Sequence[int]) -> TreeProfile | None:
 
 def _own_text(bench: Bench, name: str) -> list[int]:
     """A text as the target says it, so that as much is accepted as in service."""
-    policy = tree_policy(name, WIDE, DEPTHS[1], 32)
+    policy = tree_policy(name, WIDE, MIDDLE, 32)
     prepared, found = prepare(policy, bench.pair.draft_names), bench.begin(OWN // 2, policy, SAMPLINGS[1])
     while len(found) < OWN:
-        drafted = bench.backend.draft(prepared, DEPTHS[1])
+        drafted = bench.backend.draft(prepared, MIDDLE)
         verdict = bench.backend.verify(drafted)
         bench.backend.commit(verdict.tokens, verdict.accepted, drafted)
         found += verdict.tokens
@@ -150,13 +172,14 @@ def _measure_group(
     backend, known = bench.backend, bench.pair.draft_names
     draft = backend.draft_named(name)
     assert isinstance(draft, (LanguageModelDraft, HeadDraft))
-    middle, hot = DEPTHS[1], not sampling.greedy
+    middle, hot = MIDDLE, not sampling.greedy
     usual = tree_policy(name, WIDE, middle, 32)
+    others = _other_kinds(name, known)
     text = bench.begin(context, usual, sampling, own)
     length, least = len(text), max(len(text) // 2, len(text) - len(own)) + 1
     near = cells.near.setdefault((name, hot, context), NearTies())
 
-    def once(ready: PreparedPolicy, levels: int, lag: int = 1) -> tuple[float, float, int]:
+    def once(ready: PreparedPolicy, levels: int, lag: int = 1, kind: str = "") -> tuple[float, float, int]:
         """Seconds of drafting, of verification with committing, and the nodes verified."""
         nonlocal length
         done: list[Drafted] = []
@@ -170,8 +193,12 @@ def _measure_group(
         settled, apart[0] = apart[0], 0.0
         verify_s = bench.timed(lambda: said.append(backend.verify(done[0])))
         verify_s += bench.timed(lambda: backend.commit(said[0].tokens, said[0].accepted, done[0]))
-        near.draft_s, near.verify_s, near.rounds = near.draft_s + settled, near.verify_s + apart[0], near.rounds + 1
-        near.laws += sum(done[0].tree.widths) if done[0].tree else 0
+        widths = tuple(done[0].tree.widths) if done[0].tree else ()
+        near.verify_s, near.rounds = near.verify_s + apart[0], near.rounds + 1
+        if kind:
+            cells.kinds.setdefault((name, kind), []).append(KindRound(draft_s - settled, settled, widths, hot, context))
+        else:
+            near.draft_s, near.laws = near.draft_s + settled, near.laws + sum(widths)
         return draft_s - settled, verify_s - apart[0], done[0].count
 
     once(prepare(usual, known), middle)
@@ -189,12 +216,38 @@ def _measure_group(
         else:
             draft_s = once(prepare(tree_policy(name, x, kind, 16), known), kind)[0]
             cells.draft[kind].setdefault((name, hot, x, context), []).append(draft_s)
+    for _ in range(KIND_ROUNDS):
+        for other, ready in others.items():
+            once(ready, middle, kind=other)
+
+
+def _other_kinds(name: str, known: Collection[str]) -> dict[str, PreparedPolicy]:
+    """A policy of each of :data:`KINDS`. The classifier's confidence is the joint probability; the stop never triggers."""
+    usual = tree_policy(name, KIND_WIDTH, MIDDLE, 24)
+    paths = tuple((first, *(0,) * deeper) for first in range(KIND_WIDTH) for deeper in range(MIDDLE))
+    stop = EntropyStop(threshold=0.0, scale=1e-3, keep_last=True)
+    made = {
+        "static": prepare(usual.model_copy(update={"growth": StaticGrowth(paths=paths), "select": Select()}), known),
+        "stop": prepare(usual.model_copy(update={"stop": stop}), known),
+    }
+    plain = prepare(usual, known)
+    assert plain.rules is not None
+    joint = np.rint(65535 * np.exp(-np.arange(CONFIDENCE_SHAPE[2]) / TREE_SCALE)).astype(np.int32)
+    confidence = torch.from_numpy(np.broadcast_to(joint, CONFIDENCE_SHAPE).copy())
+    changes: dict[str, dict[str, Any]] = {
+        "classifier": {"confidence": confidence, "beta_code": beta_code(0.1), "top_n": None},
+        "stratify": {"kept": (24,)},
+    }
+    for kind, change in changes.items():
+        made[kind] = replace(plain, rules=tuple(replace(rule, **change) for rule in plain.rules))
+    return {kind: made[kind] for kind in KINDS}
 
 
 def tree_costs(cells: TreeCells, drafts: Sequence[str], contexts: tuple[int, ...]) -> TreeProfile:
     """Curves of samples. At each context one first pass, whatever the width, and a cost per level of each width fit all depths best; near
     ties are charged by the law read, and by the round."""
     curves: dict[bool, tuple[CostCurve, dict[str, CostCurve], dict[str, CostCurve]]] = {}
+    charged: dict[tuple[str, bool], float] = {}
     for hot in (False, True):
         verify: dict[tuple[int, int], list[float]] = {}
         first, level = {}, {}
@@ -202,7 +255,7 @@ def tree_costs(cells: TreeCells, drafts: Sequence[str], contexts: tuple[int, ...
         means = {name: statistics.mean(center(cells.verify[name, hot, n, c]) for n in nodes for c in contexts) for name in drafts}
         usual = statistics.mean(means.values())
         for name in drafts:
-            more = means[name] - usual
+            more = charged[name, hot] = means[name] - usual
             firsts: dict[tuple[int, int], list[float]] = {}
             levels: dict[tuple[int, int], list[float]] = {}
             for c in contexts:
@@ -224,7 +277,49 @@ def tree_costs(cells: TreeCells, drafts: Sequence[str], contexts: tuple[int, ...
             level[name] = curve(levels, WIDTHS, contexts)
         curves[hot] = curve(verify, [n + 1 for n in nodes], contexts), first, level
     (verify_cold, first_cold, level_cold), (verify_hot, first_hot, level_hot) = curves[False], curves[True]
-    return TreeProfile(verify_cold, verify_hot, first_cold, first_hot, level_cold, level_hot)
+    found = TreeProfile(verify_cold, verify_hot, first_cold, first_hot, level_cold, level_hot)
+    found = replace(found, bend_s={name: _bend(cells, name, contexts) for name in drafts})
+    return replace(found, kind_s={name: _kind_costs(cells, found, name, charged) for name in drafts})
+
+
+def _bend(cells: TreeCells, name: str, contexts: Sequence[int]) -> tuple[float, ...]:
+    """What drafting took more than the lines of :func:`tree_costs`, by levels 0 .. GAMMA_LIMIT: the mean over widths, contexts and
+    temperatures, linear between :data:`DEPTHS` and beyond them as at the last."""
+    more = {0: 0.0}
+    for depth in DEPTHS:
+        apart = []
+        for hot in (False, True):
+            for c in contexts:
+                seconds = [center(cells.draft[depth][name, hot, w, c]) for w in WIDTHS]
+                base, slopes = _lines({d: [center(cells.draft[d][name, hot, w, c]) for w in WIDTHS] for d in DEPTHS})
+                apart += [s - base - (depth - 1) * slope for s, slope in zip(seconds, slopes, strict=True)]
+        more[depth] = statistics.mean(apart)
+    return tuple(float(s) for s in np.interp(np.arange(GAMMA_LIMIT + 1), list(more), list(more.values())))
+
+
+def _kind_costs(
+    cells: TreeCells, trees: TreeProfile, name: str, charged: Mapping[tuple[str, bool], float]
+) -> dict[str, tuple[float, float]]:
+    """(seconds per pass, seconds per law) of each of :data:`KINDS` beyond those of top-k growth that reads as many nodes; the former are
+    what its rounds took longer without canonical passes, the latter those passes. ``charged``: what the first pass pays for verification,
+    by (draft, temperature above 0)."""
+    found: dict[str, tuple[float, float]] = {}
+    usual = {key: near.draft_s / max(1, near.laws) for key, near in cells.near.items()}
+    for kind in KINDS:
+        rounds = cells.kinds.get((name, kind), [])
+        passes, laws = sum(len(r.widths) for r in rounds), sum(sum(r.widths) for r in rounds)
+        if not passes:
+            continue
+        apart = []
+        for r in rounds:
+            first, level = (trees.sampled_first, trees.sampled_level) if r.hot else (trees.first, trees.level)
+            seconds = first[name].at(1, r.context) + sum(level[name].at(w, r.context) for w in r.widths[1:])
+            near = usual.get((name, r.hot, r.context), 0.0) * sum(r.widths)
+            apart.append(r.draft_s - (seconds - charged[name, r.hot] + trees.bend(name, len(r.widths)) - near))
+        settled = sum(r.settled_s for r in rounds) - sum(usual.get((name, r.hot, r.context), 0.0) * sum(r.widths) for r in rounds)
+        # A trimmed mean: a lost second is not the kind's.
+        found[kind] = float(trim_mean(apart, 0.1)) * len(rounds) / passes, max(0.0, settled / laws)
+    return found
 
 
 def _lines(seconds: dict[int, list[float]]) -> tuple[float, list[float]]:
@@ -273,6 +368,7 @@ def compose_tree_round(
     seconds = verify.at(step.verified, context) + profile.overhead_s + (profile.noise_s * step.emitted if sampled else 0.0)
     if step.draft_steps:
         seconds += first[step.draft].at(step.lag, context) + sum(level[step.draft].at(w, context) for w in widths[1:])
+        seconds += trees.bend(step.draft, step.draft_steps)
     return seconds
 
 

@@ -26,7 +26,7 @@ from runtime.profiler import (
     measured_gammas,
     merge_profiles,
 )
-from runtime.tree_profiler import DEPTHS, NODES, TREE_LAGS, WIDTHS, NearTies, TreeCells, tree_costs
+from runtime.tree_profiler import DEPTHS, KINDS, NODES, TREE_LAGS, WIDTHS, KindRound, NearTies, TreeCells, tree_costs
 from traces.errors import PolicyError
 from traces.schema import CostCurve, LatencyProfile
 
@@ -99,6 +99,9 @@ def test_every_cost_of_trees_is_there(pair: LoadedPair, profile: LatencyProfile)
         for curve in by_draft.values():
             assert curve.widths == widths
             assert all(x > 0 for row in curve.cost_s for x in row)
+    for name in ("near", "far"):
+        assert len(trees.bend_s[name]) == GAMMA_LIMIT + 1
+        assert set(trees.kind_s[name]) == set(KINDS)
 
 
 def test_windows_weigh_whole_rounds_of_trees() -> None:
@@ -145,6 +148,32 @@ def test_what_trees_cost_is_taken_apart() -> None:
     assert (trees.first["near"].at(1, 20), trees.first["far"].at(1, 20)) == pytest.approx((1.51, 2.51))
     assert trees.sampled_first["near"].at(4, 64) == pytest.approx(2.51)
     assert trees.level["far"].at(8, 16) == pytest.approx(7.08)
+    assert trees.bend_s["near"] == pytest.approx([0.0] * (GAMMA_LIMIT + 1), abs=1e-9)
+    assert trees.kind_s == {"near": {}, "far": {}}
+
+
+def test_other_trees_are_charged_for_what_they_draft_longer() -> None:
+    """Two levels take 0.6 less than the line. A classified tree of widths 1, 4, 2 takes 0.5 a pass longer and settles 0.14 in 7 laws."""
+    cells, contexts = TreeCells(), (16, 64)
+    for name in ("near", "far"):
+        for hot in (False, True):
+            for c in contexts:
+                for n in NODES:
+                    cells.verify[name, hot, n, c] = [10.0 + n + (name == "far")] * 3
+                cells.first[name, hot, 1, c] = [2.0] * 3
+                for w in WIDTHS:
+                    for depth in DEPTHS:
+                        cells.draft[depth][name, hot, w, c] = [2.0 + (depth - 1) * (3 + w / 2) - 0.6 * (depth == 2)] * 3
+                lines = tree_costs(cells, ["near", "far"], contexts) if (name, hot, c) == ("far", True, 64) else None
+    assert lines is not None
+    base, bend = lines.first["near"].at(1, 16) + 0.5, lines.bend_s["near"]
+    assert bend[2] - (bend[1] + bend[4]) / 2 < -0.5
+    drafted = base + lines.level["near"].at(4, 16) + lines.level["near"].at(2, 16) + bend[3] + 1.5
+    cells.kinds["near", "classifier"] = [KindRound(drafted, 0.14, (1, 4, 2), False, 16)] * 4
+    trees = tree_costs(cells, ["near", "far"], contexts)
+    assert trees.kind_s["near"]["classifier"] == pytest.approx((0.5, 0.02))
+    assert trees.more("near", ("classifier", "stop")) == pytest.approx((0.5, 0.02))
+    assert trees.more("far", ("classifier",)) == (0.0, 0.0)
 
 
 def test_a_profile_without_trees(pair: LoadedPair) -> None:
@@ -220,8 +249,8 @@ def test_a_draft_is_charged_for_what_it_costs_the_target() -> None:
             cells.verify["ngram", gamma, context] = [5.0 + gamma] * 3
             cells.verify["near", gamma, context] = [5.0 + gamma + (1 + gamma / 10 if gamma else 0)] * 3
             cells.draft["near", gamma, context] = [3.0 * gamma + 2 if gamma else 0.0] * 3
+            cells.draft["ngram", gamma, context] = [0.1 + 0.1 * gamma if gamma else 0.0] * 3
         cells.lag["near", 1, context], cells.lag["near", 3, context] = [5.0], [5.5]
-        cells.step["ngram", context] = [0.1, 0.1]
     verify, evicted = _verify_costs(cells, ("near", "ngram"), contexts, gammas)
     assert evicted["near"] == pytest.approx((0.1, 1.0))
     assert all(samples == pytest.approx([5.0 + width - 1] * 6) for (width, _), samples in verify.items())

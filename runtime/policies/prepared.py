@@ -83,6 +83,13 @@ def _profiled_as_trees(profile: LatencyProfile, draft: str) -> bool:
     return draft not in profile.draft_step and profile.trees is not None and draft in profile.trees.level
 
 
+def tree_kinds(policy: Policy) -> tuple[str, ...]:
+    """The blocks of a policy that make drafting its trees cost something else than EAGLE-2's
+    (:attr:`traces.schema.TreeProfile.kind_s`)."""
+    growth = (policy.growth.kind,) if policy.growth.kind in ("static", "classifier") else ()
+    return (*growth, *(("stratify",) if policy.stratify else ()), *(("stop",) if policy.stop.kind != "none" else ()))
+
+
 def _tree_window_costs(profile: LatencyProfile, policy: Policy, rules: tuple[TreeRule, TreeRule] | None) -> WindowCosts:
     """The same for trees, by what they cost at temperature 0: a_q is the mean pass for a level after the first (of a top-k tree all are
     alike), and b_p(gamma) verifies all nodes that gamma levels can keep and holds what the passes cost beyond gamma a_q."""
@@ -93,18 +100,19 @@ def _tree_window_costs(profile: LatencyProfile, policy: Policy, rules: tuple[Tre
     compiled = rules or _rules(policy, None)
     assert compiled is not None
     rule = compiled[0]
-    level, stop_s = trees.level[draft], profile.stop_step_s.get(policy.stop.kind, 0.0)
+    level, (per_pass, per_law) = trees.level[draft], trees.more(draft, tree_kinds(policy))
     widths = [rule.step_width(n) for n in range(2, policy.gamma_max + 1)]
-    later = [level.at(w, at) + stop_s if w else 0.0 for w in widths]  # a static tree ends before a larger window
-    passes = [s for s in later if s] or [level.at(rule.frontier, at) + stop_s]
+    # A static tree ends before a larger window.
+    later = [max(LEAST, level.at(w, at) + per_pass + w * per_law) if w else 0.0 for w in widths]
+    passes = [s for s in later if s] or [max(LEAST, level.at(rule.frontier, at) + per_pass + rule.frontier * per_law)]
     step_s = sum(passes) / len(passes)
     verify_s, drafting, nodes = [trees.verify.at(1, at) + profile.overhead_s], 0.0, 0
     for g in range(1, policy.gamma_max + 1):
-        drafting += trees.first[draft].at(1, at) + stop_s if g == 1 else later[g - 2]
+        drafting += trees.first[draft].at(1, at) + per_pass + per_law if g == 1 else later[g - 2]
         # A classifier's nodes that are not expanded are not verified either.
         nodes += min(rule.places(g), rule.frontier) if rule.confidence is not None else rule.places(g)
         kept = nodes if rule.top_n is None else min(nodes, rule.top_n)
-        verify_s.append(_with(trees.verify.at(kept + 1, at) + profile.overhead_s, drafting - g * step_s))
+        verify_s.append(_with(trees.verify.at(kept + 1, at) + profile.overhead_s, drafting + trees.bend(draft, g) - g * step_s))
     return WindowCosts(draft_step_s=step_s, verify_s=tuple(verify_s))
 
 
