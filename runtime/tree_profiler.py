@@ -239,7 +239,8 @@ def _other_kinds(name: str, known: Collection[str]) -> dict[str, PreparedPolicy]
         "stratify": {"kept": (24,)},
     }
     for kind, change in changes.items():
-        made[kind] = replace(plain, rules=tuple(replace(rule, **change) for rule in plain.rules))
+        cold, hot = plain.rules
+        made[kind] = replace(plain, rules=(replace(cold, **change), replace(hot, **change)))
     return {kind: made[kind] for kind in KINDS}
 
 
