@@ -17,14 +17,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from runtime.policies.trees import ORDER_BITS, Growing, Laws, TreeRule
+from optimizer.tree_tabulation import ABSENT, NEVER, scratch, tabulate_plainly
+from runtime.policies.trees import ORDER_BITS, Growing, Laws, TreeRule, gap_weights
 from traces.errors import TraceError
 from traces.schema import Trajectory, TreePanorama
 
-ABSENT: Final = 65535
-"""Rank of a node that is not among the candidates."""
-NEVER: Final = 255
-"""Level of something that does not happen."""
 CHUNK: Final = 512
 """Starts grown together."""
 OFF_TEXT: Final = 255
@@ -185,10 +182,23 @@ def tabulate_growth(forest: Forest, rules: Sequence[tuple[TreeRule, npt.NDArray[
         _tabulate_static(forest, rule, table)
         return table
     for one, chosen in rules:
+        if not one.static and one.confidence is None:
+            _tabulate_plain(forest, one, table, chosen)
+            continue
         plain = replace(one, top_n=None, reads_stop=False, kept=(0,), thresholds=(), alpha=0)  # `kept` asks for phi
         for at in range(0, len(chosen), CHUNK):
             _tabulate_chunk(forest, plain, table, chosen[at : at + CHUNK])
     return table
+
+
+def _tabulate_plain(forest: Forest, rule: TreeRule, table: GrowthTable, starts: npt.NDArray[np.int64]) -> None:
+    weights, logs = gap_weights(rule.sharpness, torch.device("cpu"))
+    tabulate_plainly(
+        starts.astype(np.int64), forest.root, forest.limit, forest.child, forest.text_slot, forest.gap if rule.coupled else forest.logp,
+        forest.logp, forest.entropy, forest.top_entropy, forest.count, rule.width, rule.frontier, table.depth, rule.coupled,
+        weights.numpy(), logs.numpy(), *scratch(rule.width, rule.frontier, table.depth), table.rank, table.pool, table.width, table.read,
+        table.phi, table.best, table.missing,
+    )  # fmt: skip
 
 
 def _tabulate_chunk(forest: Forest, rule: TreeRule, table: GrowthTable, starts: npt.NDArray[np.int64]) -> None:

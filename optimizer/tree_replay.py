@@ -10,11 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 import optimizer.cost as cost
-import optimizer.tree_outcomes as tree_outcomes
+import optimizer.tree_tabulation as tree_tabulation
 import runtime.policies.machines as machines
 import traces.schema as schema
 from optimizer.cost import BUCKET, LAG_LIMIT
-from optimizer.tree_outcomes import ABSENT, NEVER, GrowthTable
+from optimizer.tree_outcomes import GrowthTable
+from optimizer.tree_tabulation import ABSENT, NEVER
 from runtime.policies.jit import compiled
 from runtime.policies.machines import advance, reset
 from runtime.policies.trees import TreeRule
@@ -45,7 +46,7 @@ class TreeLimits:
         return cls(np.array(numbers, dtype=np.int64), np.array([*rule.thresholds, 0], dtype=np.int64)[: len(rule.thresholds)], kept)
 
 
-@compiled(machines, cost, tree_outcomes, schema)
+@compiled(machines, cost, tree_tabulation, schema)
 def replay_trees(
     kind: int,
     ints: Index,

@@ -21,7 +21,7 @@ from trace_values import a_trajectory
 from db import open_database
 from optimizer.replay import ReplayTrace, run_replay
 from optimizer.report_html import FIGURES, Plot, page, ticks
-from optimizer.tree_outcomes import ABSENT, NEVER, GrowthTable, join_trees
+from optimizer.tree_outcomes import GrowthTable, join_trees
 from optimizer.tree_report import (
     SHARES,
     Starts,
@@ -37,6 +37,7 @@ from optimizer.tree_report import (
     top_k,
     tree_report,
 )
+from optimizer.tree_tabulation import ABSENT, NEVER
 from optimizer.tree_view import chosen_nodes, tree_json, tree_view
 from runtime.decoder import Decoder
 from runtime.loading import load_pair

@@ -17,7 +17,8 @@ import torch
 
 from optimizer.fits.classifier import Examples
 from optimizer.replay import ReplayTrace
-from optimizer.tree_outcomes import ABSENT, NEVER, Forest, tabulate_growth
+from optimizer.tree_outcomes import Forest, tabulate_growth
+from optimizer.tree_tabulation import ABSENT, NEVER
 from runtime.policies.document import parse_policy
 from runtime.policies.tree_rules import compile_tree
 from runtime.policies.trees import Growing, TreeRule

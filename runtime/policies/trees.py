@@ -132,7 +132,7 @@ class TreeRule:
 
 
 @lru_cache(maxsize=64)
-def _weights(sharpness: float, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def gap_weights(sharpness: float, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Whole weights 2**24 exp(-sharpness gap) of each gap code, int64 [256], and their logarithms, float64 [256]."""
     whole = [max(1, math.floor(2**_WEIGHT_BITS * math.exp(-sharpness * g / TREE_SCALE) + 0.5)) for g in range(TREE_CODE_MAX + 1)]
     return torch.tensor(whole, device=device), torch.tensor([math.log(w) for w in whole], dtype=torch.float64, device=device)
@@ -141,7 +141,7 @@ def _weights(sharpness: float, device: torch.device) -> tuple[torch.Tensor, torc
 def local_costs(laws: Laws, rule: TreeRule, whole: bool = False) -> torch.Tensor:
     """Cost of each child given its parent, int64 [B, F, k]; INFINITE for children that do not exist (``whole``: all do)."""
     if rule.coupled:
-        weights, logs = _weights(rule.sharpness, laws.gap.device)
+        weights, logs = gap_weights(rule.sharpness, laws.gap.device)
         if fused(laws.gap.device):
             cost = torch.empty(laws.gap.shape, dtype=torch.int64)
             _coupled_costs(laws.gap.numpy(), laws.count.numpy(), weights.numpy(), logs.numpy(), cost.numpy())
@@ -189,7 +189,7 @@ def _coupled_costs(
 
 
 @compiled()
-def _grow_plainly(
+def grow_plainly(
     codes: npt.NDArray[np.int64],
     count: npt.NDArray[np.int64],
     coupled: bool,
@@ -403,13 +403,13 @@ class Growing:
     def _grow_plainly(self, laws: Laws, above: _Frontier) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
         """On a CPU: cost of the next level's places; index and cost of its frontier; whether all places exist."""
         rule = self.rule
-        weights, logs = _weights(rule.sharpness, self.device)
+        weights, logs = gap_weights(rule.sharpness, self.device)
         codes = laws.gap if rule.coupled else laws.logp
         places = codes.shape[1] * codes.shape[2]
         cost = torch.empty(self.batch, places, dtype=torch.int64)
         best = torch.empty(2, self.batch, min(rule.frontier, places), dtype=torch.int64)
         index, costs = best[0], best[1]
-        whole = _grow_plainly(
+        whole = grow_plainly(
             codes.numpy(),
             laws.count.numpy(),
             rule.coupled,

@@ -1,0 +1,157 @@
+"""Top-k trees and chains of every start in one compiled loop: what :func:`optimizer.tree_outcomes.tabulate_growth` keeps of them.
+
+A level is grown by the function that grows it in the runtime on a CPU (``grow_plainly`` in :mod:`runtime.policies.trees`); what is read off
+a level is what :class:`runtime.policies.trees.Growing` says of it, without tensors in between.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+import runtime.policies.trees as trees
+from runtime.policies.jit import compiled
+from runtime.policies.trees import INFINITE, grow_plainly
+
+Index = npt.NDArray[np.int64]
+
+ABSENT: Final = 65535
+"""Rank of a node that is not among the candidates."""
+NEVER: Final = 255
+"""Level of something that does not happen."""
+
+
+@compiled(trees)
+def tabulate_plainly(
+    starts: Index,
+    root: Index,
+    limit: Index,
+    child: npt.NDArray[np.int32],
+    text_slot: npt.NDArray[np.uint8],
+    codes: npt.NDArray[np.uint8],
+    logp: npt.NDArray[np.uint8],
+    entropy: npt.NDArray[np.uint8],
+    top_entropy: npt.NDArray[np.uint8],
+    count: npt.NDArray[np.uint8],
+    k: int,
+    frontier: int,
+    depth: int,
+    coupled: bool,
+    weights: Index,
+    logs: npt.NDArray[np.float64],
+    law: Index,
+    lines: Index,
+    cost: Index,
+    q_cost: Index,
+    of_level: Index,
+    rank: npt.NDArray[np.uint16],
+    pool: npt.NDArray[np.uint16],
+    width: npt.NDArray[np.uint8],
+    read: npt.NDArray[np.bool_],
+    phi: npt.NDArray[np.uint16],
+    best: npt.NDArray[np.uint16],
+    missing: npt.NDArray[np.uint8],
+) -> None:
+    """Fills the rows ``starts`` of a growth table (:class:`optimizer.tree_outcomes.GrowthTable`) from a forest's columns.
+
+    ``codes``: the children's gaps if ``coupled``, else their logp. Scratch int64: ``law`` [1, F, k], ``lines`` [8, F], ``cost``
+    [depth, F * k], ``q_cost`` [F * k], ``of_level`` [3, depth].
+    """
+    there, above, index, costs = lines[0:1], lines[1:2], lines[2:3], lines[3:4]
+    front, above_q, above_phi, law_phi = lines[4], lines[5], lines[6], lines[7]
+    places_of, on_place, on_cost = of_level[0], of_level[1], of_level[2]
+    for i in range(starts.shape[0]):
+        s = starts[i]
+        front[0], above[0, 0], above_q[0], above_phi[0] = root[s], 0, 0, 0
+        on, n, candidates, miss = root[s], 1, 0, NEVER
+        for level in range(depth):
+            likeliest, chosen = INFINITE, 0
+            hit = -1
+            for f in range(n):
+                node = max(front[f], 0)
+                exists = above[0, f] < INFINITE
+                there[0, f] = min(count[node], k) if front[f] >= 0 else 0
+                law_phi[f] = above_phi[f] + top_entropy[node]
+                for j in range(k):
+                    law[0, f, j] = codes[node, j]
+                    if exists and j < there[0, f] and logp[node, j] < likeliest:
+                        likeliest, chosen = np.int64(logp[node, j]), f
+                if hit < 0 and on >= 0 and front[f] == on:
+                    hit = f
+            phi[s, level] = min(law_phi[chosen], 65535)
+            places, kept = n * k, min(frontier, n * k)
+            grow_plainly(
+                law[:, :n],
+                there[:, :n],
+                coupled,
+                weights,
+                logs,
+                above[:, :n],
+                cost[level : level + 1, :places],
+                index[:, :kept],
+                costs[:, :kept],
+            )
+            for place in range(places):
+                candidates += cost[level, place] < INFINITE
+            places_of[level] = places
+            pool[s, level] = min(candidates, 65535)
+            for f in range(n):
+                node = max(front[f], 0)
+                for j in range(k):
+                    q_cost[f * k + j] = above_q[f] + logp[node, j] if coupled else cost[level, f * k + j]
+            slot = np.int64(text_slot[max(on, 0)])
+            on_place[level] = -1
+            if hit >= 0 and slot < k and cost[level, hit * k + slot] < INFINITE:
+                on_place[level] = hit * k + slot
+                on_cost[level] = cost[level, hit * k + slot]
+                on = np.int64(child[on, slot])
+            else:
+                on = np.int64(-1)
+            if costs[0, 0] < INFINITE:
+                node = max(front[index[0, 0] // k], 0)
+                best[s, level, 0] = logp[node, index[0, 0] % k]
+                best[s, level, 1] = min(q_cost[index[0, 0]], 65535)
+                best[s, level, 2] = entropy[node]
+            else:
+                best[s, level, 0] = best[s, level, 1] = best[s, level, 2] = 0
+            # The next frontier, its numbers in the places of the laws that are done with.
+            found, lost, on_text = 0, False, False
+            for f in range(kept):
+                parent, j = index[0, f] // k, index[0, f] % k
+                law[0, f, 0] = -1
+                if costs[0, f] < INFINITE:
+                    found += 1
+                    on_text |= index[0, f] == on_place[level]
+                    if front[parent] >= 0:
+                        law[0, f, 0] = child[front[parent], j]
+                    lost |= law[0, f, 0] < 0
+                there[0, f] = law_phi[parent]
+            for f in range(kept):
+                front[f], above[0, f] = law[0, f, 0], costs[0, f]
+                above_q[f], above_phi[f] = q_cost[index[0, f]], there[0, f]
+            width[s, level], read[s, level] = found, on_text
+            if lost and miss == NEVER and limit[s] > level + 1:
+                miss = level + 2
+            n = kept
+        missing[s] = miss
+        for level in range(depth):
+            if on_place[level] < 0:
+                continue
+            before = 0
+            for other in range(depth):
+                # Equally cheap ones go by creation order.
+                ties = places_of[other] if other < level else (on_place[level] if other == level else 0)
+                for place in range(places_of[other]):
+                    c = cost[other, place]
+                    before += c < on_cost[level] or (c == on_cost[level] and place < ties)
+                if other >= level:
+                    rank[s, other, level] = min(before, ABSENT - 1)
+
+
+def scratch(k: int, frontier: int, depth: int) -> tuple[npt.NDArray[Any], ...]:
+    """Working memory for :func:`tabulate_plainly`: ``law``, ``lines``, ``cost``, ``q_cost``, ``of_level``."""
+    widest = max(1, frontier)
+    sizes = ((1, widest, k), (8, widest), (depth, widest * k), (widest * k,), (3, depth))
+    return tuple(np.zeros(size, dtype=np.int64) for size in sizes)

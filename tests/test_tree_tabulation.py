@@ -1,0 +1,65 @@
+"""The compiled tabulation of top-k trees against the tensor path that the other growths take, on random tries of laws."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from optimizer.tree_outcomes import Forest, GrowthTable, _tabulate_chunk, tabulate_growth
+from optimizer.tree_tabulation import NEVER
+from runtime.policies.trees import TreeRule
+
+COLUMNS = ("rank", "pool", "width", "read", "phi", "best", "end", "missing")
+
+
+def random_forest(seed: int, *, width: int = 7, starts: int = 200, extra: int = 900) -> Forest:
+    """A trie of random laws with holes: children that were not recorded, laws with few children, many equal codes."""
+    rng = np.random.default_rng(seed)
+    nodes = starts + extra
+    high = int(rng.choice([3, 40, 250]))
+    child = rng.integers(0, nodes, (nodes, width)).astype(np.int32)
+    child[rng.random((nodes, width)) < 0.15] = -1
+    count = np.where(rng.random(nodes) < 0.3, rng.integers(0, width + 1, nodes), width)
+    gap = np.sort(rng.integers(0, high, (nodes, width)), axis=1)
+    text_slot = np.where(rng.random(nodes) < 0.2, 255, np.minimum(rng.geometric(0.5, nodes) - 1, width))
+    limit = rng.integers(0, 12, starts)
+    return Forest(
+        "near", width, 8, False, frozenset(), True, np.arange(starts, dtype=np.int64), limit.astype(np.int64), child,
+        text_slot.astype(np.uint8), rng.integers(0, high, (nodes, width)).astype(np.uint8), (gap - gap[:, :1]).astype(np.uint8),
+        count.astype(np.uint8), rng.integers(0, 256, nodes).astype(np.uint8), rng.integers(0, 256, nodes).astype(np.uint8),
+    )  # fmt: skip
+
+
+def empty(starts: int, depth: int) -> GrowthTable:
+    return GrowthTable(
+        depth,
+        np.full((starts, depth, depth), 65535, np.uint16),
+        np.zeros((starts, depth), np.uint16),
+        np.zeros((starts, depth), np.uint8),
+        np.zeros((starts, depth), np.bool_),
+        np.zeros((starts, depth), np.uint16),
+        np.zeros((starts, depth, 3), np.uint16),
+        np.full(starts, NEVER, np.uint8),
+        np.full(starts, NEVER, np.uint8),
+    )
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("coupled", [False, True])
+def test_compiled_and_tensor_tables_are_equal(seed: int, coupled: bool) -> None:
+    """Every column, for chains, narrow and wide trees, shallow and deep, some starts only."""
+    forest = random_forest(seed)
+    starts = np.sort(np.random.default_rng(seed).permutation(len(forest.root))[:150])
+    ends = set()
+    for width, depth in ((1, 5), (2, 1), (3, 4), (7, 3), (5, 8)):
+        rule = TreeRule(width=width, frontier=width, coupled=coupled, sharpness=1.5 + seed % 2)
+        made = tabulate_growth(forest, [(rule, starts)], depth)
+        expected = empty(len(forest.root), depth)
+        asking = TreeRule(width=width, frontier=width, coupled=coupled, sharpness=rule.sharpness, kept=(0,))
+        _tabulate_chunk(forest, asking, expected, starts)
+        for name in COLUMNS:
+            found, right = getattr(made, name), getattr(expected, name)
+            assert found.dtype == right.dtype
+            np.testing.assert_array_equal(found[starts], right[starts], err_msg=f"{name}, width {width}, depth {depth}")
+        ends |= set(made.missing[starts].tolist())
+    assert len(ends) > 2, "no hole of the trie was met"
