@@ -519,14 +519,15 @@ def simulate(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         drafts = [policy.draft] if policy.speculates else []
         proposals: Proposals = getattr(policy.growth, "proposals", "coupled")
         grown = info.trees if proposals == "coupled" else info.trees_q
-        trees = policy.is_tree or (policy.draft in grown and policy.draft not in info.drafts)
+        as_tree = policy.is_tree or (policy.draft in grown and policy.draft not in info.drafts)
+        trees = as_tree or policy.shortlisted  # a shortlist looks at the draft's laws
         if trees and policy.draft not in grown:
             flag = "" if proposals == "coupled" else f" --tree-proposals {proposals}"
             raise PolicyError(
                 f"draft: recording {recording} has no trees of draft {policy.draft!r} (it has: {info.trees_shown() or 'none'}); "
                 f"`record --resume {recording} --tree-width 8 --tree-depth {max(8, policy.depth_max)}{flag}` makes them"
             )
-        if policy.speculates and not trees and policy.draft not in info.drafts:
+        if policy.speculates and not as_tree and policy.draft not in info.drafts:
             raise PolicyError(
                 f"draft: recording {recording} has no panorama of draft {policy.draft!r}; it has: "
                 f"{', '.join(sorted(info.drafts)) or 'none'}; `record --resume {recording}` makes those of every draft of its pair"
@@ -540,7 +541,7 @@ def simulate(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     from optimizer.replay import ReplayTrace, run_replay
     from optimizer.report import outcome_table
 
-    chains = [] if trees else drafts
+    chains = [] if as_tree else drafts
     if kw["skip_corrupted"]:
         loaded = loaded.having(chains, trees=drafts if trees else (), proposals=proposals)
     if not loaded.requests:
@@ -567,6 +568,9 @@ def simulate(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         _write_rounds(kw["per_round"], (row for request, steps in pairs for row in _rounds(request, steps)))
     outcome = replayed.outcome()
     data = _outcome_json(outcome, policy) | ({"artifact": learned} if learned else {})
+    if policy.shortlisted and (as_tree or policy.stop.kind != "none"):
+        click.echo("approximate: trees and stops under a shortlist read renormalised probabilities (docs/shortlists.md)", err=True)
+        data["approximate"] = True
     _emit(as_json, data, lambda: outcome_table(outcome))
 
 
@@ -787,7 +791,7 @@ def generate(ctx: click.Context, as_json: bool, prompt: str, **kw: Any) -> None:
 
 @main.group()
 def fit() -> None:
-    """Fit what trees need to a recording with trees: bins, classifier, static-tree."""
+    """Fit what trees and shortlists need to a recording: bins, classifier, static-tree; frequencies, clusters, router."""
 
 
 fit_options = _options(
@@ -895,6 +899,90 @@ def fit_static_tree(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     from optimizer.report import static_tree_table
 
     _fitted(ctx, as_json, "fit_static_tree_artifact", kw, static_tree_table)
+
+
+def _shortlist_fit(ctx: click.Context, as_json: bool, kw: dict[str, Any], which: str, *, drafted: bool) -> None:
+    """Runs one of optimizer.shortlist_fits's functions, which read the pair itself, and shows what came of it."""
+    named = [d for d in kw["drafts"] if "=" not in d]
+    if drafted and len(named) != 1:
+        raise click.UsageError("name one draft whose output head is fitted to, --draft NAME (of the pair; NAME=PATH gives its checkpoint)")
+    if not drafted and named:
+        raise click.BadParameter(f"{named[0]}: NAME=PATH is expected; frequencies are every draft's", param_hint="--draft")
+    kw["drafts"] = tuple(d for d in kw["drafts"] if "=" in d)
+    with _store(ctx) as store, Meter() as meter:
+        asked = kw.pop("recording", None)
+        recording = None if asked is None else store.resolve_recording(asked)
+        pair = _load(kw)
+        import optimizer.shortlist_fits as fits
+        from optimizer.report import shortlist_fit_table
+
+        store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
+        given = {key: value for key, value in kw.items() if value not in (None, ())}
+        arguments = [] if which == "fit_clusters_artifact" else [recording or ""]
+        made = getattr(fits, which)(store, *arguments, pair, *named, progress=meter, **given)
+    data = made.to_json()
+    if as_json:
+        click.echo(json.dumps(data, ensure_ascii=False))
+        return
+    _console().print(shortlist_fit_table(data))
+    click.echo(f"artifact {made.artifact}" + (f"; a policy with it: {json.dumps(made.policy)}" if "shortlist" in made.policy else ""))
+
+
+@fit.command("frequencies")
+@pair_options
+@device_options
+@click.option("--recording", default="latest", show_default=True, help="Its texts are counted, prompts included.")
+@click.option("--corpus", multiple=True, metavar="FILE", help="Count these text files instead; repeatable.")
+@json_option
+@with_context
+def fit_frequencies(ctx: click.Context, as_json: bool, **kw: Any) -> None:
+    """The vocabulary by frequency, for shortlists `frequency` (FR-Spec) and `position_frequency` (PA-FR).
+
+    \b
+    Example:  cli.py fit frequencies
+              cli.py fit frequencies --corpus notes.txt --corpus code.py
+    """
+    if kw["corpus"]:
+        kw["recording"] = None
+    _shortlist_fit(ctx, as_json, kw, "fit_frequencies_artifact", drafted=False)
+
+
+@fit.command("clusters")
+@pair_options
+@device_options
+@click.option("--clusters", "count", type=click.IntRange(1), help="M; default: by the size of the output head.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@json_option
+@with_context
+def fit_clusters(ctx: click.Context, as_json: bool, **kw: Any) -> None:
+    """Token clusters of a draft's output head (DynaSpec), to look at, or for `fit router --clusters-from`.
+
+    \b
+    Example:  cli.py fit clusters --draft small --clusters 64
+    """
+    _shortlist_fit(ctx, as_json, kw, "fit_clusters_artifact", drafted=True)
+
+
+@fit.command("router")
+@pair_options
+@device_options
+@click.option("--recording", default="latest", show_default=True, help="The texts whose contexts it learns.")
+@click.option("--clusters", type=click.IntRange(1), help="M; default: by the size of the output head.")
+@click.option("--clusters-from", metavar="ID", help="Stored clusters instead of new ones.")
+@click.option("--hidden", type=click.IntRange(1), help="Hidden units; default: 128.")
+@click.option("--labels", type=click.IntRange(1), help="L, most probable tokens whose clusters are positive; default: 8.")
+@click.option("--epochs", type=click.IntRange(1))
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@json_option
+@with_context
+def fit_router(ctx: click.Context, as_json: bool, **kw: Any) -> None:
+    """Clusters and the router that selects them by context, for shortlists `clusters` (DynaSpec).
+
+    \b
+    Example:  cli.py fit router --draft small
+              cli.py fit router --draft head --clusters 128
+    """
+    _shortlist_fit(ctx, as_json, kw, "fit_router_artifact", drafted=True)
 
 
 # ----------------------------------------------------------------------------------------------------- command groups

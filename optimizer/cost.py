@@ -15,15 +15,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from runtime.policies.document import GAMMA_LIMIT, NODE_LIMIT, WIDTH_LIMIT
 from runtime.policies.prepared import window_costs
+from runtime.policies.shortlist_costs import shortlist_seconds
 from traces.errors import TraceError
 from traces.schema import CostCurve, LatencyProfile
+
+if TYPE_CHECKING:
+    from runtime.shortlists import ShortlistRule
 
 __all__ = ["BUCKET", "LAG_LIMIT", "CostModel", "RoundSeconds", "TreeCosts", "request_seconds", "window_costs"]
 
@@ -78,11 +82,19 @@ class CostModel:
     draft_prefill: CostCurve | None
 
     @classmethod
-    def of(cls, profile: LatencyProfile, draft: str | None, max_context: int, *, stop: str = "none") -> CostModel:
+    def of(
+        cls,
+        profile: LatencyProfile,
+        draft: str | None,
+        max_context: int,
+        *,
+        stop: str = "none",
+        shortlist: ShortlistRule | None = None,
+    ) -> CostModel:
         """Tables for contexts up to ``max_context``; ``draft`` None for a policy that does not speculate, ``stop`` its
-        stop's kind.
+        stop's kind, ``shortlist`` what of its head the draft evaluates.
 
-        Raises TraceError when the profile has no costs for the draft.
+        Raises TraceError when the profile has no costs for the draft, PolicyError when it has none for its shortlists.
         """
         contexts = np.arange(max(0, max_context) // BUCKET + 1) * float(BUCKET) + (BUCKET - 1) / 2
         verify = _grid(profile.verify, np.arange(1.0, GAMMA_LIMIT + 2), contexts)
@@ -96,6 +108,7 @@ class CostModel:
             step = first[:, 1].copy()
             first += profile.draft_phase_s.get(draft, 0.0)
             bend += [profile.draft_bend(draft, passes) for passes in range(GAMMA_LIMIT + 1)]
+            bend += _shortlisted(profile, shortlist)
         return cls(
             verify,
             first,
@@ -166,9 +179,18 @@ class TreeCosts:
     noise_s: float
 
     @classmethod
-    def of(cls, profile: LatencyProfile, draft: str, max_context: int, *, kinds: Sequence[str] = ()) -> TreeCosts:
+    def of(
+        cls,
+        profile: LatencyProfile,
+        draft: str,
+        max_context: int,
+        *,
+        kinds: Sequence[str] = (),
+        shortlist: ShortlistRule | None = None,
+    ) -> TreeCosts:
         """Tables for contexts up to ``max_context`` and policies with blocks of these kinds
-        (:func:`runtime.policies.prepared.tree_kinds`). Raises TraceError when the profile was measured without trees or this draft."""
+        (:func:`runtime.policies.prepared.tree_kinds`) and a shortlist. Raises TraceError when the profile was measured without trees or
+        this draft, PolicyError when it has no costs of the draft's shortlists."""
         trees = profile.trees
         if trees is None or draft not in trees.level:
             known = "none" if trees is None else ", ".join(sorted(trees.level))
@@ -182,7 +204,7 @@ class TreeCosts:
             np.stack([_grid(c, nodes, contexts) for c in (trees.verify, trees.sampled_verify)]),
             np.stack([_grid(c[draft], lags, contexts) for c in (trees.first, trees.sampled_first)]) + per_pass + per_law,
             np.stack([_grid(c[draft], widths, contexts) for c in (trees.level, trees.sampled_level)]) + per_pass + widths * per_law,
-            np.array([trees.bend(draft, passes) for passes in range(GAMMA_LIMIT + 1)]),
+            np.array([trees.bend(draft, passes) for passes in range(GAMMA_LIMIT + 1)]) + _shortlisted(profile, shortlist),
             profile.overhead_s,
             profile.noise_s,
         )
@@ -192,6 +214,13 @@ class TreeCosts:
         """Where there is no profile."""
         verify, first, level = (np.zeros((2, 1, n)) for n in (NODE_LIMIT + 1, LAG_LIMIT + 2, WIDTH_LIMIT + 1))
         return cls(verify, first, level, np.zeros(GAMMA_LIMIT + 1), 0.0, 0.0)
+
+
+def _shortlisted(profile: LatencyProfile, shortlist: ShortlistRule | None) -> FloatArray:
+    """What that many passes over shortlists take more than with the whole head, [GAMMA_LIMIT + 1]."""
+    if shortlist is None:
+        return np.zeros(GAMMA_LIMIT + 1)
+    return np.concatenate(([0.0], np.cumsum(shortlist_seconds(profile, shortlist))))
 
 
 def _grid(curve: CostCurve, widths: npt.NDArray[Any], contexts: npt.NDArray[Any]) -> FloatArray:

@@ -22,9 +22,10 @@ import optimizer.cost as cost
 import runtime.policies.machines as machines
 from optimizer.cost import BUCKET, LAG_LIMIT, CostModel, TreeCosts, request_seconds
 from optimizer.outcomes import Chains, Index, Words, check_reach, first_occurrences, join_chains, tabulate
+from optimizer.shortlist_replay import restricted, shortlist_ranks
 from optimizer.tree_outcomes import Forest, GrowthTable, join_trees, tabulate_growth
 from optimizer.tree_replay import TreeLimits, replay_trees, stop_levels
-from runtime.policies.document import Policy
+from runtime.policies.document import GAMMA_LIMIT, Policy
 from runtime.policies.jit import compiled
 from runtime.policies.machines import advance, reset
 from runtime.policies.prepared import PreparedPolicy, QTables, prepare, tree_kinds
@@ -32,6 +33,7 @@ from runtime.policies.stops import CompiledStop
 from runtime.policies.tree_rules import Artifacts
 from runtime.policies.trees import TreeRule
 from runtime.policies.windows import WindowController
+from runtime.shortlists import ShortlistRule
 from traces.errors import PolicyError, TraceError
 from traces.schema import NO_BIN, ChainPanorama, Counts, LatencyProfile, Outcome, RequestOutcome, Step, Trajectory, TreePanorama
 
@@ -75,10 +77,10 @@ class ReplayTrace:
         self.chains: dict[str, Chains] = {d: join_chains(self.trajectories, p) for d, p in panoramas.items()}
         self.forests: dict[tuple[str, str], Forest] = {k: join_trees(self.trajectories, p) for k, p in (trees or {}).items()}
         self._growths: OrderedDict[tuple[object, ...], GrowthTable] = OrderedDict()
-        self._tree_costs: OrderedDict[tuple[int, str, tuple[str, ...]], tuple[LatencyProfile, TreeCosts, FloatArray]] = OrderedDict()
+        self._tree_costs: OrderedDict[tuple[object, ...], tuple[LatencyProfile, TreeCosts, FloatArray]] = OrderedDict()
         self._lock = threading.Lock()
-        self._tables: OrderedDict[tuple[str, CompiledStop], Words] = OrderedDict()
-        self._costs: OrderedDict[tuple[int, str | None, str], tuple[LatencyProfile, CostModel, FloatArray]] = OrderedDict()
+        self._tables: OrderedDict[tuple[object, ...], Words] = OrderedDict()
+        self._costs: OrderedDict[tuple[object, ...], tuple[LatencyProfile, CostModel, FloatArray]] = OrderedDict()
 
     @property
     def request_ids(self) -> tuple[str, ...]:
@@ -98,9 +100,9 @@ class ReplayTrace:
         part.order = np.array(list(requests), dtype=np.int64)
         return part
 
-    def outcomes(self, policy: Policy, stop: CompiledStop) -> Words:
-        """:func:`optimizer.outcomes.tabulate` for a policy's draft and stop, remembered. TraceError if too little was
-        recorded."""
+    def outcomes(self, policy: Policy, stop: CompiledStop, shortlist: ShortlistRule | None = None) -> Words:
+        """:func:`optimizer.outcomes.tabulate` for a policy's draft and stop, remembered; under a shortlist what it leaves. TraceError if
+        too little was recorded."""
         if not policy.speculates:
             return self._remember("", stop, None)
         chains = self.chains.get(policy.draft)
@@ -108,7 +110,18 @@ class ReplayTrace:
             known = ", ".join(sorted(self.chains)) or "none"
             raise TraceError(f"the recording has no panorama of draft {policy.draft!r} (it has: {known}); retrace it")
         check_reach(policy, chains)
-        return self._remember(policy.draft, stop, chains)
+        words = self._remember(policy.draft, stop, chains)
+        return words if shortlist is None else self._shortlisted(policy, stop, shortlist, words)
+
+    def _shortlisted(self, policy: Policy, stop: CompiledStop, rule: ShortlistRule, words: Words) -> Words:
+        key = (policy.draft, stop, policy.shortlist.model_dump_json())
+        with self._lock:
+            found = self._tables.get(key)
+        if found is None:
+            forest = self._forest(policy, "coupled", 1)
+            found = restricted(words, forest, shortlist_ranks(forest, rule, GAMMA_LIMIT))
+            self._keep(key, found)
+        return found
 
     def uses_trees(self, policy: Policy) -> bool:
         """Whether a policy is replayed from tree panoramas: it grows trees, or its draft is a head (whose chains are trees too)."""
@@ -116,31 +129,40 @@ class ReplayTrace:
             policy.speculates and policy.draft not in self.chains and (policy.draft, "coupled") in self.forests
         )
 
-    def growth(self, policy: Policy, rules: tuple[TreeRule, TreeRule]) -> GrowthTable:
-        """What every start grows under a policy's growth, remembered; windows, selections, stops and bins share it.
-
-        Raises TraceError if too little was recorded.
-        """
-        proposals = getattr(policy.growth, "proposals", "coupled")
+    def _forest(self, policy: Policy, proposals: str, width: int) -> Forest:
         forest = self.forests.get((policy.draft, proposals))
         if forest is None:
             known = ", ".join(sorted({d for d, p in self.forests if p == proposals})) or "none"
             flag = "" if proposals == "coupled" else " --tree-proposals probability"
             raise TraceError(
                 f"the recording has no trees of draft {policy.draft!r} (it has: {known}); `record --resume ID --tree-width "
-                f"{rules[0].width} --tree-depth {policy.depth_max}{flag}` makes them"
+                f"{width} --tree-depth {policy.depth_max}{flag}` makes them"
             )
+        return forest
+
+    def growth(
+        self, policy: Policy, rules: tuple[TreeRule, TreeRule], shortlist: ShortlistRule | None = None
+    ) -> GrowthTable:
+        """What every start grows under a policy's growth, remembered; windows, selections, stops and bins share it.
+
+        Raises TraceError if too little was recorded.
+        """
+        proposals = getattr(policy.growth, "proposals", "coupled")
+        forest = self._forest(policy, proposals, rules[0].width)
         document = policy.growth.model_dump_json()
         stops = policy.stop.kind != "none" and policy.growth.kind == "static"
         depth = max(policy.depth_max, forest.depth)  # shallower policies share the deepest one's table
-        key = (policy.draft, proposals, document, depth, stops)
+        key = (policy.draft, proposals, document, depth, stops, policy.shortlist.model_dump_json())
         with self._lock:
             found = self._growths.get(key)
             if found is not None:
                 self._growths.move_to_end(key)
                 return found
         hot = self._sampled_positions()
-        made = tabulate_growth(forest, [(rules[0], np.flatnonzero(~hot)), (rules[1], np.flatnonzero(hot))], depth)
+        ranks = None
+        if shortlist is not None:
+            ranks = shortlist_ranks(forest, shortlist, depth)
+        made = tabulate_growth(forest, [(rules[0], np.flatnonzero(~hot)), (rules[1], np.flatnonzero(hot))], depth, ranks)
         with self._lock:
             self._growths[key] = made
             while len(self._growths) > CACHED_GROWTHS:
@@ -150,14 +172,16 @@ class ReplayTrace:
     def _sampled_positions(self) -> npt.NDArray[np.bool_]:
         return np.repeat(self.sampled > 0, np.diff(self.offsets))
 
-    def tree_costs(self, policy: Policy, profile: LatencyProfile) -> tuple[TreeCosts, FloatArray]:
+    def tree_costs(
+        self, policy: Policy, profile: LatencyProfile, shortlist: ShortlistRule | None = None
+    ) -> tuple[TreeCosts, FloatArray]:
         """:meth:`costs` for policies that are replayed from tree panoramas."""
         kinds = tree_kinds(policy)
-        key = (id(profile), policy.draft, kinds)
+        key = (id(profile), policy.draft, kinds, policy.shortlist.model_dump_json())
         with self._lock:
             found = self._tree_costs.get(key)
         if found is None:
-            tables = TreeCosts.of(profile, policy.draft, self.max_context, kinds=kinds)
+            tables = TreeCosts.of(profile, policy.draft, self.max_context, kinds=kinds, shortlist=shortlist)
             found = (profile, tables, request_seconds(profile, policy.draft, self.prompts))
             with self._lock:
                 self._tree_costs[key] = found
@@ -174,20 +198,25 @@ class ReplayTrace:
         made = np.zeros(int(self.offsets[-1]), dtype=np.uint32)
         if chains is not None:
             made = tabulate(chains, self.offsets, self._first_seen, stop, self.seed)
-        with self._lock:
-            self._tables[(draft, stop)] = made
-            while len(self._tables) > CACHED_TABLES:
-                self._tables.popitem(last=False)
+        self._keep((draft, stop), made)
         return made
 
-    def costs(self, policy: Policy, profile: LatencyProfile) -> tuple[CostModel, FloatArray]:
+    def _keep(self, key: tuple[object, ...], words: Words) -> None:
+        with self._lock:
+            self._tables[key] = words
+            while len(self._tables) > CACHED_TABLES:
+                self._tables.popitem(last=False)
+
+    def costs(
+        self, policy: Policy, profile: LatencyProfile, shortlist: ShortlistRule | None = None
+    ) -> tuple[CostModel, FloatArray]:
         """The cost tables for a policy's draft and stop, and each trajectory's seconds before its first round; remembered."""
         draft = policy.draft if policy.speculates else None
-        key = (id(profile), draft, policy.stop.kind)
+        key = (id(profile), draft, policy.stop.kind, policy.shortlist.model_dump_json())
         with self._lock:
             found = self._costs.get(key)
         if found is None:
-            model = CostModel.of(profile, draft, self.max_context, stop=policy.stop.kind)
+            model = CostModel.of(profile, draft, self.max_context, stop=policy.stop.kind, shortlist=shortlist)
             found = (profile, model, model.request_seconds(self.prompts))
             with self._lock:
                 self._costs[key] = found  # holds the profile, so that its id is not given to another
@@ -291,8 +320,8 @@ def run_replay(
     window = (prepared.controller if controller is None else controller).fork()
     if trace.uses_trees(policy):
         return _run_trees(trace, policy, prepared, window, profile, per_round=per_round, approximate=approximate)
-    words = trace.outcomes(policy, prepared.stop)
-    model, before = (_FREE, np.zeros(len(trace.trajectories))) if profile is None else trace.costs(policy, profile)
+    words = trace.outcomes(policy, prepared.stop, prepared.shortlist)
+    model, before = (_FREE, np.zeros(len(trace.trajectories))) if profile is None else trace.costs(policy, profile, prepared.shortlist)
     counts = np.zeros((len(trace.order), 6), dtype=np.int64)
     seconds = before[trace.order]
     size = trace.tokens if per_round else 0
@@ -321,12 +350,12 @@ def _run_trees(
     approximate: bool,
 ) -> Replay:
     assert prepared.rules is not None
-    growth = trace.growth(policy, prepared.rules)
+    growth = trace.growth(policy, prepared.rules, prepared.shortlist)
     hot = trace._sampled_positions()
     limits = TreeLimits.of(prepared.rules[0])
     costs, before = TreeCosts.free(), np.zeros(len(trace.trajectories))
     if profile is not None:
-        costs, before = trace.tree_costs(policy, profile)
+        costs, before = trace.tree_costs(policy, profile, prepared.shortlist)
     counts = np.zeros((len(trace.order), 7), dtype=np.int64)
     seconds = before[trace.order]
     size = trace.tokens if per_round else 0
@@ -343,7 +372,7 @@ def _run_trees(
         per_round, counts, seconds, rounds, round_s,
     )  # fmt: skip
     missing = int(counts[:, 6].sum())
-    if missing and not approximate:
+    if missing and not approximate and prepared.shortlist is None:
         raise TraceError(
             f"{missing} of {int(counts[:, 0].sum())} rounds of {policy.label()} would read laws of draft {policy.draft!r} that the "
             f"recording does not hold (it holds width {forest.width}, depth {forest.depth}): `record --resume ID --cover POLICY` "

@@ -169,6 +169,30 @@ def static_tree_table(fitted: Mapping[str, Any]) -> RenderableType:
     return Group(table, Text(notes, style="dim"))
 
 
+def shortlist_fit_table(fitted: Mapping[str, Any]) -> RenderableType:
+    """Frequencies, clusters or a router, as fitted."""
+    if "coverage" in fitted:
+        table = Table(title=f"{fitted['tokens']} tokens counted, {fitted['distinct']} of {fitted['vocab']} occur", title_justify="left")
+        table.add_column("size", justify="right")
+        table.add_column("of the counted tokens", justify="right")
+        for size, share in fitted["coverage"].items():
+            table.add_row(size, f"{100 * share:.2f}%")
+        return table
+    sizes = sorted(fitted["cluster_sizes"])
+    about = f"{fitted['clusters']} clusters of {sizes[0]} to {sizes[-1]} tokens, median {sizes[len(sizes) // 2]}"
+    if "scores" not in fitted:
+        return Text(f"{about}; mean cosine to the centre {fitted['cohesion']:.3f}")
+    scores = fitted["scores"]
+    table = Table(title=f"Router of draft {fitted['draft']}: {about}", title_justify="left")
+    for name in ("clusters", "tokens", "recall", "mass kept", "frequency, same size", "best clusters"):
+        table.add_column(name, justify="right")
+    for i, k in enumerate(scores["ks"]):
+        shares = [scores[name][i] for name in ("recall", "mass", "frequency", "oracle")]
+        table.add_row(str(k), f"{scores['size'][i]:.0f}", *(f"{100 * share:.1f}%" for share in shares))
+    note = f"{scores['contexts']} contexts of texts held out; mass: of the draft's law, {scores['ceiling']:.3f} at most"
+    return Group(table, Text(note, style="dim"))
+
+
 def _tree_rows(table: Table, trees: TreeProfile, contexts: Sequence[int]) -> None:
     """Rows of what trees cost; they are measured at some of the contexts only."""
     parts = [("tree verify", trees.verify)]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,23 @@ from traces.schema import Trajectory, TreePanorama
 CHUNK: Final = 512
 """Starts grown together."""
 OFF_TEXT: Final = 255
+NO_RANKS: Final = np.zeros((0, 1), np.int32)
+NO_BUDGETS: Final = np.zeros(0, np.int64)
+
+
+class ShortlistRanks(NamedTuple):
+    """A shortlist over a forest: a child is in it at level l where its ``ranks`` int32 [nodes, K] lies below ``budgets`` int64 [depth]
+    [l - 1]."""
+
+    ranks: npt.NDArray[np.int32]
+    budgets: npt.NDArray[np.int64]
+
+    def kept(self, nodes: npt.NDArray[np.int64], level: int, count: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.int64], ...]:
+        """Of nodes [B, F]: the slots of their children, those in the shortlist first and in order, int64 [B, F, K], and how many these
+        are, int64 [B, F]."""
+        inside = self.ranks[nodes] < self.budgets[level - 1]
+        inside &= np.arange(inside.shape[-1]) < count[nodes][..., None]
+        return np.argsort(~inside, axis=-1, kind="stable"), inside.sum(-1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +50,8 @@ class Forest:
 
     ``root`` int64 [positions]: the node of each start. ``child`` int32 [nodes, K] (-1: not recorded), ``text_slot`` uint8
     [nodes], and the laws'
-    codes: ``logp``, ``gap`` uint8 [nodes, K]; ``entropy``, ``top_entropy``, ``count`` uint8 [nodes]. ``limit`` int64
+    codes: ``logp``, ``gap`` uint8 [nodes, K]; ``entropy``, ``top_entropy``, ``count`` uint8 [nodes]; ``tokens`` int32 [nodes, K] their ids.
+    ``limit`` int64
     [positions]: the deepest
     level the token budget allows. ``full``: no filter of the sampling can leave a law with fewer children than are read.
     """
@@ -53,16 +71,23 @@ class Forest:
     count: npt.NDArray[np.uint8]
     entropy: npt.NDArray[np.uint8]
     top_entropy: npt.NDArray[np.uint8]
+    tokens: npt.NDArray[np.int32]
 
-    def laws(self, nodes: npt.NDArray[np.int64]) -> Laws:
-        """The laws of nodes [B, F]; -1 is a node that does not exist. Tokens are left 0: replay does not look at them."""
+    def laws(self, nodes: npt.NDArray[np.int64], kept: tuple[npt.NDArray[np.int64], ...] | None = None) -> Laws:
+        """The laws of nodes [B, F]; -1 is a node that does not exist. Tokens are left 0: replay does not look at them. ``kept``: the
+        children that a shortlist leaves (:meth:`ShortlistRanks.kept`)."""
         gone = nodes < 0
         safe = np.where(gone, 0, nodes)
 
         def whole(column: npt.NDArray[Any]) -> torch.Tensor:
-            return torch.from_numpy(column[safe].astype(np.int64))
+            found = column[safe].astype(np.int64)
+            if kept is not None and found.ndim == 3:
+                found = np.take_along_axis(found, kept[0], -1)
+                if column is self.gap:
+                    found = np.maximum(0, found - found[..., :1])
+            return torch.from_numpy(found)
 
-        count = whole(self.count)
+        count = whole(self.count) if kept is None else torch.from_numpy(kept[1])
         if gone.any():
             count[torch.from_numpy(gone)] = 0
         logp = whole(self.logp)
@@ -118,6 +143,7 @@ def join_trees(trajectories: Sequence[Trajectory], panoramas: Sequence[TreePanor
         count=np.minimum(joined("count"), width),
         entropy=joined("entropy"),
         top_entropy=joined("top_entropy"),
+        tokens=np.ascontiguousarray(np.concatenate([p.tokens[:, :width] for p in panoramas])),
     )
 
 
@@ -153,11 +179,18 @@ class GrowthTable:
         return np.where(triggered.any(1), triggered.argmax(1) + 1, NEVER).astype(np.uint8)
 
 
-def tabulate_growth(forest: Forest, rules: Sequence[tuple[TreeRule, npt.NDArray[np.int64]]], depth: int) -> GrowthTable:
+def tabulate_growth(
+    forest: Forest,
+    rules: Sequence[tuple[TreeRule, npt.NDArray[np.int64]]],
+    depth: int,
+    shortlist: ShortlistRanks | None = None,
+) -> GrowthTable:
     """Grows the trees of starts ``depth`` levels deep and keeps what policies ask of them.
 
     ``rules``: each rule with the starts (positions of the trace) that it grows; one per temperature class. Selection, stop and bins of the
-    rules are ignored. Raises TraceError when a rule reads more children than were recorded.
+    rules are ignored. ``shortlist`` leaves out the children beyond it; those that stay keep their codes, and a law has no more of them than
+    were recorded, so trees under a shortlist are approximate (docs/shortlists.md). Raises TraceError when a rule reads more children than
+    were recorded.
     """
     rule = rules[0][0]
     if rule.width > forest.width:
@@ -178,30 +211,39 @@ def tabulate_growth(forest: Forest, rules: Sequence[tuple[TreeRule, npt.NDArray[
         np.full(count, NEVER, np.uint8),
         np.full(count, NEVER, np.uint8),
     )
-    if rule.static and forest.shared and forest.full and not rule.reads_stop:
+    if rule.static and forest.shared and forest.full and not rule.reads_stop and shortlist is None:
         _tabulate_static(forest, rule, table)
         return table
     for one, chosen in rules:
         if not one.static and one.confidence is None:
-            _tabulate_plain(forest, one, table, chosen)
+            _tabulate_plain(forest, one, table, chosen, shortlist)
             continue
         plain = replace(one, top_n=None, reads_stop=False, kept=(0,), thresholds=(), alpha=0)  # `kept` asks for phi
         for at in range(0, len(chosen), CHUNK):
-            _tabulate_chunk(forest, plain, table, chosen[at : at + CHUNK])
+            _tabulate_chunk(forest, plain, table, chosen[at : at + CHUNK], shortlist)
     return table
 
 
-def _tabulate_plain(forest: Forest, rule: TreeRule, table: GrowthTable, starts: npt.NDArray[np.int64]) -> None:
+def _tabulate_plain(
+    forest: Forest, rule: TreeRule, table: GrowthTable, starts: npt.NDArray[np.int64], shortlist: ShortlistRanks | None
+) -> None:
     weights, logs = gap_weights(rule.sharpness, torch.device("cpu"))
     tabulate_plainly(
         starts.astype(np.int64), forest.root, forest.limit, forest.child, forest.text_slot, forest.gap if rule.coupled else forest.logp,
         forest.logp, forest.entropy, forest.top_entropy, forest.count, rule.width, rule.frontier, table.depth, rule.coupled,
-        weights.numpy(), logs.numpy(), *scratch(rule.width, rule.frontier, table.depth), table.rank, table.pool, table.width, table.read,
-        table.phi, table.best, table.missing,
+        weights.numpy(), logs.numpy(), *((NO_RANKS, NO_BUDGETS) if shortlist is None else (shortlist.ranks, shortlist.budgets)),
+        *scratch(rule.width, rule.frontier, table.depth), table.rank, table.pool, table.width, table.read, table.phi, table.best,
+        table.missing,
     )  # fmt: skip
 
 
-def _tabulate_chunk(forest: Forest, rule: TreeRule, table: GrowthTable, starts: npt.NDArray[np.int64]) -> None:
+def _tabulate_chunk(
+    forest: Forest,
+    rule: TreeRule,
+    table: GrowthTable,
+    starts: npt.NDArray[np.int64],
+    shortlist: ShortlistRanks | None = None,
+) -> None:
     batch, depth = len(starts), table.depth
     growing = Growing(rule, batch, torch.device("cpu"))
     front = forest.root[starts][:, None]  # nodes of the frontier, -1 where there is none
@@ -215,7 +257,8 @@ def _tabulate_chunk(forest: Forest, rule: TreeRule, table: GrowthTable, starts: 
     missing, end = (np.full(batch, NEVER, np.uint8) for _ in range(2))
     limit = forest.limit[starts]
     for level in range(1, depth + 1):
-        laws = forest.laws(front)
+        kept = None if shortlist is None else shortlist.kept(np.maximum(front, 0), level, forest.count)
+        laws = forest.laws(front, kept)
         added = growing.add(laws)
         cost, eligible = added.cost.numpy(), added.eligible.numpy()
         places = cost.shape[1]
@@ -225,7 +268,11 @@ def _tabulate_chunk(forest: Forest, rule: TreeRule, table: GrowthTable, starts: 
         # Where the node on the text stands among this level's places.
         alive = on >= 0
         hit = (front == on[:, None]) & alive[:, None]
-        slot = forest.text_slot[np.maximum(on, 0)]
+        slot = forest.text_slot[np.maximum(on, 0)].astype(np.int64)
+        if kept is not None:  # its slot among those that the shortlist leaves
+            at = kept[0][rows, hit.argmax(1)]
+            left = (at == slot[:, None]) & (np.arange(at.shape[1]) < kept[1][rows, hit.argmax(1)][:, None])
+            slot = np.where(left.any(1), left.argmax(1), OFF_TEXT)
         found = hit.any(1) & (slot < rule.width)
         place = hit.argmax(1) * rule.width + np.minimum(slot, rule.width - 1)
         if rule.static:
@@ -236,11 +283,13 @@ def _tabulate_chunk(forest: Forest, rule: TreeRule, table: GrowthTable, starts: 
             place = np.maximum(place, 0)
         found &= eligible[rows, np.minimum(place, places - 1)]
         on_key[found, level - 1] = key[rows, np.minimum(place, places - 1)][found]
-        following = np.where(found, forest.child[np.maximum(on, 0), np.minimum(slot, forest.width - 1)], -1)
+        following = np.where(found, forest.child[np.maximum(on, 0), np.minimum(forest.text_slot[np.maximum(on, 0)], forest.width - 1)], -1)
         # The next frontier as nodes.
         index, exists = added.frontier.index.numpy(), added.frontier.exists.numpy()
         parents = np.take_along_axis(front, np.take_along_axis(added.parent.numpy(), index, 1), 1)
         slots = np.take_along_axis(np.broadcast_to(added.rank.numpy(), cost.shape), index, 1)
+        if kept is not None:
+            slots = kept[0][rows[:, None], np.take_along_axis(np.broadcast_to(added.parent.numpy(), cost.shape), index, 1), slots]
         nodes = np.where(exists & (parents >= 0), forest.child[np.maximum(parents, 0), slots], -1).astype(np.int64)
         table.width[starts, level - 1] = exists.sum(1)
         table.read[starts, level - 1] = found & ((index == place[:, None]) & exists).any(1)

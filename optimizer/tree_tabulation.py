@@ -6,7 +6,7 @@ a level is what :class:`runtime.policies.trees.Growing` says of it, without tens
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -41,7 +41,10 @@ def tabulate_plainly(
     coupled: bool,
     weights: Index,
     logs: npt.NDArray[np.float64],
+    ranks: npt.NDArray[np.int32],
+    budgets: Index,
     law: Index,
+    slots: Index,
     lines: Index,
     cost: Index,
     q_cost: Index,
@@ -56,28 +59,40 @@ def tabulate_plainly(
 ) -> None:
     """Fills the rows ``starts`` of a growth table (:class:`optimizer.tree_outcomes.GrowthTable`) from a forest's columns.
 
-    ``codes``: the children's gaps if ``coupled``, else their logp. Scratch int64: ``law`` [1, F, k], ``lines`` [8, F], ``cost``
-    [depth, F * k], ``q_cost`` [F * k], ``of_level`` [3, depth].
+    ``codes``: the children's gaps if ``coupled``, else their logp. Under a shortlist a level's laws hold those children alone whose
+    ``ranks`` int32 [nodes, K] lie below the level's of ``budgets`` [depth] (else ``budgets`` is empty). Scratch int64: ``law`` and
+    ``slots`` [1, F, k], ``lines`` [8, F], ``cost`` [depth, F * k], ``q_cost`` [F * k], ``of_level`` [3, depth].
     """
     there, above, index, costs = lines[0:1], lines[1:2], lines[2:3], lines[3:4]
     front, above_q, above_phi, law_phi = lines[4], lines[5], lines[6], lines[7]
     places_of, on_place, on_cost = of_level[0], of_level[1], of_level[2]
+    shortlist = len(budgets)
     for i in range(starts.shape[0]):
         s = starts[i]
         front[0], above[0, 0], above_q[0], above_phi[0] = root[s], 0, 0, 0
         on, n, candidates, miss = root[s], 1, 0, NEVER
         for level in range(depth):
-            likeliest, chosen = INFINITE, 0
+            likeliest, chosen = np.int64(INFINITE), np.int64(0)
             hit = -1
             for f in range(n):
                 node = max(front[f], 0)
                 exists = above[0, f] < INFINITE
-                there[0, f] = min(count[node], k) if front[f] >= 0 else 0
+                there[0, f] = 0
                 law_phi[f] = above_phi[f] + top_entropy[node]
-                for j in range(k):
-                    law[0, f, j] = codes[node, j]
-                    if exists and j < there[0, f] and logp[node, j] < likeliest:
-                        likeliest, chosen = np.int64(logp[node, j]), f
+                if front[f] >= 0:
+                    for j in range(min(count[node], k) if shortlist == 0 else count[node]):
+                        if shortlist > 0 and ranks[node, j] >= budgets[level]:
+                            continue
+                        m = there[0, f]
+                        slots[0, f, m] = j
+                        law[0, f, m] = codes[node, j]
+                        if coupled and shortlist > 0:
+                            law[0, f, m] -= codes[node, slots[0, f, 0]]
+                        if exists and logp[node, j] < likeliest:
+                            likeliest, chosen = np.int64(logp[node, j]), np.int64(f)
+                        there[0, f] = m + 1
+                        if m + 1 == k:
+                            break
                 if hit < 0 and on >= 0 and front[f] == on:
                     hit = f
             phi[s, level] = min(law_phi[chosen], 65535)
@@ -100,18 +115,23 @@ def tabulate_plainly(
             for f in range(n):
                 node = max(front[f], 0)
                 for j in range(k):
-                    q_cost[f * k + j] = above_q[f] + logp[node, j] if coupled else cost[level, f * k + j]
+                    if j >= there[0, f]:
+                        q_cost[f * k + j] = INFINITE
+                    elif coupled:
+                        q_cost[f * k + j] = above_q[f] + logp[node, slots[0, f, j]]
+                    else:
+                        q_cost[f * k + j] = cost[level, f * k + j]
             slot = np.int64(text_slot[max(on, 0)])
             on_place[level] = -1
-            if hit >= 0 and slot < k and cost[level, hit * k + slot] < INFINITE:
-                on_place[level] = hit * k + slot
-                on_cost[level] = cost[level, hit * k + slot]
-                on = np.int64(child[on, slot])
-            else:
-                on = np.int64(-1)
+            if hit >= 0:
+                for j in range(there[0, hit]):
+                    if slots[0, hit, j] == slot and cost[level, hit * k + j] < INFINITE:
+                        on_place[level] = hit * k + j
+                        on_cost[level] = cost[level, hit * k + j]
+            on = np.int64(child[on, slot]) if on_place[level] >= 0 else np.int64(-1)
             if costs[0, 0] < INFINITE:
                 node = max(front[index[0, 0] // k], 0)
-                best[s, level, 0] = logp[node, index[0, 0] % k]
+                best[s, level, 0] = logp[node, slots[0, index[0, 0] // k, index[0, 0] % k]]
                 best[s, level, 1] = min(q_cost[index[0, 0]], 65535)
                 best[s, level, 2] = entropy[node]
             else:
@@ -125,7 +145,7 @@ def tabulate_plainly(
                     found += 1
                     on_text |= index[0, f] == on_place[level]
                     if front[parent] >= 0:
-                        law[0, f, 0] = child[front[parent], j]
+                        law[0, f, 0] = child[front[parent], slots[0, parent, j]]
                     lost |= law[0, f, 0] < 0
                 there[0, f] = law_phi[parent]
             for f in range(kept):
@@ -150,8 +170,18 @@ def tabulate_plainly(
                     rank[s, other, level] = min(before, ABSENT - 1)
 
 
-def scratch(k: int, frontier: int, depth: int) -> tuple[npt.NDArray[Any], ...]:
-    """Working memory for :func:`tabulate_plainly`: ``law``, ``lines``, ``cost``, ``q_cost``, ``of_level``."""
+def scratch(k: int, frontier: int, depth: int) -> tuple[Index, Index, Index, Index, Index, Index]:
+    """Working memory for :func:`tabulate_plainly`: ``law``, ``slots``, ``lines``, ``cost``, ``q_cost``, ``of_level``."""
     widest = max(1, frontier)
-    sizes = ((1, widest, k), (8, widest), (depth, widest * k), (widest * k,), (3, depth))
-    return tuple(np.zeros(size, dtype=np.int64) for size in sizes)
+
+    def zeros(*size: int) -> Index:
+        return np.zeros(size, dtype=np.int64)
+
+    return (
+        zeros(1, widest, k),
+        zeros(1, widest, k),
+        zeros(8, widest),
+        zeros(depth, widest * k),
+        zeros(widest * k),
+        zeros(3, depth),
+    )

@@ -17,10 +17,14 @@ from runtime.models import ids_tensor
 from runtime.policies.document import NODE_LIMIT
 from runtime.policies.prepared import PreparedPolicy, check_verifier
 from runtime.sampling import Noise, filters
+from runtime.shortlists import HeadHashes, ShortlistedModel, ShortlistRule, Shortlists, head_hashes
 from runtime.tree_drafts import GrownTree, ModelLaws, TreeContext, ancestors, grow
 from runtime.verification import verify_coupled, verify_rejection, verify_tree
 from traces.errors import PolicyError, WorkloadError
 from traces.schema import Finish, Request, Sampling, Step, Trajectory, Verifier, request_seed
+
+SHORTLISTS_KEPT = 8
+"""Shortlists of policies that a backend keeps ready, with the weights cut out for them."""
 
 
 class ModelBackend:
@@ -44,6 +48,7 @@ class ModelBackend:
         self._request: DecodeRequest | None = None
         self._noise: Noise | None = None
         self._capacity = 0
+        self._shortlists: dict[ShortlistRule, Shortlists] = {}
 
     def begin(self, request: DecodeRequest, prepared: PreparedPolicy) -> None:
         """Prefills the target, and the policy's draft where it speculates, with the prompt but for its last token."""
@@ -99,6 +104,19 @@ class ModelBackend:
             self._awake.add(name)
         return draft
 
+    def shortlists(self, prepared: PreparedPolicy) -> Shortlists | None:
+        """A policy's shortlist for the draft as it is loaded here; None: the whole vocabulary. Raises PolicyError when the artifact does
+        not fit the draft's output head."""
+        rule = prepared.shortlist
+        if rule is None:
+            return None
+        found = self._shortlists.get(rule)
+        if found is None:
+            found = self._shortlists[rule] = Shortlists(rule, shortlisted_model(self.pair, rule.draft), self.exact)
+            if len(self._shortlists) > SHORTLISTS_KEPT:  # the oldest, so that publications do not pile up
+                del self._shortlists[next(iter(self._shortlists))]
+        return found
+
     def draft(self, prepared: PreparedPolicy, gamma: int, limit: int | None = None) -> Drafted:
         request = self._request
         assert request is not None
@@ -112,6 +130,7 @@ class ModelBackend:
             exact=self.exact,
             own_seed=request.seed if independent else None,
             salt=self._rounds,
+            shortlists=self.shortlists(prepared),
         )
         self._chain = self._active.propose(self._text, gamma, prepared.stop, context)
         return Drafted(len(self._chain.tokens), self._chain.steps, self._chain.lag, self._chain.tokens)
@@ -120,14 +139,17 @@ class ModelBackend:
         request, draft = self._request, self._active
         assert request is not None
         assert isinstance(draft, (LanguageModelDraft, HeadDraft))
-        rule = prepared.rule(request.sampling)
-        lag = draft.lag(self._text)
+        rule, shortlists = prepared.rule(request.sampling), self.shortlists(prepared)
         if isinstance(draft, HeadDraft) and len(self._text) < 2:
-            return Drafted(0, 0, lag, [], GrownTree())  # a head has nothing to read before the second token
+            return Drafted(0, 0, draft.lag(self._text), [], GrownTree())  # a head has nothing to read before the second token
+        reader = draft.reader(self._text, shortlists)
+        lag = draft.lag(self._text)
         context = TreeContext(request.sampling, self._noise, self.exact)
         target = self.pair.target
         whole = not filters(request.sampling, target.vocab_size)
-        tree = grow(rule, gamma, limit, ModelLaws(rule, draft.reader(self._text), context), target.device, whole=whole)
+        if shortlists is not None:
+            whole = whole and shortlists.least(limit) >= rule.width
+        tree = grow(rule, gamma, limit, ModelLaws(rule, reader, context), target.device, whole=whole)
         return Drafted(len(tree.tokens), tree.steps, lag, tree.tokens, tree)
 
     def _verify_tree(self, tree: GrownTree) -> Verified:
@@ -220,7 +242,9 @@ class Decoder:
 
     def rounds(self, request: DecodeRequest) -> Iterator[Round]:
         """Streams the rounds of one request."""
-        policy = self.source.current().policy
+        prepared = self.source.current()
+        policy = prepared.policy
+        self.backend.shortlists(prepared)  # refuses what does not fit before the first token
         check_verifier(policy, request.verifier, request.sampling)
         if policy.draft in self.pair.heads and request.verifier == "rejection" and not request.sampling.greedy:
             raise PolicyError(f"draft {policy.draft!r} is a head, which the rejection verifier is not built for; use the coupled verifier")
@@ -256,6 +280,17 @@ class Decoder:
             seconds,
             max(0.0, seconds - in_rounds),
         )
+
+
+def shortlisted_model(pair: LoadedPair, name: str) -> ShortlistedModel:
+    """The draft of a pair whose output head a shortlist restricts: a language model or a head."""
+    return pair.heads[name] if name in pair.heads else pair.drafts[name]
+
+
+def output_hashes(pair: LoadedPair) -> HeadHashes:
+    """Hashes of the output heads of a pair's drafts, for :func:`runtime.policies.prepared.prepare`; each is computed once, when first asked
+    for."""
+    return head_hashes(lambda name: shortlisted_model(pair, name))
 
 
 def check_length(pair: LoadedPair, request_id: str, prompt_tokens: int, max_new_tokens: int) -> None:

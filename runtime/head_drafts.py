@@ -10,6 +10,7 @@ import torch
 
 from runtime.heads import EagleHead
 from runtime.models import CHUNK, CausalModel, view_of
+from runtime.shortlists import Beam, Shortlists, States
 
 
 class Features:
@@ -51,11 +52,13 @@ class HeadDraft:
         self.head, self.features = head, features
         self.name = head.name
         self._read = 1
+        self._states = States()
 
     def begin(self, prompt: list[int], capacity: int) -> None:
         """Reads the text but for its last token; the features of all of it but the last token must be there."""
         self.head.reserve(capacity)
         self._read = 1
+        self._states.clear()
         self._catch_up(prompt, len(prompt) - 1)
 
     def _catch_up(self, text: list[int], stop: int) -> None:
@@ -63,8 +66,9 @@ class HeadDraft:
         while self._read < stop:
             end = min(stop, self._read + CHUNK)
             ids = torch.tensor(text[self._read : end], device=self.head.device)
-            self.head.chain(ids, self.features.of(self.head, self._read - 1, end - 1), self._read)
+            out = self.head.chain(ids, self.features.of(self.head, self._read - 1, end - 1), self._read)[1]
             self._read = end
+            self._states.put(end - 1, out[-1:])
 
     def lag(self, text: list[int]) -> int:
         """Tokens of ``text`` not read yet."""
@@ -73,10 +77,13 @@ class HeadDraft:
     def rewind(self, length: int) -> None:
         """Forgets what was read beyond the first ``length`` tokens of the text."""
         self._read = max(1, min(self._read, length))
+        self._states.forget_from(length)
 
-    def reader(self, text: list[int]) -> HeadReader:
-        """Passes over a tree that grows from the end of ``text``."""
-        return HeadReader(self, text)
+    def reader(self, text: list[int], shortlists: Shortlists | None = None) -> HeadReader:
+        """Passes over a tree that grows from the end of ``text``; with ``shortlists`` their logits are of shortlisted tokens alone."""
+        if shortlists is not None and shortlists.routed and self._read == len(text) - 1 > 1 and self._states.at(len(text) - 2) is None:
+            self._read -= 1  # rounds without a router do not keep states: that token is read again
+        return HeadReader(self, text, shortlists)
 
     def commit_tree(self, length_before: int, places: list[int], emitted: list[int]) -> int:
         """Nothing read for the tree is kept."""
@@ -87,9 +94,12 @@ class HeadDraft:
 class HeadReader:
     """A head's passes over one tree (:class:`runtime.tree_drafts.Reader`)."""
 
-    def __init__(self, draft: HeadDraft, text: list[int]) -> None:
+    def __init__(self, draft: HeadDraft, text: list[int], shortlists: Shortlists | None = None) -> None:
         self.draft, self.head, self.text = draft, draft.head, text
         self.device, self.length = draft.head.device, len(text)
+        self.ids: torch.Tensor | None = None
+        self._shortlists = shortlists
+        self._beam = Beam()
         self._placed = 0
         self._mask: torch.Tensor | None = None
         self._hidden = torch.zeros(0)
@@ -98,12 +108,34 @@ class HeadReader:
         draft, head = self.draft, self.head
         at = draft._read
         ids = torch.tensor(self.text[at:], device=self.device)
-        logits, out = head.chain(ids, draft.features.of(head, at - 1, self.length - 1), at, logits=1)
+        shortlists = self._shortlists
+        logits, out = head.chain(ids, draft.features.of(head, at - 1, self.length - 1), at, logits=int(shortlists is None))
         draft._read = self.length
         self._hidden = out[-1:]
-        return logits
+        return logits if shortlists is None else self._shortlisted_root(shortlists, ids, at, out)
 
-    def level(self, tokens: torch.Tensor, parents: torch.Tensor | None, depth: int) -> torch.Tensor:
+    def _shortlisted_root(self, shortlists: Shortlists, ids: torch.Tensor, at: int, out: torch.Tensor) -> torch.Tensor:
+        """Float32 logits [1, size] of the first shortlist, for the outputs [n, hidden_size] of ``ids`` at ``at ..``."""
+        kept, last = self.draft._states, self.head.state(out[-1:])
+        if shortlists.routed:
+            kept.put(at, out)
+        before = kept.at(self.length - 2) if shortlists.routed else None
+        support = shortlists.of(0, ids[-1:], None if before is None else self.head.state(before), lambda _: self._previous([]))
+        self._beam.begin(last)
+        self.ids = support.ids
+        return shortlists.logits(last, support)
+
+    def _previous(self, path: list[int]) -> torch.Tensor | None:
+        """What the output matrix read before the last token of the text and a drafted ``path``, by a canonical pass, [1, hidden_size];
+        None where the head read nothing before."""
+        text, path = (self.text, path[:-1]) if path else (self.text[:-1], path)
+        if len(text) < 2:
+            return None
+        return self.head.state(canonical_output(self.draft.features.target, self.head, text, path))
+
+    def level(
+        self, tokens: torch.Tensor, parents: torch.Tensor | None, depth: int, exists: torch.Tensor | None = None
+    ) -> torch.Tensor:
         n, first = tokens.shape[0], self.length + self._placed
         slots = torch.arange(first, first + n, device=self.device)
         view = min(self.head.cache.capacity, view_of(first + n))
@@ -118,11 +150,25 @@ class HeadReader:
         self._mask = mask
         self._placed += n
         positions = torch.full((n,), self.length + depth - 1, dtype=torch.int64, device=self.device)
-        logits, self._hidden = self.head.scattered(tokens, hidden, positions, slots, mask)
-        return logits
+        shortlists = self._shortlists
+        if shortlists is None:
+            logits, self._hidden = self.head.scattered(tokens, hidden, positions, slots, mask)
+            return logits
+        self._hidden = self.head.scattered_outputs(tokens, hidden, positions, slots, mask)
+        states = self.head.state(self._hidden)
+        before = self._beam.add(tokens, parents, states)
+        support = shortlists.of(depth, tokens, before, lambda i: self._previous(self._beam.path(i)), exists)
+        self.ids = support.ids
+        return shortlists.logits(states, support)
 
     def canonical(self, path: list[int]) -> torch.Tensor:
-        return canonical_law(self.draft.features.target, self.head, self.text, path)
+        logits = canonical_law(self.draft.features.target, self.head, self.text, path)
+        return logits if self.ids is None else logits.index_select(0, self.ids)
+
+
+def canonical_output(target: CausalModel, head: EagleHead, text: list[int], path: list[int]) -> torch.Tensor:
+    """The output [1, hidden_size] of a head after ``text`` (two tokens or more) and a drafted ``path``: a function of both alone."""
+    return head.canonical_output(text, target.canonical_features(text[:-1], head.taps), path)
 
 
 def canonical_law(target: CausalModel, head: EagleHead, text: list[int], path: list[int]) -> torch.Tensor:

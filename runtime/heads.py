@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from runtime.attention import slot_attention
 from runtime.cache import SlotCache
 from runtime.models import FINAL, CausalModel
 from runtime.pair import head_config, identity, is_local
+from runtime.shortlists import OutputHead
 from traces.errors import PairError
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -206,9 +208,16 @@ class EagleHead:
 
         ``view`` must be a multiple of 64 or the cache's capacity. Returns float32 logits [n, vocab] and outputs [n, hidden_size].
         """
-        self.cache.place_at(slots, mask.shape[1])
-        out = self._run(ids, hidden, (self._cos[positions], self._sin[positions]), mask, own)
+        out = self.scattered_outputs(ids, hidden, positions, slots, mask, own=own)
         return self._head(out), out
+
+    @torch.no_grad()
+    def scattered_outputs(
+        self, ids: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor, mask: Tensor, *, own: bool = True
+    ) -> Tensor:
+        """:meth:`scattered` without the output head: the outputs alone, [n, hidden_size]."""
+        self.cache.place_at(slots, mask.shape[1])
+        return self._run(ids, hidden, (self._cos[positions], self._sin[positions]), mask, own)
 
     @torch.no_grad()
     def canonical(self, ids: list[int], features: Tensor, drafted: list[int] | tuple[int, ...] = ()) -> Tensor:
@@ -217,6 +226,11 @@ class EagleHead:
         ``features`` are the target's of ``ids``, [len(ids) - 1 or more, feature_size], row i of token i. The text goes in one pass, each
         drafted token in one more, fed the output before it: a function of the arguments alone, the same bits for the same arguments.
         """
+        return self._head(self.canonical_output(ids, features, drafted))[0]
+
+    @torch.no_grad()
+    def canonical_output(self, ids: list[int], features: Tensor, drafted: list[int] | tuple[int, ...] = ()) -> Tensor:
+        """:meth:`canonical` without the output head: the output [1, hidden_size]."""
         count = len(ids)
         memory: dict[int, tuple[Tensor, Tensor]] = {}
         cos, sin = self._table(count + len(drafted))
@@ -238,7 +252,7 @@ class EagleHead:
         hidden = run(ids[1:], features[: count - 1], 1, False)
         for j, token in enumerate(drafted):
             hidden = run([token], hidden, count + j, True)
-        return self._head(hidden)[0]
+        return hidden
 
     def _run(self, ids: Tensor, hidden: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor, own: bool) -> Tensor:
         if hidden.shape[-1] != (self.hidden_size if own else self.feature_size):
@@ -254,10 +268,24 @@ class EagleHead:
         out: Tensor = self.net(self._embed(ids)[None], hidden[None], rotary, attend, own=own)
         return out[0]
 
+    def state(self, out: Tensor) -> Tensor:
+        """What the output matrix reads of outputs [n, hidden_size]: after EAGLE-3's norm; the outputs themselves of EAGLE-1 and 2."""
+        norm = self.net.norm
+        return out if norm is None else norm(out)
+
+    def embedded(self, ids: Tensor) -> Tensor:
+        """Input embeddings of ``ids`` (int64 [n]), [n, embedding size]."""
+        out: Tensor = self._embed(ids)
+        return out
+
+    @cached_property
+    def output(self) -> OutputHead:
+        """The output matrix, to be evaluated in part."""
+        return OutputHead(self._lm_head, self._token_ids)
+
     def _head(self, out: Tensor) -> Tensor:
         """Float32 logits over the target's vocabulary, -inf where the head has no such token."""
-        norm = self.net.norm
-        logits: Tensor = self._lm_head(out if norm is None else norm(out)).float()
+        logits: Tensor = self._lm_head(self.state(out)).float()
         if self._token_ids is None:
             return logits
         full = logits.new_full((logits.shape[0], self.vocab_size), -torch.inf)

@@ -139,13 +139,17 @@ def read_laws(
     exact: bool = False,
     reads_logp: bool = True,
     reads_gap: bool = True,
+    ids: torch.Tensor | None = None,
 ) -> LawRows:
     """Codes of the laws behind float32 ``logits`` [n, vocab].
 
     ``noise`` float32 [vocab] or [n, vocab] is the target's at the children's position, None when greedy. ``width`` children are read (k).
     ``by_probability`` ranks them by q alone. Codes that are not asked for are 0. ``exact`` asks for what rounding could change of the
-    children's order, and of the codes that are read.
+    children's order, and of the codes that are read. With ``ids`` int64 [size], ascending, ``logits`` are of these tokens alone, [n, size],
+    and the laws are over this shortlist; children beyond its size do not exist.
     """
+    if ids is not None:
+        logits, noise, ids = _to_width(logits, None if noise is None else noise.index_select(-1, ids), ids, width)
     width = min(width, logits.shape[-1])
     read = read_vocabulary(
         logits,
@@ -162,7 +166,8 @@ def read_laws(
     margin = LAW_MARGIN / (1.0 if sampling.greedy else min(1.0, sampling.temperature))
     logp = gap = _filled(0, (n, width), device)
     found_entropy = found_top = _filled(0, (n,), device)
-    count = torch.isfinite(read.scores[:, :width]).sum(-1) if read.filtered else _filled(width, (n,), device)
+    fewer = read.filtered or ids is not None
+    count = torch.isfinite(read.scores[:, :width]).sum(-1) if fewer else _filled(width, (n,), device)
     unsure = unsure_entropy = None
     if fused(device):
         if reads_logp:
@@ -204,7 +209,18 @@ def read_laws(
         unsure &= torch.arange(width, device=device) < count[:, None]
     if exact and unsure is None and (read.entropy is not None or read.top_entropy is not None):
         unsure = _nowhere((n, width), device)
-    return LawRows(read.tokens, logp, gap, found_entropy, found_top, count, unsure, unsure_entropy)
+    return LawRows(read.tokens if ids is None else ids[read.tokens], logp, gap, found_entropy, found_top, count, unsure, unsure_entropy)
+
+
+def _to_width(
+    logits: torch.Tensor, noise: torch.Tensor | None, ids: torch.Tensor, width: int
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """A shortlist smaller than ``width`` filled up with tokens of probability 0: logits [n, width], noise [.., width], ids [width]."""
+    missing = width - ids.shape[0]
+    if missing <= 0:
+        return logits, noise, ids
+    pad = torch.nn.functional.pad
+    return pad(logits, (0, missing), value=-math.inf), None if noise is None else pad(noise, (0, missing)), pad(ids, (0, missing))
 
 
 @compiled()

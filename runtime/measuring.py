@@ -15,7 +15,7 @@ from runtime.decoder import ModelBackend
 from runtime.loading import LoadedPair
 from runtime.loop import DecodeRequest
 from runtime.policies.document import Policy
-from runtime.policies.prepared import prepare
+from runtime.policies.prepared import PreparedPolicy, prepare
 from traces.schema import CostCurve, Sampling
 
 LAGS = (1, 2, 3, 5, 9, 17, 33)
@@ -71,6 +71,16 @@ class Bench:
         if self.pair.device.type == "cuda":
             torch.cuda.synchronize()
         return self.clock() - began
+
+
+class Turns:
+    """A policy source whose policy is set before every round."""
+
+    def __init__(self, prepared: PreparedPolicy) -> None:
+        self.prepared = prepared
+
+    def current(self) -> PreparedPolicy:
+        return self.prepared
 
 
 def center(samples: Sequence[float]) -> float:

@@ -2,11 +2,13 @@
 
 A :class:`CausalModel` is a transformers model with our attention, one slot cache, and three kinds of pass: ``chain`` (tokens that
 follow each other), ``scattered`` (tokens anywhere, under the caller's mask) and ``canonical`` (a whole prefix without cache, the
-arbiter of near ties: a function of the prefix alone, whatever shapes decoding has used).
+arbiter of near ties: a function of the prefix alone, whatever shapes decoding has used). Passes named ``.._states`` leave the output
+head out, for drafts that evaluate a part of it (:mod:`runtime.shortlists`).
 """
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 from runtime import attention
 from runtime.cache import VIEW_STEP, SlotCache
 from runtime.pair import identity, is_local
+from runtime.shortlists import OutputHead
 from traces.errors import PairError
 
 CHUNK = 512
@@ -125,20 +128,30 @@ class CausalModel:
 
         Returns float32 logits of the last ``logits`` tokens, ``[logits, vocab]`` (0: none, the head is not run).
         """
+        hidden = self.chain_states(ids, start)
+        return self._head(hidden[ids.shape[0] - logits :]) if logits else hidden.new_zeros(0)
+
+    def chain_states(self, ids: torch.Tensor, start: int) -> torch.Tensor:
+        """:meth:`chain` without the head: the last hidden states of all tokens, [width, hidden_size]."""
         width = ids.shape[0]
         stop = start + width
         view = self.cache.place(start, width)
-        hidden = self._hidden(ids[None], self._positions[:, start:stop], self._causal[:, :, start:stop, :view])
-        return self._head(hidden[0, width - logits :]) if logits else hidden.new_zeros(0)
+        return self._hidden(ids[None], self._positions[:, start:stop], self._causal[:, :, start:stop, :view])[0]
 
     def read(self, ids: torch.Tensor, start: int) -> None:
         """Fills the cache with ``ids`` at ``start ..`` in chunks, without logits."""
+        self.read_last(ids, start)
+
+    def read_last(self, ids: torch.Tensor, start: int) -> torch.Tensor:
+        """:meth:`read`; returns the last hidden state of the last token, [1, hidden_size] ([0, hidden_size] without ``ids``)."""
         parts: list[dict[int, torch.Tensor]] = []
+        last = torch.zeros(0, self.hidden_size, device=self.device, dtype=self.dtype)
         for at in range(0, ids.shape[0], CHUNK):
-            self.chain(ids[at : at + CHUNK], start + at)
+            last = self.chain_states(ids[at : at + CHUNK], start + at)[-1:]
             parts.append(dict(self._tapped))
         if len(parts) > 1:
             self._tapped.update({tap: torch.cat([part[tap] for part in parts]) for tap in self._tapped})
+        return last
 
     def tree(self, ids: torch.Tensor, positions: torch.Tensor, start: int, mask: torch.Tensor) -> torch.Tensor:
         """Runs ``ids`` (int64 [width]) at slots ``start ..`` and given positions under ``mask``, bool [width, start + width].
@@ -155,12 +168,22 @@ class CausalModel:
 
         ``view`` must be a multiple of 64 or the cache's capacity. Returns float32 logits ``[width, vocab]``.
         """
+        return self._head(self.scattered_states(ids, positions, slots, mask))
+
+    def scattered_states(
+        self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        """:meth:`scattered` without the head: the last hidden states, [width, hidden_size]."""
         self.cache.place_at(slots, mask.shape[1])
-        return self._head(self._hidden(ids[None], positions[None], mask[None, None])[0])
+        return self._hidden(ids[None], positions[None], mask[None, None])[0]
 
     def canonical(self, prefix: list[int]) -> torch.Tensor:
         """Float32 logits ``[vocab]`` after ``prefix``, computed in one pass without cache: the same bits for the same prefix."""
         return self._head(self._canonical(prefix)[0][-1:])[0]
+
+    def canonical_state(self, prefix: list[int]) -> torch.Tensor:
+        """The last hidden state [1, hidden_size] after ``prefix`` from the canonical pass."""
+        return self._canonical(prefix)[0][-1:]
 
     def canonical_features(self, prefix: list[int], taps: tuple[int, ...]) -> torch.Tensor:
         """Hidden states ``taps`` (some of ``self.taps``) of ``prefix`` from the canonical pass, [len(prefix), len(taps) * hidden_size]."""
@@ -193,6 +216,16 @@ class CausalModel:
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self._lm_head(hidden)
         return out.float()
+
+    def embedded(self, ids: torch.Tensor) -> torch.Tensor:
+        """Input embeddings of ``ids`` (int64 [n]), [n, embedding size]."""
+        out: torch.Tensor = self.model.get_input_embeddings()(ids)
+        return out
+
+    @cached_property
+    def output(self) -> OutputHead:
+        """The output head, to be evaluated in part."""
+        return OutputHead(self._lm_head)
 
 
 def ids_tensor(tokens: list[int], device: torch.device) -> torch.Tensor:

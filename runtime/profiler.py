@@ -25,7 +25,7 @@ from runtime.drafts import LanguageModelDraft
 from runtime.head_drafts import HeadDraft
 from runtime.loading import LoadedPair
 from runtime.loop import DecodeRequest, Drafted, StaticSource, decode_rounds
-from runtime.measuring import LAGS, PROMPTS, Bench, Progress, center, curve, errors
+from runtime.measuring import LAGS, PROMPTS, Bench, Progress, Turns, center, curve, errors
 from runtime.policies.document import (
     AUTOREGRESSIVE,
     GAMMA_LIMIT,
@@ -37,8 +37,9 @@ from runtime.policies.document import (
     Policy,
     Stop,
 )
-from runtime.policies.prepared import PreparedPolicy, prepare
+from runtime.policies.prepared import prepare
 from runtime.sampling import gumbel_row
+from runtime.shortlist_profiler import measure_shortlists
 from runtime.tree_profiler import KINDS as TREE_KINDS
 from runtime.tree_profiler import check_trees, head_prefill, measure_trees, tree_repeats
 from traces.schema import CostCurve, LatencyProfile, Sampling, Step, TreeProfile
@@ -66,7 +67,8 @@ def measure_profile(
     usable = tuple(c for c in contexts if c <= room) or (max(1, room // 2),)
     bench = Bench(pair, gamma_max, repeats, progress, clock)
     drafts = [*pair.drafts, "ngram"]
-    bench.total = repeats + len(pair.drafts) + len(pair.heads) + 4 + (tree_repeats(repeats) if trees else 0)
+    models = len(pair.drafts) + len(pair.heads)
+    bench.total = repeats + models + 4 + (tree_repeats(repeats) + models if trees else 0)
     gammas = measured_gammas(gamma_max)
     cells = _Cells()
     for repeat in range(repeats):
@@ -89,6 +91,11 @@ def measure_profile(
         draft_prefill[name] = head_prefill(bench, name)
         bench.tick(f"prefill of {name}")
     draft_prefill["ngram"] = CostCurve((1, 512), (0,), ((2e-6,), (1e-3,)), ((0.0,), (0.0,)))
+    shortlists = {}
+    if trees:
+        for name in (*pair.drafts, *pair.heads):
+            shortlists[name] = measure_shortlists(bench, name)
+            bench.tick(f"shortlists of {name}")
     stops = _stop_costs(bench)
     bench.tick("stops")
     noise_s, sample_s, draft_sample_s = _sampling_costs(bench, usable[0])
@@ -109,6 +116,7 @@ def measure_profile(
         environment=environment(pair),
         trees=of_trees,
         draft_bend_s=bend,
+        shortlist_s={name: curves for name, curves in shortlists.items() if curves},
     )
     checked = _check(bench, profile, usable)
     if of_trees is not None:
@@ -132,16 +140,6 @@ class _Cells:
     lag: dict[tuple[str, int, int], list[float]] = field(default_factory=dict)
 
 
-class _Turns:
-    """A policy source whose policy is set before every round."""
-
-    def __init__(self, prepared: PreparedPolicy) -> None:
-        self.prepared = prepared
-
-    def current(self) -> PreparedPolicy:
-        return self.prepared
-
-
 def _measure_rounds(bench: Bench, name: str, context: int, cells: _Cells, gammas: Sequence[int]) -> None:
     """One round of every gamma, and one first pass of every lag, at one context, by the loop that serves: what it does between the passes
     is in the samples. Two rounds before them are not counted, nor is the one that follows a draft where there is none (a service
@@ -159,7 +157,7 @@ def _measure_rounds(bench: Bench, name: str, context: int, cells: _Cells, gammas
         plan += [(gamma, 1, True)] if gamma else [(0, 1, False), (0, 1, True)]
     lags = () if lookup else tuple(lag for lag in LAGS if lag <= context)
     budget = (len(plan) + len(lags) + 1) * (bench.gamma_max + 1) + 1
-    source = _Turns(ready[max(gammas)])
+    source = Turns(ready[max(gammas)])
     rounds = decode_rounds(backend, DecodeRequest("profile", ids, Sampling(), 1, budget), source, bench.clock)
 
     def once(gamma: int, lag: int) -> Step:
@@ -403,6 +401,11 @@ def merge_profiles(profiles: Sequence[LatencyProfile]) -> LatencyProfile:
         draft_step={n: curves([p.draft_step[n] for p in profiles]) for n in last.draft_step},
         draft_prefill={n: curves([p.draft_prefill[n] for p in profiles]) for n in last.draft_prefill},
         trees=trees(with_trees) if with_trees else None,
+        shortlist_s={
+            d: {k: curves([p.shortlist_s[d][k] for p in profiles]) for k in m}
+            for d, m in last.shortlist_s.items()
+            if all(d in p.shortlist_s for p in profiles)
+        },
         **means,
     )
 

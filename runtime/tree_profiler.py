@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from scipy.stats import trim_mean
 
-from runtime.decoder import Decoder
+from runtime.decoder import Decoder, ModelBackend
 from runtime.drafts import LanguageModelDraft
 from runtime.head_drafts import HeadDraft
-from runtime.loop import DecodeRequest, Drafted, StaticSource, Verified
-from runtime.measuring import PROMPTS, Bench, center, curve, errors
+from runtime.loop import DecodeRequest, Drafted, StaticSource, Verified, decode_rounds
+from runtime.measuring import PROMPTS, Bench, Turns, center, curve, errors
 from runtime.policies.c2t import beta_code
 from runtime.policies.document import GAMMA_LIMIT, EntropyStop, FixedWindow, Policy, Select, StaticGrowth, TopKGrowth
 from runtime.policies.prepared import PreparedPolicy, prepare
@@ -42,6 +42,8 @@ WIDE = 10
 """Depth and width of the trees that are verified with more or fewer nodes."""
 KINDS = ("static", "classifier", "stratify", "stop")
 """Blocks that draft otherwise than EAGLE-2 (:func:`runtime.policies.prepared.tree_kinds`)."""
+ROUNDS = 64
+"""More than a group of cells has."""
 KIND_WIDTH = 6
 KIND_ROUNDS = 2
 CONFIDENCE_SHAPE = (MIDDLE, 256, 1024)
@@ -96,9 +98,9 @@ def tree_policy(draft: str, width: int, levels: int, nodes: int) -> Policy:
 
 @contextmanager
 def _canonical_seconds(bench: Bench) -> Iterator[list[float]]:
-    """What canonical passes take meanwhile. They settle near ties: so rare and so long that one would spoil a cell's mean, so often that
-    they count; they are charged by the law read (:func:`tree_costs`)."""
-    pair, seconds = bench.pair, [0.0]
+    """What canonical passes take meanwhile, while drafting and while verifying. They settle near ties: so rare and so long that one would
+    spoil a cell's mean, so often that they count; they are charged by the law read (:func:`tree_costs`)."""
+    pair, seconds, verifying = bench.pair, [0.0, 0.0], [False]
     patched: list[tuple[Any, str]] = [(pair.target, "canonical"), (pair.target, "canonical_features")]
     patched += [(model, "canonical") for model in (*pair.drafts.values(), *pair.heads.values())]
 
@@ -108,16 +110,24 @@ def _canonical_seconds(bench: Bench) -> Iterator[list[float]]:
             try:
                 return work(*args, **kwargs)
             finally:
-                seconds[0] += bench.clock() - began
+                seconds[int(verifying[0])] += bench.clock() - began
 
         return timed
 
+    def verify(drafted: Drafted | None) -> Verified:
+        verifying[0] = True
+        try:
+            return ModelBackend.verify(bench.backend, drafted)
+        finally:
+            verifying[0] = False
+
     for model, name in patched:
         setattr(model, name, watched(getattr(model, name)))
+    setattr(bench.backend, "verify", verify)  # noqa: B010
     try:
         yield seconds
     finally:
-        for model, name in patched:
+        for model, name in [*patched, (bench.backend, "verify")]:
             delattr(model, name)
 
 
@@ -175,32 +185,41 @@ def _measure_group(
     middle, hot = MIDDLE, not sampling.greedy
     usual = tree_policy(name, WIDE, middle, 32)
     others = _other_kinds(name, known)
-    text = bench.begin(context, usual, sampling, own)
+    text = [*bench.tokens(max(0, context + 1 - len(own))), *own][-(context + 1) :]
     length, least = len(text), max(len(text) // 2, len(text) - len(own)) + 1
+    source = Turns(prepare(usual, known))
+    request = DecodeRequest("profile", text, sampling, 1, ROUNDS * (max(DEPTHS) + 2))
+    rounds, committed = decode_rounds(backend, request, source, bench.clock), [0.0]
+
+    def commit(emitted: list[int], accepted: int, drafted: Drafted | None) -> None:
+        began = bench.clock()
+        ModelBackend.commit(backend, emitted, accepted, drafted)
+        committed[0] = bench.clock() - began
+
     near = cells.near.setdefault((name, hot, context), NearTies())
 
     def once(ready: PreparedPolicy, levels: int, lag: int = 1, kind: str = "") -> tuple[float, float, int]:
         """Seconds of drafting, of verification with committing, and the nodes verified."""
         nonlocal length
-        done: list[Drafted] = []
-        said: list[Verified] = []
-        length = max(length - 1, least)
-        backend.rewind(length)
-        draft.rewind(length - lag)
-        backend.draw_noise(levels + 2)  # priced by the token (``noise_s``)
-        apart[0] = 0.0
-        draft_s = bench.timed(lambda: done.append(backend.draft(ready, levels)))
-        settled, apart[0] = apart[0], 0.0
-        verify_s = bench.timed(lambda: said.append(backend.verify(done[0])))
-        verify_s += bench.timed(lambda: backend.commit(said[0].tokens, said[0].accepted, done[0]))
-        widths = tuple(done[0].tree.widths) if done[0].tree else ()
-        near.verify_s, near.rounds = near.verify_s + apart[0], near.rounds + 1
+        if backend.length > length:
+            length = max(length - 1, least)
+            backend.rewind(length)
+            draft.rewind(length - lag)
+            backend.draw_noise(levels + 2)  # priced by the token (``noise_s``)
+        source.prepared, apart[:] = ready, [0.0, 0.0]
+        made = next(rounds)
+        step, tree = made.step, made.tree
+        settled, checked = apart
+        draft_s, verify_s = step.draft_s, step.verify_s + committed[0]
+        widths = tuple(tree.widths) if tree else ()
+        near.verify_s, near.rounds = near.verify_s + checked, near.rounds + 1
         if kind:
             cells.kinds.setdefault((name, kind), []).append(KindRound(draft_s - settled, settled, widths, hot, context))
         else:
             near.draft_s, near.laws = near.draft_s + settled, near.laws + sum(widths)
-        return draft_s - settled, verify_s - apart[0], done[0].count
+        return draft_s - settled, verify_s - checked, step.drafted
 
+    setattr(backend, "commit", commit)  # noqa: B010
     once(prepare(usual, known), middle)
     plan = [(0, n) for n in NODES] + [(-1, lag) for lag in TREE_LAGS if lag < least]
     plan += [(depth, w) for depth in DEPTHS for w in WIDTHS if (depth, w) != (middle, WIDE)]
@@ -219,6 +238,7 @@ def _measure_group(
     for _ in range(KIND_ROUNDS):
         for other, ready in others.items():
             once(ready, middle, kind=other)
+    del backend.commit
 
 
 def _other_kinds(name: str, known: Collection[str]) -> dict[str, PreparedPolicy]:

@@ -66,7 +66,7 @@ def test_every_kind_of_the_contract_is_shown() -> None:
     assert {p.stop.kind for p in shown} == {"none", "max_prob", "joint_prob", "entropy"}
     assert {p.growth.kind for p in shown} == set(_KINDS["growth"])
     assert any(p.stratify for p in shown)
-    assert {"small", "ngram", "none"} == {p.draft for p in shown}
+    assert {"small", "head", "ngram", "none"} == {p.draft for p in shown}
     assert AUTOREGRESSIVE in shown
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from optimizer.tree_outcomes import Forest, GrowthTable, _tabulate_chunk, tabulate_growth
+from optimizer.tree_outcomes import Forest, GrowthTable, ShortlistRanks, _tabulate_chunk, tabulate_growth
 from optimizer.tree_tabulation import NEVER
 from runtime.policies.trees import TreeRule
 
@@ -27,6 +27,7 @@ def random_forest(seed: int, *, width: int = 7, starts: int = 200, extra: int = 
         "near", width, 8, False, frozenset(), True, np.arange(starts, dtype=np.int64), limit.astype(np.int64), child,
         text_slot.astype(np.uint8), rng.integers(0, high, (nodes, width)).astype(np.uint8), (gap - gap[:, :1]).astype(np.uint8),
         count.astype(np.uint8), rng.integers(0, 256, nodes).astype(np.uint8), rng.integers(0, 256, nodes).astype(np.uint8),
+        rng.integers(0, 50, (nodes, width)).astype(np.int32),
     )  # fmt: skip
 
 
@@ -46,17 +47,20 @@ def empty(starts: int, depth: int) -> GrowthTable:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("coupled", [False, True])
-def test_compiled_and_tensor_tables_are_equal(seed: int, coupled: bool) -> None:
-    """Every column, for chains, narrow and wide trees, shallow and deep, some starts only."""
+@pytest.mark.parametrize("shortlisted", [False, True])
+def test_compiled_and_tensor_tables_are_equal(seed: int, coupled: bool, shortlisted: bool) -> None:
+    """Every column, for chains, narrow and wide trees, shallow and deep, some starts only, with a shortlist that shrinks and without."""
     forest = random_forest(seed)
+    ranks = np.random.default_rng(9).permutation(50).astype(np.int32)[forest.tokens]
+    shortlist = ShortlistRanks(ranks, np.array([45, 45, 30, 22, 18, 15, 12, 11])) if shortlisted else None
     starts = np.sort(np.random.default_rng(seed).permutation(len(forest.root))[:150])
     ends = set()
     for width, depth in ((1, 5), (2, 1), (3, 4), (7, 3), (5, 8)):
         rule = TreeRule(width=width, frontier=width, coupled=coupled, sharpness=1.5 + seed % 2)
-        made = tabulate_growth(forest, [(rule, starts)], depth)
+        made = tabulate_growth(forest, [(rule, starts)], depth, shortlist)
         expected = empty(len(forest.root), depth)
         asking = TreeRule(width=width, frontier=width, coupled=coupled, sharpness=rule.sharpness, kept=(0,))
-        _tabulate_chunk(forest, asking, expected, starts)
+        _tabulate_chunk(forest, asking, expected, starts, shortlist)
         for name in COLUMNS:
             found, right = getattr(made, name), getattr(expected, name)
             assert found.dtype == right.dtype

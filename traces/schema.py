@@ -357,6 +357,7 @@ class LatencyProfile:
     - ``draft_bend_s``: what a chain's passes take more than that line, by their number 0, 1, ...; beyond the last entry as there.
     - At temperature > 0: ``noise_s`` extra seconds per emitted token, ``sample_s`` per verified token, ``draft_sample_s`` per draft step.
     - ``trees``: the same for draft trees; None in a profile that was measured without.
+    - ``shortlist_s``: per draft, a pass over the size of its shortlist, of ``fixed`` and ``routed`` ones, and ``full``.
     - ``check``: composed cost against whole executed rounds (``rounds``, ``median_error``, ``accepted``).
     """
 
@@ -378,6 +379,14 @@ class LatencyProfile:
     check: Mapping[str, Any] = field(default_factory=dict)
     trees: TreeProfile | None = None
     draft_bend_s: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    shortlist_s: Mapping[str, Mapping[str, CostCurve]] = field(default_factory=dict)
+
+    def shortlist_pass_s(self, draft: str, kind: str, size: float) -> float:
+        """What a pass over a shortlist of ``size`` tokens takes more than one over the whole head, usually less: negative. KeyError where
+        it was not measured."""
+        curves = self.shortlist_s[draft]
+        full = curves["full"]
+        return curves[kind].at(min(size, full.widths[0]), 0) - full.at(full.widths[0], 0)
 
     @property
     def priced_drafts(self) -> tuple[str, ...]:
@@ -418,6 +427,7 @@ class LatencyProfile:
             rest[name] = curve(rest[name])
         for name in ("draft_step", "draft_prefill"):
             rest[name] = {k: curve(v) for k, v in rest[name].items()}
+        rest["shortlist_s"] = {d: {k: curve(c) for k, c in m.items()} for d, m in rest.get("shortlist_s", {}).items()}
         rest["draft_bend_s"] = {k: tuple(v) for k, v in rest.get("draft_bend_s", {}).items()}
         return cls(**rest)
 

@@ -268,6 +268,55 @@ class Stratify(_Block):
     ] = (0.3, 0.6, 1.0)
 
 
+Artifact = Annotated[str, Field(min_length=1)]
+Budget = Annotated[int, Field(ge=1)]
+
+
+class FullShortlist(_Block):
+    """The draft evaluates its whole output head."""
+
+    kind: Literal["full"] = "full"
+
+
+class FrequencyShortlist(_Block):
+    """FR-Spec: the draft evaluates the ``size`` most frequent tokens. ``artifact``: the frequency order (``fit frequencies``)."""
+
+    kind: Literal["frequency"] = "frequency"
+    size: Budget = 1024
+    artifact: Artifact
+
+
+class PositionFrequencyShortlist(_Block):
+    """PA-FR (DynaSpec, appendix A.3): the most frequent tokens, ``k_max`` of them at draft steps 0 and 1, floor(k_max / (t + 1)) at
+    step t. ``artifact``: the frequency order (``fit frequencies``)."""
+
+    kind: Literal["position_frequency"] = "position_frequency"
+    k_max: Budget = 2048
+    artifact: Artifact
+
+
+class ClustersShortlist(_Block):
+    """DynaSpec, section 4.2: a router selects token clusters by context, ``k0`` of them at draft step 0, ``k1`` at step 1,
+    floor((k1 + t) / (2 t)) at step t, never fewer than ``k_min`` (equation 3). ``artifact``: router and clusters (``fit router``)."""
+
+    kind: Literal["clusters"] = "clusters"
+    k0: Budget = 12
+    k1: Budget = 8
+    k_min: Budget = 2
+    artifact: Artifact
+
+    @model_validator(mode="after")
+    def _decays(self) -> Self:
+        if not self.k0 >= self.k1 >= self.k_min:
+            raise ValueError(f"the budget of clusters decays: k0 {self.k0} >= k1 {self.k1} >= k_min {self.k_min} does not hold")
+        return self
+
+
+Shortlist = Annotated[
+    Union[FullShortlist, FrequencyShortlist, PositionFrequencyShortlist, ClustersShortlist], Field(discriminator="kind")
+]
+
+
 class Policy(_Block):
     """What to draft with, how far, how wide, and when to stop. ``draft`` names a draft of the pair, ``ngram``, or ``none``."""
 
@@ -277,6 +326,7 @@ class Policy(_Block):
     growth: Growth = ChainGrowth()
     select: Select = Select()
     stratify: Stratify | None = None
+    shortlist: Shortlist = FullShortlist()
 
     @model_validator(mode="before")
     @classmethod
@@ -303,6 +353,11 @@ class Policy(_Block):
             raise ValueError('a window needs a draft: add "draft" with one of the pair\'s names, or "ngram"')
         if self.draft == "ngram" and self.is_tree:
             raise ValueError('draft "ngram" proposes one continuation and cannot grow a tree; use growth "chain" or another draft')
+        if self.shortlisted and self.draft in ("none", "ngram"):
+            raise ValueError(
+                f'shortlist "{self.shortlist.kind}" restricts a draft\'s output head, and draft "{self.draft}" has none; use another '
+                'draft, or shortlist {"kind": "full"}'
+            )
         if not isinstance(self.growth, (TopKGrowth, ClassifierGrowth)):
             if self.select.top_n is not None:
                 raise ValueError(f'select.top_n chooses among grown nodes; growth "{self.growth.kind}" keeps all it grows')
@@ -330,6 +385,11 @@ class Policy(_Block):
         return not isinstance(self.growth, ChainGrowth)
 
     @property
+    def shortlisted(self) -> bool:
+        """Whether the draft evaluates a part of its output head only."""
+        return not isinstance(self.shortlist, FullShortlist)
+
+    @property
     def depth_max(self) -> int:
         """The deepest level this policy can draft: the window's largest, and HeteroSpec's extension."""
         return self.gamma_max + (self.stratify.alpha if self.stratify is not None else 0)
@@ -337,7 +397,7 @@ class Policy(_Block):
     @property
     def artifacts(self) -> tuple[str, ...]:
         """Ids of the artifacts this policy needs."""
-        named = (getattr(block, "artifact", None) for block in (self.window, self.growth, self.stratify))
+        named = (getattr(block, "artifact", None) for block in (self.window, self.growth, self.stratify, self.shortlist))
         return tuple(a for a in named if a is not None)
 
     @property
@@ -374,6 +434,8 @@ class Policy(_Block):
             del document["stratify"]
         if self.select.top_n is None:
             del document["select"]
+        if not self.shortlisted:
+            del document["shortlist"]
         return json.dumps(document, sort_keys=True, separators=(",", ":"))
 
     @property
@@ -391,7 +453,17 @@ class Policy(_Block):
             f"{self.window.kind}({', '.join(f'{k}={v:.4g}' if isinstance(v, float) else f'{k}={v}' for k, v in shown.items())})"
         )
         stop = "" if isinstance(self.stop, NoStop) else f" {self.stop.kind}({self.stop.threshold:.4g})"
-        return f"{self.draft} {window}{stop}{self._tree_label()}"
+        return f"{self.draft} {window}{stop}{self._tree_label()}{self._shortlist_label()}"
+
+    def _shortlist_label(self) -> str:
+        shortlist = self.shortlist
+        if isinstance(shortlist, FrequencyShortlist):
+            return f" frequency({shortlist.size})"
+        if isinstance(shortlist, PositionFrequencyShortlist):
+            return f" position_frequency({shortlist.k_max})"
+        if isinstance(shortlist, ClustersShortlist):
+            return f" clusters({shortlist.k0}/{shortlist.k1}/{shortlist.k_min})"
+        return ""
 
     def _tree_label(self) -> str:
         growth, parts = self.growth, []
@@ -482,6 +554,12 @@ _KINDS: dict[str, dict[str, type[BaseModel]]] = {
     },
     "stop": {"none": NoStop, "max_prob": MaxProbStop, "joint_prob": JointProbStop, "entropy": EntropyStop},
     "growth": {"chain": ChainGrowth, "top_k": TopKGrowth, "classifier": ClassifierGrowth, "static": StaticGrowth},
+    "shortlist": {
+        "full": FullShortlist,
+        "frequency": FrequencyShortlist,
+        "position_frequency": PositionFrequencyShortlist,
+        "clusters": ClustersShortlist,
+    },
 }
 _PLAIN: dict[str, type[BaseModel]] = {"select": Select, "stratify": Stratify}
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.policies.document import CacheFsmWindow, Policy
+from runtime.policies.shortlist_costs import shortlist_seconds
 from runtime.policies.stops import CompiledStop, compile_stop
 from runtime.policies.windows import WindowController, WindowCosts, compile_window
 from traces.errors import PolicyError
@@ -18,6 +19,7 @@ from traces.schema import LatencyProfile, Sampling, Verifier
 if TYPE_CHECKING:
     from runtime.policies.tree_rules import Artifacts
     from runtime.policies.trees import TreeRule
+    from runtime.shortlists import HeadHashes, ShortlistRule
 
 REFERENCE_CONTEXT = 256
 """Context at which a profile's costs are read for a window that wants one number per gamma."""
@@ -37,6 +39,7 @@ class PreparedPolicy:
     version: int = 0
     label: str = field(default="", compare=False)
     rules: tuple[TreeRule, TreeRule] | None = field(default=None, compare=False)
+    shortlist: ShortlistRule | None = field(default=None, compare=False)
 
     def rule(self, sampling: Sampling) -> TreeRule:
         """How trees grow at a sampling temperature. A chain is a tree of width 1."""
@@ -44,16 +47,24 @@ class PreparedPolicy:
         return self.rules[0 if sampling.greedy else 1]
 
 
-def window_costs(profile: LatencyProfile, policy: Policy, rules: tuple[TreeRule, TreeRule] | None = None) -> WindowCosts | None:
+def window_costs(
+    profile: LatencyProfile,
+    policy: Policy,
+    rules: tuple[TreeRule, TreeRule] | None = None,
+    shortlist: ShortlistRule | None = None,
+) -> WindowCosts | None:
     """a_q and b_p(gamma) for gamma = 0..gamma_max (on-the-fly paper, definition 1), from a profile.
 
     What a round costs beside its passes is counted with verification, so that the window weighs whole rounds: gamma a_q + b_p(gamma) is
-    what a round of gamma passes costs. ``rules`` are the policy's compiled trees, needed where an artifact says what they are.
+    what a round of gamma passes costs. ``rules`` are the policy's compiled trees, needed where an artifact says what they are;
+    ``shortlist`` its compiled shortlist, whose passes cost less.
 
     None when the policy does not speculate. Raises PolicyError when the profile has no costs for the policy's draft, or none of its trees.
     """
     if not policy.speculates:
         return None
+    if shortlist is not None:
+        return _shortlisted_costs(window_costs(profile, policy, rules), shortlist_seconds(profile, shortlist))
     if policy.is_tree or _profiled_as_trees(profile, policy.draft):
         return _tree_window_costs(profile, policy, rules)
     curve = profile.draft_step.get(policy.draft)
@@ -71,6 +82,15 @@ def window_costs(profile: LatencyProfile, policy: Policy, rules: tuple[TreeRule,
             for g in range(policy.gamma_max + 1)
         ),
     )
+
+
+def _shortlisted_costs(full: WindowCosts | None, more: npt.NDArray[np.float64]) -> WindowCosts:
+    """The costs of the whole head with what passes over shortlists take more, [passes]: their mean with a_q, the rest with b_p."""
+    assert full is not None
+    steps = len(full.verify_s) - 1
+    mean = float(more[:steps].mean()) if steps else 0.0
+    beyond = np.concatenate(([0.0], np.cumsum(more[:steps] - mean)))
+    return WindowCosts(max(LEAST, full.draft_step_s + mean), tuple(_with(v, float(b)) for v, b in zip(full.verify_s, beyond, strict=True)))
 
 
 def _with(verify_s: float, more_s: float) -> float:
@@ -142,18 +162,21 @@ def prepare(
     version: int = 0,
     q_tables: QTables | None = None,
     artifacts: Artifacts | None = None,
+    head_hashes: HeadHashes | None = None,
 ) -> PreparedPolicy:
     """Compiles a policy for a pair whose drafts are ``drafts``.
 
-    ``q_tables`` finds stored Q-tables for windows that name an artifact, ``artifacts`` whatever trees need. Raises PolicyError when the
-    draft is unknown, the window needs costs and there is no profile, or an artifact cannot be had, has another shape or was fitted
-    on another draft.
+    ``q_tables`` finds stored Q-tables for windows that name an artifact, ``artifacts`` whatever trees and shortlists need. With
+    ``head_hashes``, the hashes of the drafts' output heads, a router that was fitted on another head is refused here and not by the
+    decoder. Raises PolicyError when the draft is unknown, the window needs costs and there is no profile, or an artifact cannot be had,
+    has another shape or was fitted on another draft.
     """
     if policy.draft != "none" and policy.draft not in drafts:
         known = ", ".join(sorted(drafts))
         raise PolicyError(f"draft: this pair has no draft {policy.draft!r}; it has: {known}")
     rules = _rules(policy, artifacts)
-    costs = window_costs(profile, policy, rules) if policy.needs_profile and profile is not None else None
+    shortlist = _shortlist(policy, artifacts, head_hashes)
+    costs = window_costs(profile, policy, rules, shortlist) if policy.needs_profile and profile is not None else None
     if policy.needs_profile and costs is None:
         raise PolicyError(f"window.{policy.window.kind} needs measured costs: run `profile` for this pair and device first")
     return PreparedPolicy(
@@ -165,7 +188,17 @@ def prepare(
         version=version,
         label=policy.label(),
         rules=rules,
+        shortlist=shortlist,
     )
+
+
+def _shortlist(policy: Policy, artifacts: Artifacts | None, hashes: HeadHashes | None) -> ShortlistRule | None:
+    """The shortlist of a policy that has one."""
+    if not (policy.shortlisted and policy.speculates):
+        return None
+    from runtime.shortlists import compile_shortlist
+
+    return compile_shortlist(policy, artifacts, hashes)
 
 
 def _rules(policy: Policy, artifacts: Artifacts | None) -> tuple[TreeRule, TreeRule] | None:

@@ -1,0 +1,286 @@
+"""Fitting what shortlists need to a recording, and keeping it: token frequencies, and a router with its clusters, as artifacts.
+
+Only the requests that a search may see are used (:func:`optimizer.record.split`). Unlike the fits of :mod:`optimizer.fit` these need the
+pair itself: its vocabulary, its draft's output head, and the hidden states that a router reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from db.errors import CorruptedChunkError, NotFoundError
+from optimizer.fit import Progress, StoredFit
+from optimizer.fits.clusters import cohesion, default_clusters, fit_clusters
+from optimizer.fits.frequencies import count_tokens, fit_frequencies
+from optimizer.fits.router import EPOCHS, HIDDEN, LABELS, train_router
+from optimizer.record import split
+from runtime.decoder import shortlisted_model
+from runtime.head_drafts import Features
+from runtime.loading import LoadedPair
+from runtime.policies.dynaspec import FREQUENCIES, ROUTER, Clusters, Frequencies, Routing
+from traces.errors import PolicyError, TraceError, WorkloadError
+from traces.schema import Trajectory
+from traces.store import TraceStore
+
+CLUSTERS: Final = "clusters"
+"""Kind of an artifact that holds a partition of an output head alone; ``fit router`` takes it further."""
+TOP: Final = 16
+"""Most probable tokens kept of a context: labels, and what the scores count as the draft's mass."""
+SHARE: Final = 0.25
+"""Part of the head's clusters that a policy shown as a start takes at its first step."""
+
+
+@dataclass(frozen=True)
+class Contexts:
+    """What a draft says after tokens of texts. ``embeddings`` [n, d_e] of the current token and ``previous`` [n, d], the state of the one
+    before it, float32; ``top`` int64 [n, TOP]: rows of the draft's output head, most probable first, and their ``probabilities``;
+    ``group`` int64 [n]: the text's number."""
+
+    embeddings: torch.Tensor
+    previous: torch.Tensor
+    top: npt.NDArray[np.int64]
+    probabilities: npt.NDArray[np.float64]
+    group: npt.NDArray[np.int64]
+
+
+def fit_frequencies_artifact(
+    store: TraceStore, recording: str, pair: LoadedPair, *, corpus: Sequence[str] = (), progress: Progress = lambda *_: None
+) -> StoredFit:
+    """The vocabulary by how often its tokens occur in recorded texts, prompts included, or in the text files of ``corpus`` (FR-Spec).
+
+    EOS and the tokenizer's special tokens come first. Raises TraceError for a recording of another pair or without texts, WorkloadError
+    for a file that cannot be read or is empty.
+    """
+    texts: Iterable[Sequence[int] | npt.NDArray[np.integer]]
+    if corpus:
+        texts = [_tokens_of(pair, name) for name in corpus]
+        source: dict[str, Any] = {"corpus": list(corpus)}
+    else:
+        texts = [np.concatenate([t.prompt_ids, t.output_ids]) for t in _texts(store, recording, pair)]
+        source = {"recording": recording, "requests": len(texts)}
+    progress("counting", 0, 1)
+    counts = count_tokens(texts, pair.target.vocab_size)
+    always = sorted({int(i) for i in (*pair.eos_ids, *getattr(pair.tokenizer, "all_special_ids", ())) if 0 <= i < len(counts)})
+    made = fit_frequencies(counts, always)
+    progress("counting", 1, 1)
+    described, arrays = made.to_document()
+    total, kept = int(counts.sum()), np.cumsum(counts[made.order])
+    sizes = sorted({min(made.vocab, 1 << bits) for bits in range(6, 20)})
+    document = {
+        **source,
+        "pair": pair.id,
+        **described,
+        "tokens": total,
+        "distinct": int((counts > 0).sum()),
+        "coverage": {str(size): round(float(kept[made.size(size) - 1]) / max(1, total), 6) for size in sizes},
+    }
+    artifact = _put(store, pair, FREQUENCIES, document, arrays, (counts,))
+    draft = next(iter((*pair.drafts, *pair.heads)), "DRAFT")
+    block = {"kind": "frequency", "size": max(1, made.vocab // 4), "artifact": artifact}
+    return StoredFit(artifact, FREQUENCIES, document, {"draft": draft, "window": {"kind": "fixed", "gamma": 4}, "shortlist": block})
+
+
+def fit_clusters_artifact(
+    store: TraceStore,
+    pair: LoadedPair,
+    draft: str,
+    *,
+    count: int | None = None,
+    seed: int = 0,
+    progress: Progress = lambda *_: None,
+) -> StoredFit:
+    """Clusters of a draft's output head by spherical k-means, without a router (section 4.2); ``count``: M. Raises PolicyError for a draft
+    without an output head, or for more clusters than it has rows."""
+    _known(pair, draft)
+    output = shortlisted_model(pair, draft).output
+    if count is not None and count > output.rows:
+        raise PolicyError(f"--clusters {count}: the output head of draft {draft!r} has {output.rows} rows; ask for at most so many")
+    weight = output.weight.float().cpu().numpy()
+    progress("clusters", 0, 1)
+    made = fit_clusters(weight, count or default_clusters(output.rows), seed=seed)
+    progress("clusters", 1, 1)
+    described, arrays = made.to_document()
+    document = {"pair": pair.id, "draft": draft, **described, "head": output.hash, "seed": seed}
+    document |= {"cluster_sizes": made.sizes.tolist(), "cohesion": cohesion(weight, made)}
+    return StoredFit(_put(store, pair, CLUSTERS, document, arrays, (weight,)), CLUSTERS, document, {"draft": draft})
+
+
+def _clusters(store: TraceStore, pair: LoadedPair, draft: str, name: str) -> Clusters:
+    """Stored clusters of a draft's head."""
+    try:
+        found = store.get_artifact(name)
+    except (NotFoundError, CorruptedChunkError) as error:
+        raise PolicyError(f"--clusters-from {name}: {error}") from None
+    if found.kind not in (CLUSTERS, ROUTER):
+        raise PolicyError(f"--clusters-from {name}: artifact {found.id} is a {found.kind}, not clusters")
+    head = shortlisted_model(pair, draft).output.hash
+    if found.document.get("head") != head:
+        raise PolicyError(
+            f"--clusters-from {name}: fitted on another output head (hash {found.document.get('head')}) than draft {draft!r} has (hash "
+            f"{head}); `fit clusters --draft {draft}` makes them"
+        )
+    return Clusters.from_document(found.document, found.arrays)
+
+
+def _known(pair: LoadedPair, draft: str) -> None:
+    if draft not in (*pair.drafts, *pair.heads):
+        known = ", ".join((*pair.drafts, *pair.heads)) or "none"
+        raise PolicyError(f"--draft {draft}: pair {pair.spec.name} has no such draft with an output head; it has: {known}")
+
+
+def fit_router_artifact(
+    store: TraceStore,
+    recording: str,
+    pair: LoadedPair,
+    draft: str,
+    *,
+    clusters: int | None = None,
+    clusters_from: str | None = None,
+    hidden: int = HIDDEN,
+    labels: int = LABELS,
+    epochs: int = EPOCHS,
+    seed: int = 0,
+    progress: Progress = lambda *_: None,
+) -> StoredFit:
+    """Clusters of a draft's output head, and a router trained on what the draft says over the recorded texts (DynaSpec, section 4.2).
+
+    ``clusters``: M, by default :func:`optimizer.fits.clusters.default_clusters`, or stored ones, ``clusters_from``; ``labels``: L, tokens
+    whose clusters are positive. Scores on texts held out, beside a frequency shortlist of the same mean size, are in the document. Raises
+    PolicyError for a draft without an output head, TraceError for a recording of another pair or with too few texts.
+    """
+    _known(pair, draft)
+    if not 1 <= labels <= TOP:
+        raise PolicyError(f"--labels {labels}: from 1 to {TOP} tokens can be labels")
+    texts = _texts(store, recording, pair)
+    output = shortlisted_model(pair, draft).output
+    if clusters_from is not None:
+        partition = _clusters(store, pair, draft, clusters_from)
+    else:
+        stored = fit_clusters_artifact(store, pair, draft, count=clusters, seed=seed, progress=progress)
+        partition = _clusters(store, pair, draft, stored.artifact)
+    found = contexts(pair, draft, texts, progress=lambda done, total: progress("contexts", done, total))
+    rows = {int(token): row for row, token in enumerate(output.ids.tolist())} if output.token_ids is not None else None
+    tokens = np.concatenate([np.concatenate([t.prompt_ids, t.output_ids]) for t in texts])
+    of_rows = tokens if rows is None else np.array([rows[t] for t in tokens.tolist() if t in rows], dtype=np.int64)
+    frequent: Frequencies = fit_frequencies(count_tokens([of_rows], output.rows))
+    router, scores = train_router(
+        found.embeddings,
+        found.previous,
+        found.top,
+        partition,
+        group=found.group,
+        labels=labels,
+        hidden=hidden,
+        epochs=epochs,
+        seed=seed,
+        probabilities=found.probabilities,
+        frequencies=frequent,
+        progress=lambda done, total: progress("epochs", done, total),
+    )
+    described, arrays = Routing(router, partition, output.hash).to_document()
+    document = {
+        "recording": recording,
+        "requests": len(texts),
+        "pair": pair.id,
+        "draft": draft,
+        **described,
+        "contexts": len(found.group),
+        "label_tokens": labels,
+        "epochs": epochs,
+        "seed": seed,
+        "cluster_sizes": partition.sizes.tolist(),
+        "cohesion": cohesion(output.weight.float().cpu().numpy(), partition),
+        "scores": scores.to_json(),
+    }
+    artifact = _put(store, pair, ROUTER, document, arrays, (found.top, found.group))
+    first = max(1, round(SHARE * partition.count))
+    block = {"kind": "clusters", "k0": first, "k1": max(1, first // 2), "k_min": max(1, first // 4), "artifact": artifact}
+    return StoredFit(artifact, ROUTER, document, {"draft": draft, "window": {"kind": "fixed", "gamma": 4}, "shortlist": block})
+
+
+@torch.no_grad()
+def contexts(
+    pair: LoadedPair, draft: str, texts: Sequence[Trajectory], *, progress: Any = lambda done, total: None
+) -> Contexts:
+    """What a draft says after every output token of texts, each read in one pass; a head reads the target's features."""
+    parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    groups: list[npt.NDArray[np.int64]] = []
+    for n, text in enumerate(texts):
+        ids = torch.tensor([*text.prompt_ids.tolist(), *text.output_ids.tolist()], device=pair.device)
+        first = max(len(text.prompt_ids) - 1, 1 if draft in pair.drafts else 2)
+        if len(ids) <= first:
+            continue
+        states, embedded = _states(pair, draft, ids)
+        output = shortlisted_model(pair, draft).output
+        logits = torch.nn.functional.linear(states[first:], output.weight, output.bias).float()
+        best = logits.log_softmax(-1).topk(min(TOP, output.rows), dim=-1)
+        parts.append((embedded[first:].float(), states[first - 1 : -1].float(), best.indices, best.values.exp()))
+        groups.append(np.full(len(best.values), n, dtype=np.int64))
+        progress(n + 1, len(texts))
+    if len(parts) < 2:
+        raise TraceError("a router is trained and scored on different texts: record at least two requests with an output")
+    embeddings, previous, top, probabilities = (torch.cat(columns).cpu() for columns in zip(*parts, strict=True))
+    return Contexts(embeddings, previous, top.numpy(), probabilities.double().numpy(), np.concatenate(groups))
+
+
+def _states(pair: LoadedPair, draft: str, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the draft's output matrix reads after each token, [tokens, d], and the tokens' embeddings. A head's first row is zeros."""
+    if draft in pair.drafts:
+        model = pair.drafts[draft]
+        model.reserve(len(ids))
+        return model.chain_states(ids, 0), model.embedded(ids)
+    head, target = pair.heads[draft], pair.target
+    target.reserve(len(ids))
+    head.reserve(len(ids))
+    target.read(ids[:-1], 0)
+    features = Features(target)
+    features.begin(len(ids), target.tapped)
+    out = head.chain(ids[1:], features.of(head, 0, len(ids) - 1), 1)[1]
+    return torch.cat([out.new_zeros(1, out.shape[1]), head.state(out)]), head.embedded(ids)
+
+
+def _texts(store: TraceStore, recording: str, pair: LoadedPair) -> list[Trajectory]:
+    """The search part of a recording of this pair."""
+    info = store.get_recording(recording)
+    if info.pair_id != pair.id:
+        raise TraceError(f"recording {info.id} is of pair {info.pair_id}, this is pair {pair.id}; name one of this pair")
+    texts = store.load(info.id, [], skip_corrupted=True).trajectories
+    if not texts:
+        raise TraceError(f"recording {info.id} has no usable request")
+    part, _ = split([t.request_id for t in texts], [t.category for t in texts])
+    return [texts[i] for i in part]
+
+
+def _tokens_of(pair: LoadedPair, name: str) -> list[int]:
+    try:
+        text = Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise WorkloadError(f"--corpus {name}: {getattr(error, 'strerror', None) or error}; give text files in UTF-8") from None
+    found = pair.encode(text)
+    if not found:
+        raise WorkloadError(f"--corpus {name}: the file has no tokens")
+    return found
+
+
+def _put(
+    store: TraceStore,
+    pair: LoadedPair,
+    kind: str,
+    document: dict[str, Any],
+    arrays: dict[str, npt.NDArray[Any]],
+    used: Sequence[npt.NDArray[Any]],
+) -> str:
+    h = hashlib.sha256()
+    for array in used:
+        h.update(f"{array.dtype.str} {array.shape}".encode())
+        h.update(np.ascontiguousarray(array).tobytes())
+    provenance = {key: document[key] for key in ("recording", "corpus") if key in document} | {"fitted_to": h.hexdigest()}
+    return store.put_artifact(kind, document, arrays, pair_id=pair.id, provenance=provenance)

@@ -1,0 +1,417 @@
+"""Vocabulary shortlists: drafting with a part of the output head (FR-Spec; DynaSpec, section 4.2 and appendix A.3).
+
+At draft step t (0 for the first token drafted in a round; of a tree, the level) the draft's law is the softmax over a shortlist S_t
+alone, and every reading of it (proposals, stops, codes, the rejection verifier's ratio and residual) is of that law: q is renormalised
+over S_t and 0 outside. The target verifies with its whole vocabulary, so no text changes. :class:`ShortlistRule` is a policy's block
+compiled, :class:`Shortlists` that rule for one draft; docs/shortlists.md says what is exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from runtime.gathered_head import GatheredHead
+from runtime.policies.document import ClustersShortlist, FrequencyShortlist, Policy, PositionFrequencyShortlist
+from runtime.policies.dynaspec import (
+    FREQUENCIES,
+    ROUTER,
+    Frequencies,
+    Routing,
+    cluster_budget,
+    frequency_budget,
+    head_hash,
+    near_ties,
+    top_clusters,
+)
+from traces.errors import PolicyError
+
+if TYPE_CHECKING:
+    from runtime.policies.tree_rules import Artifacts, Fitted
+
+ROUTER_MARGIN: Final = 2e-5
+"""Difference of two clusters' scores, per unit of :func:`amplification`, under which the router's choice counts as undecided (float32)."""
+STATES_KEPT: Final = 160
+"""Positions of the text whose hidden states a draft remembers; more than any round looks back."""
+
+T = TypeVar("T")
+HeadHashes = Callable[[str], str]
+"""The hash of the output head of a draft, by the draft's name (:func:`head_hashes`)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Support:
+    """One shortlist: ``rows`` of the draft's output head and the target's ``ids`` of these tokens, both int64 [size], by ascending id.
+
+    ``trimmed``: a head of these rows alone, cut out once where every context has this shortlist. ``whole``: it holds all tokens of the
+    head.
+    """
+
+    rows: Tensor
+    ids: Tensor
+    trimmed: GatheredHead | None = None
+    whole: bool = False
+
+    @property
+    def size(self) -> int:
+        return int(self.ids.shape[0])
+
+
+class OutputHead:
+    """A draft's output matrix, to be evaluated over some of its rows.
+
+    ``token_ids`` int64 [rows] are the target's ids of the rows (EAGLE-3's d2t map); None: row i is token i.
+    """
+
+    def __init__(self, linear: nn.Module, token_ids: Tensor | None = None) -> None:
+        weight, bias = linear.weight, getattr(linear, "bias", None)
+        assert isinstance(weight, Tensor)
+        self.weight = weight.detach()
+        self.bias: Tensor | None = bias.detach() if isinstance(bias, Tensor) else None
+        self.rows = int(self.weight.shape[0])
+        self.token_ids = token_ids
+
+    @cached_property
+    def gathered(self) -> GatheredHead:
+        """The head by the rows that a step needs."""
+        return GatheredHead(self.weight, self.bias)
+
+    @cached_property
+    def hash(self) -> str:
+        """:func:`runtime.policies.dynaspec.head_hash` of the weights."""
+        return head_hash(self.weight)
+
+    @cached_property
+    def ids(self) -> npt.NDArray[np.int64]:
+        """The target's id of every row, int64 [rows]."""
+        if self.token_ids is None:
+            return np.arange(self.rows)
+        found: npt.NDArray[np.int64] = self.token_ids.cpu().numpy().astype(np.int64)
+        return found
+
+    def support(self, rows: npt.NDArray[np.int64], *, fixed: bool = False) -> Support:
+        """The shortlist of these ``rows`` (each once, any order). ``fixed``: every context has it, so its weights are cut out once."""
+        ids = self.ids[rows]
+        if fixed or self.token_ids is not None:  # clusters come in ascending order of rows
+            order = ids.argsort()
+            rows, ids = rows[order], ids[order]
+        where, whole = self.weight.device, len(rows) == self.rows
+        known = torch.from_numpy(ids).to(where)
+        at = known if self.token_ids is None else torch.from_numpy(rows).to(where)
+        if not fixed or whole:
+            return Support(at, known, whole=whole)
+        bias = None if self.bias is None else self.bias.index_select(0, at)
+        return Support(at, known, GatheredHead(self.weight.index_select(0, at), bias))
+
+    def over(self, states: Tensor, support: Support) -> Tensor:
+        """Float32 logits [n, size] of the shortlisted tokens alone, for what the head reads, [n, d]."""
+        if support.whole:
+            logits = nn.functional.linear(states, self.weight, self.bias).float()
+            return logits if self.token_ids is None else logits.index_select(1, support.rows)
+        return self.gathered.over(states, support.rows) if support.trimmed is None else support.trimmed.full(states)
+
+
+class ShortlistedModel(Protocol):
+    """What a shortlist needs of a draft: :class:`runtime.models.CausalModel` and :class:`runtime.heads.EagleHead` are such."""
+
+    name: str
+    device: torch.device
+    vocab_size: int
+    hidden_size: int
+
+    @property
+    def output(self) -> OutputHead:
+        """The output head."""
+
+    def embedded(self, ids: Tensor) -> Tensor:
+        """Input embeddings [n, d_e] of ``ids`` int64 [n]."""
+
+
+@dataclass(frozen=True, eq=False)
+class ShortlistRule:
+    """A policy's shortlist block with the artifact it names: ``frequencies`` for kinds ``frequency`` and ``position_frequency``,
+    ``routing`` for ``clusters``."""
+
+    block: FrequencyShortlist | PositionFrequencyShortlist | ClustersShortlist
+    draft: str
+    frequencies: Frequencies | None = None
+    routing: Routing | None = None
+
+    @property
+    def routed(self) -> bool:
+        """Whether the shortlist depends on the context."""
+        return self.routing is not None
+
+    def budget(self, step: int) -> int:
+        """Tokens, or clusters, of draft step ``step``, counted from 0 within a round (equation 3; appendix A.3)."""
+        block = self.block
+        if isinstance(block, FrequencyShortlist):
+            return block.size
+        if isinstance(block, PositionFrequencyShortlist):
+            return frequency_budget(step, block.k_max)
+        return cluster_budget(step, block.k0, block.k1, block.k_min)
+
+    def check_head(self, found: str) -> None:
+        """Raises PolicyError when ``found``, the hash of the draft's output head, is not that of the head the router was fitted on."""
+        if self.routing is not None and found != self.routing.head:
+            raise PolicyError(
+                f"shortlist.artifact: {self.block.artifact} was fitted on another output head (hash {self.routing.head}) than draft "
+                f"{self.draft!r} has here (hash {found}); `fit router --recording ID --draft {self.draft}` makes one"
+            )
+
+
+def compile_shortlist(policy: Policy, artifacts: Artifacts | None, hashes: HeadHashes | None = None) -> ShortlistRule | None:
+    """The rule of a policy's shortlist; None where the draft evaluates its whole head.
+
+    Raises PolicyError when the artifact is missing, malformed, of another kind, or was fitted on another draft or, where ``hashes``
+    knows the drafts' output heads, on another head.
+    """
+    block = policy.shortlist
+    if isinstance(block, ClustersShortlist):
+        found = _artifact(policy, block.artifact, ROUTER, artifacts)
+        routing = _read(block.artifact, lambda: Routing.from_document(found.document, found.arrays))
+        rule = ShortlistRule(block, policy.draft, routing=routing)
+        if hashes is not None:
+            rule.check_head(hashes(policy.draft))
+        return rule
+    if isinstance(block, (FrequencyShortlist, PositionFrequencyShortlist)):
+        found = _artifact(policy, block.artifact, FREQUENCIES, artifacts)
+        frequencies = _read(block.artifact, lambda: Frequencies.from_document(found.document, found.arrays))
+        return ShortlistRule(block, policy.draft, frequencies=frequencies)
+    return None
+
+
+def head_hashes(models: Callable[[str], ShortlistedModel]) -> HeadHashes:
+    """Hashes of the output heads of the drafts that ``models`` finds by name."""
+    return lambda name: models(name).output.hash
+
+
+def _read(name: str, make: Callable[[], T]) -> T:
+    try:
+        return make()
+    except ValueError as error:
+        raise PolicyError(f"shortlist.artifact: {name}: {error}") from None
+
+
+def _artifact(policy: Policy, name: str, kind: str, artifacts: Artifacts | None) -> Fitted:
+    if artifacts is None:
+        raise PolicyError(f"shortlist.artifact: {name!r} cannot be looked up here; give a database that holds it")
+    try:
+        found = artifacts(name)
+    except PolicyError as error:
+        raise PolicyError(f"shortlist.artifact: {error}") from None
+    command = "fit router --recording ID" if kind == ROUTER else "fit frequencies --recording ID"
+    if found.kind != kind:
+        raise PolicyError(
+            f"shortlist.artifact: artifact {name} is a {found.kind}, shortlist {policy.shortlist.kind!r} needs a {kind}; "
+            f"`{command}` makes one"
+        )
+    fitted_on = found.document.get("draft")
+    if fitted_on is not None and fitted_on != policy.draft:
+        raise PolicyError(
+            f"shortlist.artifact: {name} was fitted on draft {fitted_on!r}, this policy drafts with {policy.draft!r}; "
+            f"`{command} --draft {policy.draft}` makes one"
+        )
+    return found
+
+
+class Shortlists:
+    """A rule for one draft: which tokens each draft step evaluates, and their logits.
+
+    ``exact`` settles the router's near ties by canonical passes. ``chosen`` holds the shortlists of the current round, step by step.
+    Raises PolicyError when the artifact does not fit the draft's output head.
+    """
+
+    def __init__(self, rule: ShortlistRule, model: ShortlistedModel, exact: bool) -> None:
+        self.rule, self.model, self.output, self.exact = rule, model, model.output, exact
+        self.chosen: list[Support] = []
+        self._supports: dict[int, Support] = {}
+        self._order = np.zeros(0, dtype=np.int64)
+        self._always = 0
+        self._empty: Tensor | None = None
+        if rule.routing is not None:
+            self._check_routing(rule.routing)
+            self.router = rule.routing.router.to(model.device)
+            self.clusters = rule.routing.clusters
+            self.margin = ROUTER_MARGIN * max(1.0, amplification(rule.routing))
+            if (self.clusters.sizes == 0).any():
+                self._empty = torch.from_numpy(self.clusters.sizes == 0).to(model.device)
+        else:
+            assert rule.frequencies is not None
+            self._order_rows(rule.frequencies)
+
+    def _check_routing(self, routing: Routing) -> None:
+        rule, model = self.rule, self.model
+        rule.check_head(self.output.hash)
+        wide = int(model.embedded(torch.zeros(1, dtype=torch.int64, device=model.device)).shape[-1]) + model.hidden_size
+        if routing.clusters.vocab != self.output.rows or routing.router.inputs != wide:
+            raise PolicyError(
+                f"shortlist.artifact: {rule.block.artifact} has clusters of {routing.clusters.vocab} tokens and a router of "
+                f"{routing.router.inputs} inputs, draft {rule.draft!r} an output head of {self.output.rows} rows and {wide} inputs; "
+                f"`fit router --recording ID --draft {rule.draft}` makes one"
+            )
+
+    def _order_rows(self, frequencies: Frequencies) -> None:
+        """The head's rows by the frequency of their tokens; a head without some tokens leaves these out of the order."""
+        if frequencies.vocab != self.model.vocab_size:
+            raise PolicyError(
+                f"shortlist.artifact: {self.rule.block.artifact} orders a vocabulary of {frequencies.vocab} tokens, draft "
+                f"{self.rule.draft!r} has one of {self.model.vocab_size}; `fit frequencies` on a recording of this pair makes one"
+            )
+        rank = frequencies.rank[self.output.ids]
+        self._order = rank.argsort(kind="stable")
+        self._always = int((rank < frequencies.always).sum())
+
+    @property
+    def routed(self) -> bool:
+        """Whether the shortlist depends on the context."""
+        return self.rule.routed
+
+    def least(self, step: int) -> int:
+        """Tokens that a shortlist of a draft step has at least."""
+        return 1 if self.routed else self._size(step)
+
+    def _size(self, step: int) -> int:
+        return min(max(self.rule.budget(step), self._always, 1), self.output.rows)
+
+    def fixed(self, step: int) -> Support:
+        """The shortlist of a draft step where it does not depend on the context; the frequent tokens that the head has."""
+        size = self._size(step)
+        found = self._supports.get(size)
+        if found is None:
+            found = self._supports[size] = self.output.support(self._order[:size], fixed=True)
+        return self._note(step, found)
+
+    def of(
+        self,
+        step: int,
+        tokens: Tensor,
+        previous: Tensor | None,
+        canonical: Callable[[int], Tensor | None],
+        exists: Tensor | None = None,
+    ) -> Support:
+        """The shortlist of a draft step: the union of the clusters that the router selects for each of the beam's n nodes.
+
+        ``tokens`` int64 [n]: the nodes'; ``previous`` [n, d]: the hidden states of the tokens before them, None where there are none (zeros
+        stand for them). ``canonical`` gives the one of node i, [1, d], from a canonical pass. ``exists`` bool [n]: the nodes that count,
+        None: all; if none does, all do, since nothing reads their laws.
+        """
+        if not self.routed:
+            return self.fixed(step)
+        count = min(self.rule.budget(step), self.clusters.count)
+        if exists is not None and bool(exists.any()) and not bool(exists.all()):
+            at = exists.nonzero()[:, 0]
+            picked = self._picked(count, tokens[at], None if previous is None else previous[at], canonical, at.tolist())
+        else:
+            picked = self._picked(count, tokens, previous, canonical, range(len(tokens)))
+        return self._note(step, self.output.support(self.clusters.ids(picked.cpu().numpy())))
+
+    def _picked(
+        self,
+        count: int,
+        tokens: Tensor,
+        previous: Tensor | None,
+        canonical: Callable[[int], Tensor | None],
+        nodes: Sequence[int],
+    ) -> Tensor:
+        """The clusters of each node, int64 [n, count]."""
+        embedded = self.model.embedded(tokens)
+        scores = self._scores(embedded, previous)
+        picked = top_clusters(scores, count)
+        if not self.exact:
+            return picked
+        near = near_ties(scores, count, self.margin)
+        if bool(near.any()):
+            for row in near.nonzero()[:, 0].tolist():
+                picked[row] = top_clusters(self._scores(embedded[row : row + 1], canonical(nodes[row])), count)[0]
+        return picked
+
+    def _scores(self, embedded: Tensor, previous: Tensor | None) -> Tensor:
+        """Scores float32 [n, M]; clusters without tokens are never selected before others."""
+        if previous is None:
+            previous = embedded.new_zeros(len(embedded), self.model.hidden_size)
+        scores = self.router.scores(embedded, previous)
+        return scores if self._empty is None else scores.masked_fill(self._empty, -math.inf)
+
+    def _note(self, step: int, support: Support) -> Support:
+        if step == 0:
+            self.chosen.clear()
+        self.chosen.append(support)
+        return support
+
+    def logits(self, states: Tensor, support: Support) -> Tensor:
+        """Float32 logits [n, size] of a shortlist for what the output head reads, [n, d]."""
+        return self.output.over(states, support)
+
+
+def amplification(routing: Routing) -> float:
+    """How much a router widens independent errors of its inputs: the largest over clusters of sqrt(sum_j (w2_j |w1_j|)^2)."""
+    router = routing.router
+    return float((router.w2.square() @ router.w1.square().sum(1)).max().sqrt())
+
+
+class States:
+    """A draft's last hidden states at recent positions of the text, which the router reads.
+
+    Row p is a function of the text up to token p (of an EAGLE head: fed with the target's features), whatever pass made it.
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[int, Tensor] = {}
+
+    def clear(self) -> None:
+        self._rows.clear()
+
+    def put(self, start: int, states: Tensor) -> None:
+        """States [n, d] of positions ``start ..``; of a long run the last two are kept, which is what a round looks at."""
+        n = len(states)
+        for i in range(max(0, n - 2), n):
+            self._rows[start + i] = states[i : i + 1].clone()
+        while len(self._rows) > STATES_KEPT:
+            del self._rows[next(iter(self._rows))]
+
+    def at(self, position: int) -> Tensor | None:
+        """The state [1, d] at a position, None where it is not known."""
+        return self._rows.get(position)
+
+    def forget_from(self, position: int) -> None:
+        """Forgets what was not, or is no longer, text."""
+        for p in [p for p in self._rows if p >= position]:
+            del self._rows[p]
+
+
+class Beam:
+    """The nodes of one tree that were read, level by level: their states and their paths."""
+
+    def __init__(self) -> None:
+        self._states: Tensor | None = None
+        self._levels: list[tuple[Tensor, Tensor | None]] = []
+
+    def begin(self, state: Tensor) -> None:
+        """The root's state, [1, d]."""
+        self._states = state
+
+    def add(self, tokens: Tensor, parents: Tensor | None, states: Tensor) -> Tensor:
+        """A level of n nodes: ``tokens`` int64 [n], ``parents`` their places in the level above (None: the root), ``states`` [n, d].
+        Returns their parents' states, [n, d]."""
+        assert self._states is not None
+        before = self._states.expand(len(tokens), -1) if parents is None else self._states[parents]
+        self._states = states
+        self._levels.append((tokens, parents))
+        return before
+
+    def path(self, node: int) -> list[int]:
+        """Tokens from the root's child to a node of the last level."""
+        found = []
+        for tokens, parents in reversed(self._levels):
+            found.append(int(tokens[node]))
+            node = 0 if parents is None else int(parents[node])
+        return found[::-1]

@@ -1,0 +1,828 @@
+"""Choosing a draft per prompt: features, equation 5, the decision rules, what choosing is worth, and exponential weights."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from pairs import TEXT
+from synthetic import flat_profile
+from trace_values import a_panorama, a_trajectory
+
+from optimizer.cost import CostModel
+from optimizer.fits.chooser import (
+    RIDGES,
+    Measured,
+    agreement,
+    evaluate,
+    fit_chooser,
+    fit_features,
+    follow_leader,
+    hedge_requests,
+    initial_prompts,
+    least_squares,
+    loss_range,
+    persistence,
+    position_seconds,
+    r_squared,
+    read_prompts,
+    replay_switched,
+    run_hedge,
+)
+from optimizer.replay import ReplayTrace, run_replay
+from optimizer.throughput import acceptance_rate, expected_emitted, larger_draft_condition, optimal_window, throughput
+from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
+from runtime.policies.draft_choice import (
+    ACC_MAX,
+    TOKEN_PATTERN,
+    Chooser,
+    Hedge,
+    Option,
+    Prompt,
+    hedge_bound,
+    hedge_eta,
+    log_perplexity,
+    lookup_share,
+    observed_accuracy,
+    prompt_reader,
+    raw_scalars,
+    read_prompt,
+    theorem_3,
+)
+from runtime.policies.prepared import window_costs
+from traces.errors import PolicyError, TraceError
+from traces.schema import AGREE_NONE, AGREE_YES, ChainPanorama, Sampling, Step, Trajectory
+
+PROFILE = flat_profile("tiny", ["near", "far"])
+WINDOW = {"kind": "analytic", "gamma_max": 8}
+
+
+def chain(draft: str, window: dict[str, Any] = WINDOW) -> Policy:
+    return parse_policy({"draft": draft, "window": window})
+
+
+CANDIDATES = {"none": AUTOREGRESSIVE, "ngram": chain("ngram"), "near": chain("near"), "far": chain("far")}
+
+# -- prompts and features ------------------------------------------------------------------------------------------------------
+
+WORDS = ("def", "return", "apples", "buys", "the", "fox", "class", "Ann", "42", "import", "(", ")", ":", "dog.", "how", "many?")
+
+
+def some_prompts(n: int = 40, seed: int = 0) -> list[Prompt]:
+    rng = np.random.default_rng(seed)
+    out = []
+    for _ in range(n):
+        text = " ".join(rng.choice(WORDS, int(rng.integers(3, 60))))
+        out.append(Prompt(text, int(rng.integers(2, 300)), float(rng.uniform(0.5, 4.0)), float(rng.uniform())))
+    return out
+
+
+def test_features_are_scikit_learns() -> None:
+    """The stored arrays give what the fitted objects give, on texts they know and on others, without refitting anything."""
+    from sklearn.decomposition import TruncatedSVD
+    from sklearn.feature_extraction.text import TfidfVectorizer
+
+    prompts = some_prompts()
+    features = fit_features(prompts, components=5)
+    texts = [p.text for p in prompts]
+    vectorizer = TfidfVectorizer(token_pattern=TOKEN_PATTERN, min_df=2, max_features=4096)
+    svd = TruncatedSVD(n_components=5, random_state=0).fit(vectorizer.fit_transform(texts))
+    unseen = ["Ann buys the fox", "", "zebra zebra", "def def def(apples): RETURN 42 ###", "日本語 the Ünïcode Straße dog."]
+    for these in (texts, unseen):
+        counts = vectorizer.transform(these)
+        np.testing.assert_allclose(features.tfidf(these), counts.toarray(), rtol=0, atol=1e-12)
+        np.testing.assert_allclose(features.projected(these), svd.transform(counts), rtol=0, atol=1e-12)
+    assert features.vocabulary == tuple(vectorizer.get_feature_names_out())
+
+
+def test_vectors_are_constant_scalars_and_projection_standardised() -> None:
+    prompts = some_prompts()
+    features = fit_features(prompts, components=4, scalars=("length", "perplexity", "lookup"), reader="near")
+    u = features.transform(prompts)
+    assert u.shape == (40, features.dimension) == (40, len(features.names)) == (40, 8)
+    np.testing.assert_array_equal(u[:, 0], 1.0)
+    np.testing.assert_allclose(u[:, 1:].mean(0), 0.0, atol=1e-12)
+    np.testing.assert_allclose(u[:, 1:].std(0), 1.0, atol=1e-12)
+    raw = raw_scalars(prompts, features.scalars)
+    np.testing.assert_array_equal(raw[:, 0], [math.log(p.tokens) for p in prompts])
+    np.testing.assert_array_equal(raw[:, 1:], [[p.nats, p.lookup] for p in prompts])
+    np.testing.assert_allclose(u[:, 1:4] * features.scale[:3] + features.center[:3], raw, atol=1e-12)
+
+
+def test_an_unknown_perplexity_is_the_mean() -> None:
+    features = fit_features(some_prompts(), components=2)
+    (u,) = features.transform([Prompt("the", 1, math.nan)])
+    assert u[2] == 0.0
+    assert np.isfinite(u).all()
+
+
+def test_dimensions_follow_the_prompts() -> None:
+    assert fit_features(some_prompts(40)).dimension == 10
+    assert fit_features(some_prompts(12)).dimension == 4
+    assert fit_features(some_prompts(6)).dimension == 3
+    different = [Prompt(f"word{i}", 3 + i, 1.0) for i in range(6)]
+    assert fit_features(different).vocabulary == ()
+    assert fit_features(different).transform(different).shape == (6, 3)
+    with pytest.raises(TraceError, match="at least 2 prompts, not 1; record more"):
+        fit_features(some_prompts(1))
+
+
+def test_lookup_share_counts_what_ngram_proposes() -> None:
+    assert lookup_share([5, 6, 7]) == 0.0
+    assert lookup_share([5]) == lookup_share([]) == 0.0
+    assert lookup_share([5, 6, 5, 6, 5, 6]) == pytest.approx(3 / 5)  # all but the 6 and the 5 that come as news
+    assert lookup_share([5, 5, 5, 5]) == pytest.approx(2 / 3)
+
+
+# -- equation 5 ----------------------------------------------------------------------------------------------------------------
+
+
+def planted(n: int = 60, r: int = 6, noise: float = 0.0, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    features = np.concatenate([np.ones((n, 1)), rng.normal(size=(n, r - 1))], axis=1)
+    weights = np.concatenate([[0.5], rng.normal(0, 0.05, r - 1)])
+    return features, weights, np.clip(features @ weights + rng.normal(0, noise, n), 0, 1)
+
+
+def test_r_independent_prompts_give_equation_5_exactly() -> None:
+    """Without noise r prompts are enough, and the estimate is the formula's (sum b b')^-1 sum b alpha."""
+    features, weights, alpha = planted()
+    rows = initial_prompts(features)
+    assert len(rows) == len(set(rows)) == 6
+    assert np.linalg.matrix_rank(features[rows]) == 6
+    fitted = least_squares(features[rows], alpha[rows])
+    np.testing.assert_allclose(fitted.weights, weights, atol=1e-10)
+    np.testing.assert_allclose(fitted.predict(features), features @ weights, atol=1e-10)
+    b = features[rows]
+    by_hand = np.linalg.inv(sum(np.outer(x, x) for x in b)) @ sum(x * a for x, a in zip(b, alpha[rows], strict=True))
+    np.testing.assert_allclose(fitted.weights, by_hand, atol=1e-9)
+
+
+def test_initial_prompts_are_well_conditioned() -> None:
+    """Greedy pivots: far better than the first r prompts where most are alike, and never dependent ones."""
+    rng = np.random.default_rng(3)
+    alike = np.concatenate([np.ones((50, 1)), rng.normal(0, 1e-6, (50, 3))], axis=1)
+    features = np.concatenate([alike, np.concatenate([np.ones((4, 1)), np.eye(4)[:, :3]], axis=1)])
+    rows = initial_prompts(features)
+    assert np.linalg.cond(features[rows]) < 10 < np.linalg.cond(features[:4])
+    with pytest.raises(TraceError, match="54 prompts hold only 4 linearly independent ones, the features have 5"):
+        initial_prompts(np.concatenate([features, features[:, :1]], axis=1))
+
+
+def test_least_squares_is_numpys_and_ridge_scikit_learns() -> None:
+    from sklearn.linear_model import Ridge
+
+    features, _, alpha = planted(noise=0.05)
+    np.testing.assert_allclose(
+        least_squares(features, alpha).weights, np.linalg.lstsq(features, alpha, rcond=None)[0], rtol=0, atol=1e-12
+    )
+    model = Ridge(alpha=0.1 * 60).fit(features[:, 1:], alpha)
+    np.testing.assert_allclose(
+        least_squares(features, alpha, ridge=0.1).weights, [model.intercept_, *model.coef_], rtol=0, atol=1e-10
+    )
+
+
+def test_dependent_prompts_fall_back_to_a_ridge() -> None:
+    features, _, alpha = planted(n=40)
+    twice = np.concatenate([features, features[:, 1:2]], axis=1)
+    fitted = least_squares(twice, alpha)
+    assert np.isfinite(fitted.weights).all()
+    assert fitted.weights[1] == pytest.approx(fitted.weights[-1], abs=1e-9)  # the ridge shares equally
+    np.testing.assert_allclose(fitted.predict(twice), alpha, atol=5e-3)
+    few = least_squares(features[:3], alpha[:3])
+    assert few.weights.shape == (6,)
+    assert np.isfinite(few.inverse).all()
+    for bad in (features[:0], np.full((2, 3), np.nan)):
+        with pytest.raises(TraceError, match="least squares needs prompts"):
+            least_squares(bad, np.zeros(len(bad)))
+
+
+def test_cross_validation_shrinks_what_the_prompts_do_not_bear_out() -> None:
+    rng = np.random.default_rng(5)
+    features, _, told = planted(n=60, noise=0.01)
+    untold = rng.uniform(0.3, 0.9, 60)
+    unseen = np.concatenate([np.ones((500, 1)), rng.normal(size=(500, 5))], axis=1)
+    plain, shrunk = (least_squares(features, untold, ridge=ridge).predict(unseen) for ridge in (0.0, "cv"))
+    assert shrunk.std() < 0.25 * plain.std()
+    assert shrunk.mean() == pytest.approx(untold.mean(), abs=0.01)
+    plain, shrunk = (least_squares(features, told, ridge=ridge).predict(unseen) for ridge in (0.0, "cv"))
+    np.testing.assert_allclose(shrunk, plain, atol=0.02)
+    # The chosen ridge has the least leave-one-out error, computed the long way.
+    errors = []
+    for ridge in RIDGES:
+        left_out = [
+            least_squares(np.delete(features, i, 0), np.delete(untold, i), ridge=ridge * 60 / 59).predict(features[i : i + 1])[0]
+            for i in range(60)
+        ]
+        errors.append(float(((np.array(left_out) - untold) ** 2).sum()))
+    best = least_squares(features, untold, ridge=RIDGES[int(np.argmin(errors))])
+    chosen = least_squares(features, untold, ridge="cv")
+    assert np.abs(chosen.weights - best.weights).max() < 0.01
+
+
+@pytest.mark.parametrize("ridge", [0.0, 0.3])
+def test_online_updates_are_a_fit_to_all(ridge: float) -> None:
+    features, _, alpha = planted(n=50, noise=0.1, seed=7)
+    first = least_squares(features[:20], alpha[:20], ridge=ridge)
+    online = first
+    for u, a in zip(features[20:], alpha[20:], strict=True):
+        online = online.observed(u, float(a))
+    whole = np.linalg.inv(features.T @ features + ridge * 20 * np.diag([0.0, *[1.0] * 5]))
+    np.testing.assert_allclose(online.inverse, whole, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(online.weights, whole @ features.T @ alpha, rtol=0, atol=1e-12)
+    assert online.prompts == 50
+    assert first.prompts == 20
+    with pytest.raises(ValueError, match=r"from 0 to 1, not 1\.5"):
+        first.observed(features[0], 1.5)
+
+
+def test_accuracy_of_served_rounds_is_equation_2() -> None:
+    steps = [Step(0, 4, 5, 4, 5, 4), Step(5, 4, 5, 1, 2, 4), Step(7, 0, 1, 0, 1, 0), Step(8, 4, 5, 2, 2, 4)]  # last: EOS
+    assert observed_accuracy(steps) == 7 / 8
+    assert math.isnan(observed_accuracy(steps[2:3]))
+
+
+# -- from accuracy to a draft --------------------------------------------------------------------------------------------------
+
+ALPHAS = np.linspace(0.0, ACC_MAX, 41)
+
+
+@pytest.mark.parametrize("draft", ["near", "ngram"])
+def test_option_is_the_papers_model(draft: str) -> None:
+    """Objective 1, equations 9 and 3, against the scalar forms in optimizer.throughput."""
+    option = Option.of(draft, chain(draft), PROFILE)
+    costs = window_costs(PROFILE, chain(draft))
+    assert costs is not None
+    windows, omega, rho = option.window(ALPHAS), option.emitted(ALPHAS), option.acceptance_rate(ALPHAS)
+    for i, alpha in enumerate(ALPHAS):
+        d = optimal_window(alpha, costs)
+        assert windows[i] == d
+        assert omega[i] == pytest.approx(expected_emitted(alpha, d))
+        if d == 0:
+            assert math.isinf(rho[i])
+            continue
+        assert rho[i] == pytest.approx(acceptance_rate(alpha, d))
+        by_equation_3 = throughput(100.0, 100.0 / (d * rho[i]), rho[i], costs.draft_step_s, costs.verify_s[d])
+        assert 1 / option.token_seconds(ALPHAS)[i] == pytest.approx(by_equation_3)
+
+
+def test_options_of_none_fixed_windows_and_sampling() -> None:
+    none = Option.of("none", AUTOREGRESSIVE, PROFILE)
+    assert none.window(ALPHAS).tolist() == [0] * 41
+    np.testing.assert_allclose(none.token_seconds(ALPHAS), PROFILE.verify.at(1, 256) + PROFILE.overhead_s)
+    assert Option.of("near", chain("near", {"kind": "fixed", "gamma": 3}), PROFILE).window(ALPHAS).tolist() == [3] * 41
+    least = Option.of("near", chain("near", {"kind": "fsm", "gamma_min": 2, "gamma_max": 6}), PROFILE).window(ALPHAS)
+    assert least.min() == 2
+    assert least.max() == 6
+    hot = replace(PROFILE, noise_s=3e-4, sample_s=2e-4, draft_sample_s=1e-4)
+    for draft in ("none", "near"):
+        policy = CANDIDATES[draft]
+        cold, warm = Option.of(draft, policy, hot), Option.of(draft, policy, hot, sampled=True)
+        g = np.arange(len(cold.round_s))
+        np.testing.assert_allclose(warm.round_s - cold.round_s, 2e-4 * (g + 1) + 1e-4 * g)
+        assert warm.token_s == 3e-4
+
+
+def test_prefill_of_the_draft_counts() -> None:
+    option = Option.of("near", chain("near"), PROFILE)
+    curve = PROFILE.draft_prefill["near"]
+    np.testing.assert_allclose(option.prefill_seconds([1, 2, 200]), [0.0, curve.at(1, 0), curve.at(199, 0)])
+    assert Option.of("none", AUTOREGRESSIVE, PROFILE).prefill_seconds([200]).tolist() == [0.0]
+
+
+def an_option(draft: str, step_s: float, verify_s: float = 4e-3, gamma_max: int = 8, more: float = 1e-4) -> Option:
+    rounds = np.arange(gamma_max + 1) * (step_s + more) + verify_s
+    return Option(draft, chain(draft), rounds, step_s, verify_s, 0, gamma_max)
+
+
+def test_theorem_3_is_equation_4_of_every_pair() -> None:
+    small, large = an_option("near", 1e-4), an_option("far", 2e-4)
+    seen = set()
+    for a, b in itertools.product(np.linspace(0.01, 0.97, 33), repeat=2):
+        got = int(theorem_3(np.array([[a, b]]), [small, large])[0])
+        (d_s,), (d_l,) = small.window(np.array([a])), large.window(np.array([b]))
+        if d_s and d_l:
+            length = 77.0
+            n_s, n_l = length / expected_emitted(a, d_s), length / expected_emitted(b, d_l)
+            gain = acceptance_rate(b, d_l) - acceptance_rate(a, d_s)
+            assert got == int(larger_draft_condition(n_s - n_l, (2e-4 - 1e-4) / 4e-3, gain, length))
+        else:
+            assert got == int(large.token_seconds(np.array([b]))[0] < small.token_seconds(np.array([a]))[0])
+        seen.add((bool(d_s and d_l), got))
+    assert seen == {(True, 0), (True, 1), (False, 0), (False, 1)}
+
+
+def test_theorem_3_never_takes_a_slower_draft_at_equal_windows() -> None:
+    """The condition is sufficient: with windows that cannot differ, what it takes is faster by equation 3. It misses some."""
+    fixed = {"kind": "fixed", "gamma": 5}
+    small, large = (
+        replace(an_option(d, s, gamma_max=5, more=0.0), policy=chain(d, fixed), gamma_min=5)
+        for d, s in (("near", 1e-4), ("far", 4e-4))
+    )
+    taken = missed = 0
+    for a, b in itertools.product(np.linspace(0.05, 0.95, 19), repeat=2):
+        alphas = np.array([[a, b]])
+        faster = bool(large.token_seconds(alphas[:, 1])[0] < small.token_seconds(alphas[:, 0])[0])
+        if theorem_3(alphas, [small, large])[0] == 1:
+            assert faster
+            taken += 1
+        else:
+            missed += faster
+    assert taken > 20
+    assert missed > 20
+
+
+def test_theorem_3_takes_drafts_by_latency_ratio_whatever_their_order() -> None:
+    none = Option("none", AUTOREGRESSIVE, np.array([2.5e-3]), 0.0, 4e-3, 0, 0)
+    options = [an_option("far", 2e-4), an_option("near", 1e-4), none]
+    alphas = np.random.default_rng(0).uniform(0, 0.98, (300, 3)) * [1, 1, 0]
+    first = theorem_3(alphas, options)
+    assert set(first.tolist()) == {0, 1, 2}
+    for order in itertools.permutations(range(3)):
+        again = theorem_3(alphas[:, list(order)], [options[k] for k in order])
+        np.testing.assert_array_equal(np.array(order)[again], first)
+
+
+def test_the_throughput_rule_finds_the_fastest_by_the_model() -> None:
+    """Against simulated geometric acceptance: the draft that the rule takes is the fastest in simulation where they differ clearly."""
+    options = [an_option("near", 3e-4), an_option("far", 12e-4)]
+    rng, right = np.random.default_rng(1), 0
+    for alphas in rng.uniform(0.2, 0.95, (30, 2)):
+        seconds = []
+        for option, alpha in zip(options, alphas, strict=True):
+            d = int(option.window(np.array([alpha]))[0])
+            accepted = np.minimum(rng.geometric(1 - alpha, 4000) - 1, d)
+            seconds.append(4000 * option.round_s[d] / (accepted + 1).sum())
+        expected = [float(o.token_seconds(np.array([a]))[0]) for o, a in zip(options, alphas, strict=True)]
+        np.testing.assert_allclose(seconds, expected, rtol=0.06)
+        if abs(seconds[0] / seconds[1] - 1) > 0.12:
+            right += 1
+            assert np.argmin(seconds) == np.argmin(expected)
+    assert right > 10
+
+
+# -- a trace where the prompt tells which draft is good -------------------------------------------------------------------------
+
+KINDS = {"code": {"near": 0.9, "far": 0.35, "ngram": 0.1}, "prose": {"near": 0.35, "far": 0.9, "ngram": 0.1},
+         "copy": {"near": 0.6, "far": 0.6, "ngram": 0.97}}  # fmt: skip
+VOICE = {"code": "def return ( ) : import class", "prose": "the fox and the dog , how many ?", "copy": "alpha beta alpha beta"}
+
+
+def planted_trace(n: int = 90, seed: int = 0, temperature: float = 0.0, mute: bool = False) -> tuple[ReplayTrace, list[Prompt]]:
+    """Requests of three kinds; each draft agrees independently at each position, with a chance by kind."""
+    rng, kinds = np.random.default_rng(seed), list(KINDS)
+    trajectories, prompts = [], []
+    panoramas: dict[str, list[ChainPanorama]] = {"near": [], "far": [], "ngram": []}
+    for i in range(n):
+        kind = kinds[i % 3]
+        t = a_trajectory(1000 * seed + i, n=64, category=kind, sampling=Sampling(temperature))
+        t = replace(t, prompt_ids=rng.integers(0, 4096, int(rng.integers(5, 200))).astype(np.int32))
+        trajectories.append(t)
+        voice = [*VOICE[kind if not mute else "code"].split(), *WORDS]
+        text = " ".join(rng.choice(voice, int(rng.integers(20, 60))))
+        prompts.append(Prompt(text, len(t.prompt_ids), float(rng.normal(2.0, 0.3))))
+        for draft, views in panoramas.items():
+            silent = 0.5 * (1 - KINDS[kind][draft]) if draft == "ngram" else 0.0
+            views.append(a_panorama(t, draft, seed=i, agreement=KINDS[kind][draft], none=silent))
+    return ReplayTrace(trajectories, panoramas), prompts
+
+
+def test_accuracy_is_counted_from_agreement() -> None:
+    trace, _ = planted_trace(6)
+    measured = Measured.of(trace, CANDIDATES, PROFILE)
+    assert measured.drafts == ("none", "ngram", "near", "far")
+    for k, draft in enumerate(measured.drafts):
+        for i in range(6):
+            part = slice(int(trace.offsets[i]), int(trace.offsets[i + 1]))
+            agree = trace.chains[draft].agree[part] if draft != "none" else np.zeros(64)
+            assert measured.alphas[i, k] == pytest.approx(np.mean(agree == AGREE_YES))
+    assert (trace.chains["ngram"].agree == AGREE_NONE).any()
+    with pytest.raises(TraceError, match=r"no chain panorama of draft 'head' .it has: far, near, ngram.*leave heads out"):
+        agreement(trace, "head")
+
+
+def test_persistence_tells_a_lasting_difference_from_luck() -> None:
+    trace, _ = planted_trace(90)
+    by_kind = persistence(trace, ["near", "far"])
+    assert min(c for c in by_kind.values() if c is not None) > 0.7
+    luck = persistence(trace.select(range(0, 90, 3)), ["near", "far", "none"])  # of one kind
+    assert abs(luck["near"] or 0.0) < 0.45
+    assert luck["none"] is None
+    halves = [[np.mean(trace.chains["far"].agree[o + h : o + h + 32] == AGREE_YES) for o in trace.offsets[:-1]] for h in (0, 32)]
+    assert by_kind["far"] == pytest.approx(np.corrcoef(*halves)[0, 1])
+
+
+def test_accuracy_under_rejection_is_the_recorded_chance() -> None:
+    t = [a_trajectory(i, sampling=Sampling(1.0), verifier="rejection") for i in range(2)]
+    t[1] = replace(t[1], verifier="coupled")
+    views = [a_panorama(x, "near", seed=i) for i, x in enumerate(t)]
+    got = agreement(ReplayTrace(t, {"near": views}), "near")
+    np.testing.assert_allclose(got[:60], np.where(views[0].agree == AGREE_NONE, 0.0, views[0].accept / 65535.0))
+    np.testing.assert_array_equal(got[60:], views[1].agree == AGREE_YES)
+
+
+def test_seconds_are_those_of_replay_request_by_request() -> None:
+    trace, _ = planted_trace(9)
+    part = trace.select([7, 1, 4])
+    measured = Measured.of(part, CANDIDATES, PROFILE)
+    for k, policy in enumerate(CANDIDATES.values()):
+        np.testing.assert_array_equal(measured.seconds[:, k], run_replay(part, policy, PROFILE).seconds)
+    scores = position_seconds(part, CANDIDATES, PROFILE).reshape(3, 64, 4).sum(1)
+    np.testing.assert_allclose(scores, measured.seconds - measured.before, rtol=1e-12)
+
+
+def test_the_chooser_finds_the_draft_that_the_prompt_tells() -> None:
+    trace, prompts = planted_trace()
+    chooser = fit_chooser(trace, prompts, CANDIDATES, PROFILE, reader="near")
+    held = chooser.metrics["held_out"]
+    assert held["requests"] == 36
+    assert min(held["r2"].values()) > 0.5
+    assert held["gain"]["oracle"] > 0.1
+    assert held["share"]["throughput"] > 0.7
+    assert held["share"]["known"] > 0.85
+    assert held["tokens_per_s"]["throughput"] > 1.1 * held["tokens_per_s"][held["single"]]
+    assert sum(held["picks"]["throughput"].values()) == 36
+    assert held["interval"]["throughput"][0] > 0.03
+    json.dumps(chooser.metrics, allow_nan=False)
+    # The paper's start from r prompts is noisier, but is a chooser.
+    start = fit_chooser(trace, prompts, CANDIDATES, PROFILE, reader="near", start=True, ridge=0.0)
+    assert start.metrics["fitted_prompts"] == start.features.dimension
+    assert all(w.prompts == start.features.dimension for w in start.accuracy.values())
+
+
+def test_a_prompt_that_tells_nothing_gains_nothing() -> None:
+    """The same drafts, but all prompts read alike: what is held out shows no skill, though the oracle's gain is as large."""
+    trace, prompts = planted_trace(mute=True)
+    held = fit_chooser(trace, prompts, CANDIDATES, PROFILE, reader="near").metrics["held_out"]
+    assert max(held["r2"].values()) < 0.2
+    assert held["gain"]["oracle"] > 0.1
+    assert held["share"]["throughput"] < 0.35
+
+
+def test_evaluation_is_what_its_picks_cost() -> None:
+    trace, prompts = planted_trace(30)
+    chooser = fit_chooser(trace, prompts, CANDIDATES, PROFILE, reader="near", parts=(range(20), range(20, 30)))
+    held, measured = chooser.metrics["held_out"], Measured.of(trace.select(range(20, 30)), CANDIDATES, PROFILE)
+    names, options = list(CANDIDATES), chooser.options(PROFILE)
+    reading = PROFILE.draft_prefill["near"]
+    choices = [chooser.choose(p, options, 64) for p in prompts[20:]]
+    spent = sum(
+        measured.seconds[i, names.index(c.draft)] + (0.0 if c.draft == "near" else reading.at(prompts[20 + i].tokens - 1, 0))
+        for i, c in enumerate(choices)
+    )
+    assert held["tokens_per_s"]["throughput"] == pytest.approx(640 / spent)
+    assert held["tokens_per_s"]["oracle"] == pytest.approx(640 / measured.seconds.min(1).sum())
+    best = measured.seconds.sum(0).min()
+    assert held["share"]["throughput"] == pytest.approx((best - spent) / (best - measured.seconds.min(1).sum()))
+    for choice in choices:
+        assert choice.policy == CANDIDATES[choice.draft]
+        assert choice.tokens_per_s[choice.draft] == max(choice.tokens_per_s.values())
+        k = names.index(choice.draft)
+        assert choice.gamma == options[k].window(np.array([choice.accuracy[choice.draft]]))[0]
+
+
+def test_features_without_perplexity_cost_no_pass() -> None:
+    trace, prompts = planted_trace(30)
+    reads, unread = (
+        fit_chooser(
+            trace, prompts, {"ngram": chain("ngram"), "far": chain("far")}, PROFILE, reader="near", scalars=scalars, components=0
+        )
+        for scalars in (("perplexity",), ("lookup",))
+    )
+    assert reads.features.reads
+    assert not unread.features.reads
+    measured = Measured.of(trace, unread.candidates, PROFILE)
+    for chooser, charged in ((unread, 0.0), (reads, sum(PROFILE.draft_prefill["near"].at(p.tokens - 1, 0) for p in prompts))):
+        free, paid = (evaluate(chooser, measured, prompts, PROFILE, charged=c).tokens_per_s["throughput"] for c in (False, True))
+        assert measured.new_tokens.sum() * (1 / paid - 1 / free) == pytest.approx(charged)
+
+
+def test_calibration_scales_the_model_to_replay() -> None:
+    trace, prompts = planted_trace(30)
+    chooser = fit_chooser(trace, prompts, CANDIDATES, PROFILE, parts=(range(30), range(30)))
+    measured, options = Measured.of(trace, CANDIDATES, PROFILE), chooser.options(PROFILE)
+    assert chooser.calibration["none"] == pytest.approx(1.0, abs=0.25)  # only the context differs from the reference
+    known = np.clip(measured.alphas, 0, ACC_MAX)
+    shared = measured.before[:, :1]
+    total = chooser.expected_seconds(known, options, measured.prompt_tokens, measured.new_tokens).sum(0)
+    np.testing.assert_allclose(total, (measured.seconds - shared).sum(0), rtol=1e-9)
+
+
+def test_r_squared() -> None:
+    from sklearn.metrics import r2_score
+
+    rng = np.random.default_rng(0)
+    true, predicted = rng.uniform(size=(2, 30))
+    assert r_squared(true, predicted) == pytest.approx(r2_score(true, predicted))
+    assert r_squared(np.ones(4), np.zeros(4)) is None
+
+
+# -- as an artifact ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def fitted() -> tuple[Chooser, list[Prompt]]:
+    trace, prompts = planted_trace(45)
+    return fit_chooser(trace, prompts, CANDIDATES, PROFILE, reader="near", scalars=("length", "perplexity", "lookup")), prompts
+
+
+def test_a_chooser_survives_storage(fitted: tuple[Chooser, list[Prompt]]) -> None:
+    chooser, prompts = fitted
+    document, arrays = chooser.to_document()
+    assert {a.dtype for a in arrays.values()} == {np.dtype(np.float64)}
+    again = Chooser.from_document(json.loads(json.dumps(document, allow_nan=False)), arrays, drafts=("near", "far", "ngram"))
+    u = chooser.features.transform(prompts)
+    np.testing.assert_array_equal(again.features.transform(prompts), u)
+    np.testing.assert_array_equal(again.accuracies(u), chooser.accuracies(u))
+    assert again.candidates == chooser.candidates
+    assert again.calibration == chooser.calibration
+    assert again.to_document()[0] == document
+    options = again.options(PROFILE)
+    assert [again.choose(p, options, 64) for p in prompts] == [chooser.choose(p, options, 64) for p in prompts]
+
+
+def test_a_chooser_learns_while_it_serves(fitted: tuple[Chooser, list[Prompt]]) -> None:
+    chooser, prompts = fitted
+    assert chooser.observed("none", prompts[0], 0.5) is chooser
+    assert chooser.observed("near", prompts[0], math.nan) is chooser
+    told = chooser
+    for _ in range(400):
+        told = told.observed("near", prompts[0], 0.07)
+    u = chooser.features.transform(prompts[:1])
+    near = told.drafts.index("near")
+    assert told.accuracies(u)[0, near] == pytest.approx(0.07, abs=0.02)
+    others = [k for k in range(4) if k != near]
+    np.testing.assert_array_equal(told.accuracies(u)[0, others], chooser.accuracies(u)[0, others])
+
+
+def without(mapping: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {k: v for k, v in mapping.items() if k not in keys}
+
+
+@pytest.mark.parametrize(
+    ("damage", "drafts", "message"),
+    [
+        (lambda d, a: (d, without(a, "weights.far")), (), "no weights for draft 'far' .it has: near, ngram.*`fit chooser --recording ID`"),
+        (lambda d, a: (d, without(a, "inverse.near")), (), "no weights for draft 'near'.*`fit chooser --recording ID`"),
+        (lambda d, a: (d, a), ("near", "newer"), "no weights for draft 'newer'.*`fit chooser --recording ID`"),
+        (lambda d, a: (d | {"candidates": {}}, a), (), "no draft to choose; `fit chooser --recording ID`"),
+        (lambda d, a: (d | {"rule": "coin"}, a), (), "rule 'coin' is not known"),
+        (lambda d, a: (d | {"scalars": ["length", "mood"]}, a), (), "feature 'mood' is not known"),
+        (lambda d, a: (without(d, "vocabulary"), a), (), "not a chooser of drafts: it lacks 'vocabulary'"),
+        (lambda d, a: (d, a | {"idf": a["idf"][1:]}), (), "not a chooser of drafts: prompt features: idf has shape"),
+        (lambda d, a: (d, a | {"weights.near": a["weights.near"][1:]}), (), "draft 'near' has weights"),
+        (lambda d, a: (d | {"candidates": {"near": {"draft": "near", "windw": {}}}}, a), (), "candidate 'near': unknown key 'windw'"),
+    ],
+)  # fmt: skip
+def test_what_is_no_chooser_is_refused(
+    fitted: tuple[Chooser, list[Prompt]],
+    damage: Callable[[dict[str, Any], dict[str, Any]], tuple[dict[str, Any], dict[str, Any]]],
+    drafts: tuple[str, ...],
+    message: str,
+) -> None:
+    document, arrays = damage(*fitted[0].to_document())
+    with pytest.raises(PolicyError, match=message) as caught:
+        Chooser.from_document(document, arrays, drafts=drafts)
+    assert "\n" not in str(caught.value)
+
+
+def test_candidates_that_cannot_be_weighed_are_refused() -> None:
+    trace, prompts = planted_trace(6)
+    tree = parse_policy({"draft": "near", "growth": {"kind": "top_k"}, "window": {"kind": "fixed", "gamma": 3}})
+    with pytest.raises(
+        PolicyError, match="draft 'near': its policy grows top_k trees; a chooser predicts the accuracy of chains"
+    ):
+        Option.of("near", tree, PROFILE)
+    with pytest.raises(PolicyError, match="draft 'far': its policy drafts with 'near'"):
+        Option.of("far", chain("near"), PROFILE)
+    with pytest.raises(PolicyError, match="draft 'gone': its policy has no costs of chains"):
+        Option.of("gone", chain("gone"), PROFILE)
+    with pytest.raises(PolicyError, match="give at least one policy"):
+        fit_chooser(trace, prompts, {}, PROFILE)
+    with pytest.raises(TraceError, match="5 prompts for 6 recorded requests"):
+        fit_chooser(trace, prompts[:5], CANDIDATES, PROFILE)
+    with pytest.raises(TraceError, match="switched in replay between chains only"):
+        replay_switched(trace, {"near": tree}, PROFILE, lambda i, at: 0)
+
+
+# -- hedge ---------------------------------------------------------------------------------------------------------------------
+
+
+def sequences() -> list[np.ndarray]:
+    """Losses [t, K]: random ones, drifting ones, and adversaries that read the weights or the leader before they speak."""
+    rng = np.random.default_rng(0)
+    found = [rng.uniform(size=(t, k)) for t in (1, 7, 300) for k in (2, 5)]
+    found += [(rng.uniform(size=(400, 4)) < [0.5, 0.45, 0.5, 0.55]).astype(float), np.repeat(np.eye(3), 100, axis=0)]
+    for k, eta in ((2, None), (4, None), (3, 0.1)):
+        for what in ("weights", "leader"):
+            state, rows = Hedge.over(k, eta), []
+            for _ in range(300):
+                row = np.zeros(k)
+                row[int(np.argmax(state.weights)) if what == "weights" else state.leader] = 1.0
+                rows.append(row)
+                state = state.observed(row)
+            found.append(np.array(rows))
+    return found
+
+
+@pytest.mark.parametrize("losses", sequences(), ids=lambda x: f"{x.shape[0]}x{x.shape[1]}")
+def test_regret_is_within_its_bound(losses: np.ndarray) -> None:
+    t, k = losses.shape
+    for eta in (None, hedge_eta(k, t), 0.05, 2.0):
+        done = run_hedge(losses, eta=eta)
+        assert done.regret == pytest.approx((done.weights * losses).sum() - losses.sum(0).min())
+        assert done.regret <= hedge_bound(k, t, eta) + 1e-9
+        assert done.bound == hedge_bound(k, t, eta)
+        np.testing.assert_allclose(done.weights.sum(1), 1.0)
+        for n in range(1, t + 1, 37):  # with the rate that knows no horizon the bound holds at every time
+            if eta is None:
+                part = (done.weights[:n] * losses[:n]).sum() - losses[:n].sum(0).min()
+                assert part <= hedge_bound(k, n) + 1e-9
+    assert hedge_bound(k, t, hedge_eta(k, t)) == pytest.approx(math.sqrt(t * math.log(k) / 2))
+
+
+def test_an_adversary_ruins_the_leader_but_not_the_weights() -> None:
+    (losses,) = [x for x in sequences() if x.shape == (300, 4) and len(np.unique(x.sum(0))) == 1][:1]
+    done = run_hedge(losses)
+    assert losses[np.arange(300), done.leaders].sum() == 300  # the leader loses every time; the best draft 75 times
+    assert done.regret < 0.15 * 300
+
+
+def test_weights_are_exponential_and_picks_follow_them() -> None:
+    state = Hedge.over(3, 0.7).observed([0.0, 1.0, 0.5]).observed([0.2, 0.0, 0.5])
+    raw = np.exp(-0.7 * np.array([0.2, 1.0, 1.0]))
+    np.testing.assert_allclose(state.weights, raw / raw.sum())
+    assert state.leader == 0
+    picks = np.bincount([state.pick((i + 0.5) / 10_000) for i in range(10_000)], minlength=3) / 10_000
+    np.testing.assert_allclose(picks, state.weights, atol=1e-4)
+    assert Hedge.over(1).observed([1.0]).weights.tolist() == [1.0]
+    for bad in ([0.1, 0.2], [0.1, 0.2, 1.1], [0.1, 0.2, math.nan]):
+        with pytest.raises(ValueError, match="hedge needs 3 losses from 0 to 1"):
+            state.observed(bad)
+    for arguments in ((0, None), (2, 0.0)):
+        with pytest.raises(ValueError, match="at least one draft and a rate above 0"):
+            Hedge.over(*arguments)
+
+
+def test_hedge_across_requests_finds_the_best_single_draft() -> None:
+    trace, _ = planted_trace(90)
+    same = trace.select([i for i in range(90) if i % 3 == 1])  # prose alone: "far" is best
+    measured, options = Measured.of(same, CANDIDATES, PROFILE), tuple(Option.of(d, p, PROFILE) for d, p in CANDIDATES.items())
+    done, expected, led = hedge_requests(measured, options)
+    best = int(measured.seconds.sum(0).argmin())
+    assert done.leaders[3:].tolist() == [best] * 27
+    assert done.weights[-1, best] == done.weights[-1].max()
+    assert done.regret <= done.bound
+    assert led.sum() < 1.1 * measured.seconds[:, best].sum()
+    assert measured.seconds.min() <= expected.min()
+    least, most = loss_range(options)
+    each = (measured.seconds - measured.before) / 64
+    assert 0 < least < each.min() < each.max() < 1.2 * most
+
+
+def shape(s: Step) -> tuple[Any, ...]:
+    """What of a round must be equal; the lag where a model read it."""
+    return s.start, s.drafted, s.verified, s.accepted, s.emitted, s.draft_steps, s.draft, s.policy, s.lag * (s.draft_steps > 0)
+
+
+def test_switching_never_is_plain_replay() -> None:
+    for temperature in (0.0, 1.0):
+        trace, _ = planted_trace(6, temperature=temperature)
+        profile = replace(PROFILE, noise_s=3e-4, sample_s=2e-4, draft_sample_s=1e-4)
+        for k, policy in enumerate(CANDIDATES.values()):
+            seconds, steps = replay_switched(trace, CANDIDATES, profile, lambda i, at, k=k: k)
+            plain = run_replay(trace, policy, profile, per_round=True)
+            np.testing.assert_allclose(seconds, plain.seconds, rtol=1e-12)
+            assert [[shape(s) for s in r] for r in steps] == [[shape(s) for s in r] for r in plain.steps()]
+            np.testing.assert_allclose([s.round_s for r in steps for s in r], [s.round_s for r in plain.steps() for s in r])
+
+
+def test_following_the_leader_within_a_request() -> None:
+    trace, _ = planted_trace(30)
+    measured = Measured.of(trace, CANDIDATES, PROFILE)
+    far = list(CANDIDATES).index("far")
+    np.testing.assert_allclose(
+        follow_leader(trace, CANDIDATES, PROFILE, block=64, first=far), measured.seconds[:, far], rtol=1e-12
+    )
+    led = follow_leader(trace, CANDIDATES, PROFILE, block=8, first=far)
+    paid = follow_leader(trace, CANDIDATES, PROFILE, block=8, first=far, charged=True)
+    assert led.sum() < measured.seconds.sum(0).min()  # each request finds its own draft in eight tokens
+    assert measured.seconds.min(1).sum() < led.sum()
+    assert (paid > led).all()
+    same = follow_leader(trace.select(range(1, 30, 3)), CANDIDATES, PROFILE, block=8, carry=True)
+    assert same.sum() < 1.1 * measured.seconds[1::3, far].sum()
+    with pytest.raises(ValueError, match="at least one token, not 0"):
+        follow_leader(trace, CANDIDATES, PROFILE, block=0)
+
+
+# -- with real models ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_pair: Any) -> Any:
+    import torch
+
+    from runtime.loading import load_pair
+    from runtime.pair import read_pair
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield load_pair(read_pair(str(tiny_pair)), device="cpu")
+    torch.set_num_threads(threads)
+
+
+def test_perplexity_is_the_models_own(pair: Any) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    for model, path in ((pair.target, pair.spec.target), (pair.drafts["near"], dict(pair.spec.drafts)["near"])):
+        alone = AutoModelForCausalLM.from_pretrained(path)
+        for text in (*TEXT, TEXT[0] * 14):
+            ids = pair.encode(text)[:500]
+            with torch.no_grad():
+                logits = alone(torch.tensor([ids])).logits[0, :-1].double()
+            nats = torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]))
+            got = log_perplexity(model, ids)
+            assert got == pytest.approx(float(nats), abs=0.5 / 256 + 1e-5)
+            assert got * 256 == round(got * 256)
+    assert math.isnan(log_perplexity(pair.target, ids[:1]))
+
+
+def test_prompts_read_alike_when_recorded_and_when_served(pair: Any) -> None:
+    reader = prompt_reader(pair)
+    assert reader in ("near", "far")
+    texts = [TEXT[i % 4] + "x" * i for i in range(5)]
+    trajectories = [replace(a_trajectory(i), prompt_ids=np.array(pair.encode(t), dtype=np.int32)) for i, t in enumerate(texts)]
+    recorded = read_prompts(pair, trajectories)
+    for text, prompt in zip(texts, recorded, strict=True):
+        assert prompt == read_prompt(pair, pair.encode(text), reader)
+        unread = read_prompt(pair, pair.encode(text), None)
+        assert math.isnan(unread.nats)
+        assert replace(unread, nats=prompt.nats) == prompt
+        assert prompt.text == text
+        assert prompt.tokens == len(pair.encode(text))
+    with pytest.raises(
+        PolicyError, match=r"reads prompts with draft 'gone', which this pair lacks.*`fit chooser --recording ID`"
+    ):
+        read_prompt(pair, [1, 2], "gone")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_switched_rounds_are_the_runtimes(pair: Any, temperature: float) -> None:
+    """Drafts that change every few tokens, decoded and replayed: the same rounds, lags included."""
+    from runtime.decoder import Decoder
+    from runtime.loop import StaticSource
+    from runtime.panorama import record_panorama
+    from runtime.policies.prepared import prepare
+    from traces.schema import Request
+
+    sampling = Sampling(temperature, seed=3)
+    plan = [2, 1, 2, 3, 0, 1, 3, 2]  # numbers of CANDIDATES, by fives of tokens
+
+    def switch(i: int, at: int) -> int:
+        return plan[(i + at // 5) % len(plan)]
+
+    ready = [prepare(p, pair.draft_names, profile=PROFILE) for p in CANDIDATES.values()]
+
+    class Source:
+        number = 0
+
+        def current(self) -> Any:
+            return ready[self.number]
+
+    source = Source()
+    decoder = Decoder(pair, source)
+    trajectories: list[Trajectory] = []
+    executed: list[list[Step]] = []
+    for i, text in enumerate(TEXT):
+        plain = Decoder(pair, StaticSource(prepare(Policy(), pair.draft_names)))
+        request = plain.request(Request(str(i), "c", (text,)), pair.encode(text), sampling, 40)
+        trajectories.append(plain.decode(request).trajectory)
+        steps, at = [], 0
+        source.number = switch(i, 0)
+        rounds = decoder.rounds(request)
+        for item in rounds:
+            steps.append(item.step)
+            at += item.step.emitted
+            source.number = switch(i, at)
+        executed.append(steps)
+    trace = ReplayTrace(trajectories, {d: [record_panorama(pair, t, d, 8) for t in trajectories] for d in pair.draft_names})
+    seconds, replayed = replay_switched(trace, CANDIDATES, PROFILE, switch)
+
+    assert [[shape(s) for s in steps] for steps in replayed] == [[shape(s) for s in steps] for steps in executed]
+    assert len({s.draft for steps in replayed for s in steps if s.draft_steps}) == 3
+    assert max(s.lag for steps in replayed for s in steps) > 4
+    for i, steps in enumerate(replayed):
+        models = {d: CostModel.of(PROFILE, d if d != "none" else None, trace.max_context) for d in CANDIDATES}
+        prompt, total = len(trajectories[i].prompt_ids), 0.0
+        total += sum(models[s.draft].round_seconds(s, prompt + s.start - 1, sampled=temperature > 0).round_s for s in steps)
+        first_use = {s.draft: s.start for s in reversed(steps) if s.draft_steps}
+        total += PROFILE.request_s + PROFILE.prefill.at(prompt - 1, 0)
+        total += sum(PROFILE.draft_prefill[d].at(prompt + at - 1, 0) for d, at in first_use.items())
+        assert seconds[i] == pytest.approx(total)

@@ -1,0 +1,152 @@
+"""``fit frequencies|clusters|router``, and policies with what they made: executed, simulated, refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doors import Door, write_workload
+
+from db import open_database
+from runtime.policies.dynaspec import Frequencies, Routing
+from traces.store import TraceStore
+
+TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def door(tmp_path_factory: pytest.TempPathFactory, tiny_pair: Path) -> Door:
+    """A database with a recording with trees."""
+    folder = tmp_path_factory.mktemp("shortlists")
+    door = Door(str(folder / "spectune.db"), str(tiny_pair))
+    door.json(
+        *("record", "--pair", tiny_pair, "--workload", write_workload(folder / "w.jsonl", 6), "--max-new-tokens", TOKENS),
+        *("--gamma-max", 6, "--tree-width", 6, "--tree-depth", 4),
+    )
+    return door
+
+
+@pytest.fixture(scope="module")
+def frequencies(door: Door, tiny_pair: Path) -> dict[str, Any]:
+    return door.json("fit", "frequencies", "--pair", tiny_pair)
+
+
+@pytest.fixture(scope="module")
+def router(door: Door, tiny_pair: Path) -> dict[str, Any]:
+    return door.json("fit", "router", "--pair", tiny_pair, "--draft", "near", "--clusters", 12, "--epochs", 2)
+
+
+def said(door: Door, *arguments: object) -> str:
+    """The one line on stderr that a command that fails prints."""
+    found = door.call(*arguments)
+    assert found.exit_code == 2, found.output
+    (line,) = [x for x in found.stderr.splitlines() if x.startswith("error: ") or x.startswith("Error: ")]
+    assert not found.stdout
+    return line
+
+
+def policy_file(folder: Path, document: dict[str, Any]) -> Path:
+    folder.mkdir(exist_ok=True)
+    file = folder / "policy.json"
+    file.write_text(json.dumps(document))
+    return file
+
+
+def test_what_is_counted_is_the_recording(door: Door, frequencies: dict[str, Any]) -> None:
+    """Counts are those of the search part's prompts and outputs; special tokens come first; coverage grows to 1."""
+    with open_database(door.db) as database:
+        store = TraceStore(database)
+        artifact = store.get_artifact(frequencies["artifact"])
+        texts = {t.request_id: t for t in store.load(frequencies["recording"], []).trajectories}
+    found = Frequencies.from_document(artifact.document, artifact.arrays)
+    assert frequencies["requests"] < len(texts)
+    assert 0 < frequencies["tokens"] <= sum(len(t.prompt_ids) + len(t.output_ids) for t in texts.values())
+    assert frequencies["always"] == found.always >= 1
+    assert frequencies["policy"]["shortlist"]["size"] == max(1, found.vocab // 4)
+    shares = list(frequencies["coverage"].values())
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+
+
+def test_a_corpus_is_counted_instead(door: Door, tiny_pair: Path, tmp_path: Path) -> None:
+    """Two files; a missing one is named."""
+    for name in ("one.txt", "two.txt"):
+        (tmp_path / name).write_text("the quick brown fox " * 5)
+    made = door.json("fit", "frequencies", "--pair", tiny_pair, "--corpus", tmp_path / "one.txt", "--corpus", tmp_path / "two.txt")
+    assert made["tokens"] % 2 == 0
+    assert "recording" not in made
+    assert "gone.txt" in said(door, "fit", "frequencies", "--pair", tiny_pair, "--corpus", tmp_path / "gone.txt")
+
+
+def test_a_router_says_how_good_it_is(router: dict[str, Any], door: Door) -> None:
+    """Its scores are shares, grow with the clusters taken, and all clusters keep everything; the head's hash is stored."""
+    scores = router["scores"]
+    assert scores["ks"][-1] <= 12
+    for name in ("recall", "mass", "size"):
+        assert scores[name] == sorted(scores[name])
+    assert all(m <= o + 1e-9 for m, o in zip(scores["mass"], scores["oracle"], strict=True))
+    with open_database(door.db) as database:
+        artifact = TraceStore(database).get_artifact(router["artifact"])
+    routing = Routing.from_document(artifact.document, artifact.arrays)
+    assert routing.clusters.count == 12
+    assert sum(router["cluster_sizes"]) == routing.clusters.vocab
+
+
+def test_clusters_alone_are_taken_further(door: Door, tiny_pair: Path, router: dict[str, Any]) -> None:
+    """The router keeps the clusters it is given; those of another draft's head are refused, and what is none."""
+    made = door.json("fit", "clusters", "--pair", tiny_pair, "--draft", "near", "--clusters", 5)
+    taken = door.json(
+        *("fit", "router", "--pair", tiny_pair, "--draft", "near", "--clusters-from", made["artifact"], "--epochs", 1)
+    )
+    assert taken["cluster_sizes"] == made["cluster_sizes"]
+    arguments = ("fit", "router", "--pair", tiny_pair, "--draft")
+    assert "another output head" in said(door, *arguments, "far", "--clusters-from", made["artifact"])
+    assert "5000" in said(door, "fit", "clusters", "--pair", tiny_pair, "--draft", "near", "--clusters", 5000)
+    assert "no such draft" in said(door, *arguments, "ngram")
+
+
+def test_policies_with_what_was_fitted(
+    door: Door, tiny_pair: Path, tmp_path: Path, frequencies: dict[str, Any], router: dict[str, Any]
+) -> None:
+    """run decodes the same text under each, simulate replays frequency chains round by round and says what it cannot."""
+    workload = write_workload(tmp_path / "w.jsonl", 4)
+    common = ("--pair", tiny_pair, "--workload", workload, "--max-new-tokens", TOKENS)
+    door.json("record", *common, "--gamma-max", 6, "--tree-width", 6, "--tree-depth", 4)
+    plain, window = tmp_path / "plain.jsonl", {"kind": "fixed", "gamma": 4}
+    door.json("run", "--policy", "autoregressive", *common, "--outputs", plain)
+    for n, block in enumerate(
+        (
+            {"kind": "frequency", "size": 64, "artifact": frequencies["artifact"]},
+            {"kind": "position_frequency", "k_max": 96, "artifact": frequencies["artifact"]},
+            {"kind": "clusters", "k0": 6, "k1": 4, "k_min": 1, "artifact": router["artifact"]},
+        )
+    ):
+        file = policy_file(tmp_path / str(n), {"draft": "near", "window": window, "shortlist": block})
+        outputs, executed, replayed = (tmp_path / str(n) / name for name in ("out.jsonl", "run.jsonl", "simulated.jsonl"))
+        door.json("run", "--policy", file, *common, "--outputs", outputs, "--per-round", executed)
+        assert outputs.read_text() == plain.read_text()
+        if block["kind"] == "clusters":
+            assert "hidden states" in said(door, "simulate", "--policy", file, "--recording", "latest")
+            continue
+        door.json("simulate", "--policy", file, "--recording", "latest", "--per-round", replayed)
+        assert executed.read_text() == replayed.read_text()
+
+
+def test_wrong_artifacts_are_refused(
+    door: Door, tiny_pair: Path, tmp_path: Path, frequencies: dict[str, Any], router: dict[str, Any]
+) -> None:
+    """A router for another draft, frequencies where a router is needed, budget 0, and a shortlist for prompt lookup."""
+    common = ("--pair", tiny_pair, "--workload", write_workload(tmp_path / "w.jsonl", 1), "--max-new-tokens", 4)
+    clusters = {"kind": "clusters", "k0": 4, "k1": 2, "k_min": 1}
+    for n, (draft, block, words) in enumerate(
+        (
+            ("far", {**clusters, "artifact": router["artifact"]}, "fit router"),
+            ("near", {**clusters, "artifact": frequencies["artifact"]}, "needs a router"),
+            ("near", {"kind": "frequency", "size": 0, "artifact": frequencies["artifact"]}, "size"),
+            ("ngram", {"kind": "frequency", "size": 9, "artifact": frequencies["artifact"]}, "ngram"),
+        )
+    ):
+        file = policy_file(tmp_path / str(n), {"draft": draft, "shortlist": block})
+        assert words in said(door, "run", "--policy", file, *common)

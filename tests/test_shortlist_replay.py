@@ -1,0 +1,175 @@
+"""Shortlisted drafts replayed from full recordings: chains round by round as executed, trees nearly; and what their passes cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pytest
+from pairs import make_pair
+from synthetic import flat_profile
+from test_lossless import PROMPTS
+from test_tree_parity import shape
+
+from optimizer.replay import ReplayTrace, run_replay
+from runtime.decoder import Decoder
+from runtime.loading import LoadedPair, load_pair
+from runtime.loop import StaticSource
+from runtime.pair import read_pair
+from runtime.panorama import record_panorama
+from runtime.policies.document import Policy, parse_policy
+from runtime.policies.dynaspec import FREQUENCIES, Frequencies
+from runtime.policies.prepared import prepare
+from runtime.policies.tree_rules import Artifacts, Fitted
+from runtime.tree_panorama import record_tree_panorama
+from traces.errors import PolicyError, TraceError
+from traces.schema import CostCurve, Request, Sampling, Trajectory
+
+TOKENS, WIDTH, DEPTH, GAMMA = 32, 8, 5, 12
+SAMPLINGS = [Sampling(), Sampling(temperature=1.0, seed=4)]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> LoadedPair:
+    return load_pair(read_pair(str(make_pair(tmp_path_factory.mktemp("pair"), "llama"))), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def recorded(pair: LoadedPair) -> list[tuple[Trajectory, Any, Any]]:
+    """Texts at temperature 0 and 1 with chain and tree panoramas of draft ``near``."""
+    found = []
+    decoder = Decoder(pair, StaticSource(prepare(Policy(), pair.draft_names)))
+    for sampling in SAMPLINGS:
+        for n, prompt in enumerate(PROMPTS):
+            request = decoder.request(Request(f"{n} {sampling.temperature}", "x", (prompt,)), pair.encode(prompt), sampling, TOKENS)
+            text = decoder.decode(request).trajectory
+            found.append(
+                (
+                    text,
+                    record_panorama(pair, text, "near", GAMMA),
+                    record_tree_panorama(pair, text, "near", WIDTH, DEPTH),
+                )
+            )
+    return found
+
+
+@pytest.fixture(scope="module")
+def trace(recorded: list[tuple[Trajectory, Any, Any]]) -> ReplayTrace:
+    return ReplayTrace(
+        [t for t, _, _ in recorded],
+        {"near": [c for _, c, _ in recorded]},
+        trees={("near", "coupled"): [p for _, _, p in recorded]},
+    )
+
+
+@pytest.fixture(scope="module")
+def artifacts(pair: LoadedPair, recorded: list[tuple[Trajectory, Any, Any]]) -> Artifacts:
+    """The vocabulary by its frequency in the first half of the texts, so that the others hold tokens beyond a shortlist."""
+    vocab = pair.target.vocab_size
+    counts = np.bincount(np.concatenate([t.output_ids for t, _, _ in recorded[::2]]), minlength=vocab)
+    document, arrays = Frequencies(np.argsort(-counts, kind="stable").astype(np.int64), 2).to_document()
+    found = Fitted(FREQUENCIES, document, arrays)
+    return lambda name: found
+
+
+def policies(vocab: int) -> list[Policy]:
+    windows = [
+        {"kind": "fixed", "gamma": 1},
+        {"kind": "fixed", "gamma": 6},
+        {"kind": "fsm", "gamma_max": 8},
+        {"kind": "cache_fsm", "gamma_max": 6},
+        {"kind": "heuristic", "gamma_max": 10},
+        {"kind": "q_learning", "gamma_max": 6, "seed": 2},
+    ]
+    shortlists = [{"kind": "frequency", "size": size, "artifact": "a"} for size in (1, 8, vocab // 4, vocab // 2, vocab)]
+    shortlists += [{"kind": "position_frequency", "k_max": size, "artifact": "a"} for size in (16, vocab // 2)]
+    return [parse_policy({"draft": "near", "window": w, "shortlist": s}) for w in windows for s in shortlists]
+
+
+def test_chains_under_shortlists_replay_exactly(
+    pair: LoadedPair, recorded: list[tuple[Trajectory, Any, Any]], trace: ReplayTrace, artifacts: Artifacts
+) -> None:
+    """Every round of every window at every budget, at temperatures 0 and 1; and shortlists do cost acceptance here."""
+    differ = set()
+    for policy in policies(pair.target.vocab_size):
+        decoder = Decoder(pair, StaticSource(prepare(policy, pair.draft_names, artifacts=artifacts)))
+        replayed = run_replay(trace, policy, artifacts=artifacts, per_round=True)
+        full = run_replay(trace, policy.model_copy(update={"shortlist": Policy().shortlist}), per_round=True)
+        for (text, _, _), rounds in zip(recorded, replayed.steps(), strict=True):
+            request = decoder.request(
+                Request(text.request_id, "x", ("",)), text.prompt_ids.tolist(), text.sampling, text.max_new_tokens
+            )
+            decoded = decoder.decode(request)
+            assert decoded.trajectory.output_ids.tolist() == text.output_ids.tolist()
+            assert [shape(s) for s in decoded.steps] == [shape(s) for s in rounds], policy.label()
+        differ.add(replayed.total.rounds != full.total.rounds)
+        if getattr(policy.shortlist, "size", 0) >= pair.target.vocab_size:
+            assert replayed.total == full.total
+    assert differ == {True, False}
+
+
+def test_trees_under_shortlists_replay_nearly(
+    pair: LoadedPair, recorded: list[tuple[Trajectory, Any, Any]], trace: ReplayTrace, artifacts: Artifacts
+) -> None:
+    """Tokens a round within a few percent of what is executed; exactly, where the shortlist holds everything."""
+    vocab = pair.target.vocab_size
+    growth = {"growth": {"kind": "top_k", "width": 3}, "window": {"kind": "fixed", "gamma": 4}, "select": {"top_n": 10}}
+    for size in (vocab // 2, vocab):
+        policy = parse_policy({"draft": "near", **growth, "shortlist": {"kind": "frequency", "size": size, "artifact": "a"}})
+        decoder = Decoder(pair, StaticSource(prepare(policy, pair.draft_names, artifacts=artifacts)))
+        rounds = 0
+        for text, _, _ in recorded:
+            request = decoder.request(
+                Request(text.request_id, "x", ("",)), text.prompt_ids.tolist(), text.sampling, text.max_new_tokens
+            )
+            rounds += len(decoder.decode(request).steps)
+        replayed = run_replay(trace, policy, artifacts=artifacts).total.rounds
+        assert replayed == rounds if size == vocab else replayed == pytest.approx(rounds, rel=0.05)
+
+
+def test_what_cannot_be_replayed_is_said(trace: ReplayTrace, artifacts: Artifacts) -> None:
+    """No trees recorded; a frequency order of another vocabulary."""
+    policy = parse_policy({"draft": "near", "shortlist": {"kind": "frequency", "size": 4, "artifact": "a"}})
+    bare = ReplayTrace(trace.trajectories, {}, trees={})
+    bare.chains = trace.chains
+    with pytest.raises(TraceError, match=r"no trees of draft 'near'.*record --resume"):
+        run_replay(bare, policy, artifacts=artifacts)
+    document, arrays = Frequencies(np.arange(3), 0).to_document()
+    with pytest.raises(TraceError, match="orders a vocabulary of 3 tokens"):
+        run_replay(trace, policy, artifacts=lambda name: Fitted(FREQUENCIES, document, arrays))
+
+
+def test_passes_are_charged_by_the_size_of_the_shortlist(trace: ReplayTrace, artifacts: Artifacts) -> None:
+    """A pass takes 1 us a token of its head: a shortlist saves that, step by step, and a profile without such costs is refused."""
+
+    def curve(*sizes: int) -> CostCurve:
+        return CostCurve(sizes, (0,), tuple((1e-4 + 1e-6 * s,) for s in sizes), ((0.0,),) * len(sizes))
+
+    vocab = 96
+    plain = flat_profile("p", ["near"])
+    profile = replace(plain, shortlist_s={"near": {"full": curve(vocab), "fixed": curve(8, vocab), "routed": curve(8, vocab)}})
+    window = {"kind": "fixed", "gamma": 6}
+    for block, saved in (
+        ({"kind": "frequency", "size": 36}, [60] * 6),
+        ({"kind": "position_frequency", "k_max": 36}, [60, 60, 84, 87, 89, 90]),
+    ):
+        policy = parse_policy({"draft": "near", "window": window, "shortlist": {**block, "artifact": "a"}})
+        replayed = run_replay(trace, policy, profile, artifacts=artifacts, per_round=True)
+        dear = replace(profile, shortlist_s={"near": {k: curve(vocab) for k in ("full", "fixed", "routed")}})
+        without = run_replay(trace, policy, dear, artifacts=artifacts, per_round=True)
+        for cheap, full in zip(chain(*replayed.steps()), chain(*without.steps()), strict=True):
+            assert full.draft_s - cheap.draft_s == pytest.approx(1e-6 * sum(saved[: cheap.draft_steps]))
+    with pytest.raises(PolicyError, match="no costs of shortlists for draft 'near'"):
+        run_replay(trace, policy, plain, artifacts=artifacts)
+
+
+def test_what_stays_keeps_its_order() -> None:
+    """A restricted law keeps order: the children that stay are those of the full law, in the same order."""
+    from optimizer.tree_outcomes import ShortlistRanks
+
+    ranks = np.array([[5, 1, 9, 3], [2, 2, 2, 2]], np.int32)
+    slots, count = ShortlistRanks(ranks, np.array([4, 6])).kept(np.array([[0, 1]]), 1, np.array([4, 3], np.uint8))
+    assert slots[0, 0, : count[0, 0]].tolist() == [1, 3]
+    assert slots[0, 1, : count[0, 1]].tolist() == [0, 1, 2]

@@ -1,0 +1,720 @@
+"""Vocabulary shortlists change no text; what is drafted is what their definition says, worked out apart: sets, router, laws and stops."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pairs import perturbed, tiny_model, tokenizer
+from scipy.stats import chisquare
+from test_head_drafting import Alternating
+from test_heads import HIDDEN, VOCAB, _eagle1, _eagle3
+from test_verifiers import PLAIN, tiny_pair
+from transformers import AutoModelForCausalLM
+
+from runtime import decoder as decoding
+from runtime import laws as runtime_laws
+from runtime import shortlists as shortlisting
+from runtime.decoder import Decoder, output_hashes
+from runtime.drafts import Chain, ChainContext, LanguageModelDraft
+from runtime.laws import codes, read_laws
+from runtime.loading import LoadedPair, load_pair
+from runtime.loop import DecodeRequest, Round, StaticSource
+from runtime.pair import read_pair
+from runtime.policies.document import Policy, parse_policy
+from runtime.policies.dynaspec import Clusters, Frequencies, Router, Routing
+from runtime.policies.prepared import PreparedPolicy, prepare
+from runtime.policies.stops import compile_stop
+from runtime.policies.tree_rules import Artifacts, Fitted
+from runtime.sampling import Noise, log_law
+from runtime.shortlists import Shortlists, amplification, head_hash
+from traces.errors import PolicyError
+from traces.schema import Request, Sampling, Step
+
+PROMPTS = ["def add(a, b):", "The quick brown"]
+TOKENS, SHORT = 10, 12
+COLD, WARM, HOT = SAMPLINGS = [Sampling(), Sampling(temperature=0.7, seed=3), Sampling(temperature=1.0, seed=4)]
+M = 9
+"""Clusters; the last one is empty."""
+FREQUENT = {"kind": "frequency", "size": 60, "artifact": "order"}
+BY_POSITION = {"kind": "position_frequency", "k_max": 120, "artifact": "order"}
+CHAIN = {"window": {"kind": "fixed", "gamma": 4}}
+TREE = {"growth": {"kind": "top_k", "width": 4}, "window": {"kind": "fixed", "gamma": 4}, "select": {"top_n": 64}}
+STATIC = {"growth": {"kind": "static", "paths": [[0], [1], [3], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 2], [1, 0, 0]]}}
+
+
+def by_router(draft: str, k0: int = 3, k1: int = 2, k_min: int = 1) -> dict[str, Any]:
+    return {"kind": "clusters", "k0": k0, "k1": k1, "k_min": k_min, "artifact": f"router-{draft}"}
+
+
+def shortlists_of(draft: str) -> list[dict[str, Any]]:
+    return [FREQUENT, BY_POSITION, by_router(draft)]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedPair]:
+    """A target, a language model ``near`` that often agrees with it, and two heads: one with a vocabulary of its own."""
+    folder: Path = tmp_path_factory.mktemp("shortlists")
+    words = tokenizer(VOCAB)
+    target = tiny_model("llama", len(words), hidden=HIDDEN, layers=5)
+    for name, model in (("target", target), ("near", perturbed(target, 0.05, 1))):
+        model.save_pretrained(folder / name)
+        words.save_pretrained(folder / name)
+    for name, case in (("head", _eagle1()), ("own", _eagle3())):
+        case.config |= {"vocab_size": len(words)}
+        case.write(folder / name)
+    drafts = {name: name for name in ("near", "head", "own")}
+    (folder / "pair.json").write_text(json.dumps({"name": "shortlists", "target": "target", "drafts": drafts}))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield load_pair(read_pair(str(folder / "pair.json")), device="cpu")
+    torch.set_num_threads(threads)
+
+
+def counts(vocab: int) -> np.ndarray:
+    return np.random.default_rng(5).geometric(0.05, vocab)
+
+
+def order(vocab: int) -> list[int]:
+    """Token 0 (EOS) first, then by frequency, ties by id."""
+    seen = counts(vocab)
+    return [0, *sorted(range(1, vocab), key=lambda t: (-seen[t], t))]
+
+
+def routing(pair: LoadedPair, draft: str, seed: int = 0) -> Routing:
+    """A planted router of some strength over random clusters, of which the last is empty."""
+    model = decoding.shortlisted_model(pair, draft)
+    wide = int(model.embedded(torch.zeros(1, dtype=torch.int64)).shape[1])
+    rng = torch.Generator().manual_seed(seed)
+    w1 = torch.randn(16, wide + model.hidden_size, generator=rng)
+    w1[:, :wide] *= 8 / float(model.embedded(torch.arange(50)).std())
+    router = Router(w1 / 8, torch.randn(16, generator=rng), torch.randn(M, 16, generator=rng), torch.randn(M, generator=rng))
+    of = torch.randint(M - 1, (model.output.rows,), generator=rng).numpy()
+    return Routing(router, Clusters.of_assignment(of, M), model.output.hash)
+
+
+def artifacts(pair: LoadedPair) -> Artifacts:
+    vocab = pair.target.vocab_size
+    frequencies = Frequencies(np.array(order(vocab)), always=1)
+    found = {
+        "order": Fitted("frequencies", *frequencies.to_document()),
+        "bins": Fitted("bins", {"thresholds": [30, 70, 100, 140, 200], "depth": 3}, {}),
+    }
+    for draft in (*pair.drafts, *pair.heads):
+        document, arrays = routing(pair, draft).to_document()
+        found[f"router-{draft}"] = Fitted("router", {**document, "draft": draft}, arrays)
+    return lambda name: found[name]
+
+
+def ready(pair: LoadedPair, document: dict[str, Any]) -> PreparedPolicy:
+    return prepare(parse_policy(document), pair.draft_names, artifacts=artifacts(pair), head_hashes=output_hashes(pair))
+
+
+def requests(pair: LoadedPair, decoder: Decoder, sampling: Sampling, tokens: int = TOKENS) -> list[DecodeRequest]:
+    return [
+        decoder.request(Request(str(i), "c", (prompt,)), pair.encode(prompt), sampling, tokens) for i, prompt in enumerate(PROMPTS)
+    ]
+
+
+def texts(
+    pair: LoadedPair, prepared: PreparedPolicy, sampling: Sampling, tokens: int = TOKENS
+) -> tuple[list[list[int]], list[Step]]:
+    """Output ids of all prompts, and all steps."""
+    decoder = Decoder(pair, StaticSource(prepared))
+    found, steps = [], []
+    for request in requests(pair, decoder, sampling, tokens):
+        done = decoder.decode(request)
+        found.append(done.trajectory.output_ids.tolist())
+        steps += done.steps
+    return found, steps
+
+
+def shape(step: Step) -> tuple[int, ...]:
+    return (
+        step.start, step.drafted, step.verified, step.accepted, step.emitted, step.draft_steps, step.lag, step.depth, step.bin,
+    )  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------------------------- texts do not change
+
+
+@pytest.mark.parametrize("draft", ["near", "head", "own"])
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: f"T{s.temperature}")
+def test_text_is_autoregressions(pair: LoadedPair, sampling: Sampling, draft: str) -> None:
+    """Every kind, chains and trees, with stops, bins and adaptive windows: token ids are those of the target alone."""
+    plain, _ = texts(pair, ready(pair, {}), sampling)
+    accepted = 0
+    for shortlist in shortlists_of(draft):
+        for more in (CHAIN, TREE):
+            found, steps = texts(pair, ready(pair, {"draft": draft, "shortlist": shortlist, **more}), sampling)
+            assert found == plain, (shortlist, more)
+            accepted += sum(s.accepted for s in steps)
+    mixed: list[dict[str, Any]] = [
+        {"shortlist": by_router(draft), "window": {"kind": "fsm", "gamma_max": 6}, "stop": {"kind": "max_prob", "threshold": 0.3}},
+        {"shortlist": by_router(draft), **STATIC},
+        {"shortlist": by_router(draft), **TREE, "select": {"top_n": 9}, "stratify": {"artifact": "bins", "alpha": 2}},
+        {"shortlist": BY_POSITION | {"k_max": 8}, **TREE, "stop": {"kind": "entropy", "threshold": 0.2}},
+    ]
+    for document in mixed if sampling is HOT else []:
+        assert texts(pair, ready(pair, {"draft": draft, **document}), sampling)[0] == plain, document
+    assert accepted > 10 or draft != "near"  # heads at random; the demo pair's agrees
+
+
+def test_text_is_autoregressions_under_filters(pair: LoadedPair) -> None:
+    """Top-k and top-p act on the shortlist's law in the draft, on the whole law in the target."""
+    for sampling in (Sampling(temperature=0.7, top_p=0.9, seed=3), Sampling(temperature=1.0, top_k=3, seed=4)):
+        plain, _ = texts(pair, ready(pair, {}), sampling)
+        for shortlist, more in ((FREQUENT | {"size": 3}, TREE), (by_router("near"), STATIC), (by_router("near"), CHAIN)):
+            assert texts(pair, ready(pair, {"draft": "near", "shortlist": shortlist, **more}), sampling)[0] == plain
+
+
+def test_the_demo_pair_decodes_its_text() -> None:
+    """A published size: 4096 tokens, of which a step evaluates at most 512; a head beside a language model."""
+    demo = load_pair(read_pair("demo"), device="cpu", drafts=["small", "head"])
+    prompt = demo.encode("def parse(text):\n    for line in")
+    vocab = demo.target.vocab_size
+    frequent = Fitted("frequencies", *Frequencies(np.arange(vocab), always=1).to_document())
+    shortlists = {"order": frequent, **{f"router-{d}": Fitted("router", *routing(demo, d).to_document()) for d in ("small", "head")}}
+    for sampling in (COLD, HOT):
+        found = []
+        for document in (
+            {},
+            {"draft": "small", "shortlist": FREQUENT | {"size": 512}, **CHAIN},
+            {"draft": "small", "shortlist": by_router("small"), **TREE},
+            {"draft": "head", "shortlist": by_router("head"), **TREE},
+        ):
+            prepared = prepare(parse_policy(document), demo.draft_names, artifacts=shortlists.__getitem__)
+            decoder = Decoder(demo, StaticSource(prepared))
+            done = decoder.decode(decoder.request(Request("a", "c", ("",)), prompt, sampling, 16))
+            found.append((done.trajectory.output_ids.tolist(), sum(s.accepted for s in done.steps)))
+        assert len({tuple(text) for text, _ in found}) == 1
+        assert all(accepted > 0 for _, accepted in found[1:]), found
+
+
+@pytest.mark.parametrize("sampling", [COLD, HOT], ids=lambda s: f"T{s.temperature}")
+def test_policies_are_swapped_in_the_middle_of_a_text(pair: LoadedPair, sampling: Sampling) -> None:
+    """Another policy every round: whole head and shortlists, with and without a router, another draft, none."""
+    documents: list[dict[str, Any]] = [
+        {"draft": "near", **CHAIN},
+        {"draft": "near", "shortlist": by_router("near"), **CHAIN},
+        {"draft": "near", "shortlist": FREQUENT, **TREE},
+        {"draft": "head", "shortlist": by_router("head"), **TREE},
+        {"draft": "none"},
+        {"draft": "head", **CHAIN},
+        {"draft": "near", "shortlist": by_router("near"), **TREE},
+        {"draft": "own", "shortlist": by_router("own"), **CHAIN},
+    ]
+    plain = Decoder(pair, StaticSource(ready(pair, {})))
+    decoder = Decoder(pair, Alternating([ready(pair, d) for d in documents]))
+    used = set()
+    for request in requests(pair, plain, sampling, 40):
+        done = decoder.decode(request)
+        assert done.trajectory.output_ids.tolist() == plain.decode(request).trajectory.output_ids.tolist()
+        used |= {s.policy for s in done.steps}
+    assert used == {parse_policy(d).id for d in documents}
+
+
+@pytest.mark.parametrize("draft", ["near", "own"])
+def test_a_shortlist_of_everything_is_the_whole_head(pair: LoadedPair, draft: str) -> None:
+    """Rounds are those of ``full``, but for times: more tokens than there are, all clusters."""
+    everything = [
+        FREQUENT | {"size": 10**6},
+        BY_POSITION | {"k_max": 10**6},
+        by_router(draft, M, M, M),
+    ]
+    for sampling in [HOT] if draft == "own" else [COLD]:
+        for more in (CHAIN | {"stop": {"kind": "joint_prob", "threshold": 0.05}}, TREE):
+            _, full = texts(pair, ready(pair, {"draft": draft, **more}), sampling)
+            for shortlist in everything:
+                _, steps = texts(pair, ready(pair, {"draft": draft, "shortlist": shortlist, **more}), sampling)
+                assert [shape(s) for s in steps] == [shape(s) for s in full], shortlist
+
+
+# ------------------------------------------------------------------------------- what is drafted, worked out from the definition
+
+
+class Reference:
+    """Shortlists and laws of one draft from their definitions: float64, whole prefixes, sets of token ids."""
+
+    def __init__(self, pair: LoadedPair, draft: str) -> None:
+        self.pair, self.draft = pair, draft
+        self.vocab = pair.target.vocab_size
+        if draft in pair.drafts:
+            path = dict(pair.spec.drafts)[draft]
+            self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+        plan = routing(pair, draft)
+        self.weights = [getattr(plan.router, n).double().numpy() for n in ("w1", "b1", "w2", "b2")]
+        self.cluster_of = plan.clusters.of.tolist()
+
+    def state(self, text: list[int], path: list[int]) -> np.ndarray:
+        """What the output matrix reads after a text and a drafted path."""
+        if self.draft in self.pair.drafts:
+            with torch.no_grad():
+                out = self.model.model(torch.tensor([text + path])).last_hidden_state[0, -1]
+            return np.asarray(out.numpy())
+        head = self.pair.heads[self.draft]
+        features = self.pair.target.canonical_features(text[:-1], head.taps)
+        out = head.canonical_output(text, features, path)[0]
+        if self.draft == "head":
+            return np.asarray(out.double().numpy())
+        norm = head.net.norm
+        assert norm is not None
+        return np.asarray((out / (out.pow(2).mean() + norm.eps).sqrt() * norm.weight).double().numpy())
+
+    def logits(self, text: list[int], path: list[int]) -> dict[int, float]:
+        """Of every token that the draft has."""
+        head = decoding.shortlisted_model(self.pair, self.draft).output
+        values = head.weight.double().numpy() @ self.state(text, path)
+        return dict(zip(head.ids.tolist(), values.tolist(), strict=True))
+
+    def clusters(self, text: list[int], path: list[int], count: int) -> set[int]:
+        """The router's, for the last token: its embedding and the state before it."""
+        whole = text + path
+        w1, b1, w2, b2 = self.weights
+        embedding = decoding.shortlisted_model(self.pair, self.draft).embedded(torch.tensor(whole[-1:]))[0].double().numpy()
+        width = w1.shape[1] - len(embedding)
+        first = 1 if self.draft in self.pair.drafts else 2
+        if path:
+            before = self.state(text, path[:-1])
+        elif len(text) > first:
+            before = self.state(text[:-1], [])
+        else:
+            before = np.zeros(width)
+        scores = w2 @ np.maximum(w1 @ np.concatenate([embedding, before]) + b1, 0) + b2
+        best = sorted((m for m in range(M) if m in self.cluster_of), key=lambda m: -scores[m])
+        return set(best[:count])
+
+    def tokens(self, shortlist: dict[str, Any], step: int, text: list[int], beam: list[list[int]]) -> set[int]:
+        """S_t for the paths of a beam."""
+        head = decoding.shortlisted_model(self.pair, self.draft).output.ids.tolist()
+        if shortlist["kind"] == "clusters":
+            k = (shortlist["k0"], shortlist["k1"])[step] if step < 2 else (shortlist["k1"] + step) // (2 * step)
+            kept = set().union(*(self.clusters(text, path, max(k, shortlist["k_min"])) for path in beam))
+            return {head[row] for row, m in enumerate(self.cluster_of) if m in kept}
+        size = shortlist.get("size", 0)
+        if not size:
+            size = shortlist["k_max"] if step < 2 else shortlist["k_max"] // (step + 1)
+        known = set(head)
+        return set([t for t in order(self.vocab) if t in known][:size])
+
+    def law(self, text: list[int], path: list[int], tokens: set[int], sampling: Sampling) -> dict[int, float]:
+        """log q_S."""
+        temperature = 1.0 if sampling.greedy else sampling.temperature
+        scaled = {t: v / temperature for t, v in self.logits(text, path).items() if t in tokens}
+        total = math.log(sum(math.exp(v) for v in scaled.values()))
+        return {t: v - total for t, v in scaled.items()}
+
+
+def followed(
+    pair: LoadedPair, prepared: PreparedPolicy, sampling: Sampling, tokens: int = SHORT
+) -> Iterator[tuple[list[int], Round, Noise | None, list[set[int]]]]:
+    """Every round of all prompts: the text before it, the round, the request's noise, and the shortlists it used."""
+    decoder = Decoder(pair, StaticSource(prepared))
+    for request in requests(pair, decoder, sampling, tokens):
+        text = list(request.prompt_ids)
+        noise = None if sampling.greedy else Noise(request.seed, pair.target.vocab_size, torch.device("cpu"))
+        for item in decoder.rounds(request):
+            chosen = decoder.backend.shortlists(prepared)
+            assert chosen is not None
+            yield list(text), item, noise, [set(s.ids.tolist()) for s in chosen.chosen]
+            text += item.tokens
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: f"T{s.temperature}")
+def test_chains_propose_from_the_shortlist_and_stop_by_its_law(pair: LoadedPair, sampling: Sampling) -> None:
+    """Each proposal is the argmax of log q_S + g over S_t; a stop ends the chain by q_S, which here is not where q would end it."""
+    reference = Reference(pair, "near")
+    differs = proposals = 0
+    kinds = [("max_prob", 0.3), ("joint_prob", 0.2), ("entropy", 0.3)]
+    for at, shortlist in enumerate(shortlists_of("near")):
+        # Every kind of shortlist with every kind of stop, one at each temperature.
+        stop, threshold = kinds[(at + SAMPLINGS.index(sampling)) % 3]
+        document = {"draft": "near", "shortlist": shortlist, **CHAIN, "stop": {"kind": stop, "threshold": threshold}}
+        for text, item, noise, chosen in followed(pair, ready(pair, document), sampling):
+            joint = whole_joint = 0
+            ended = whole_ended = False
+            for j, token in enumerate(item.drafted):
+                assert not ended, (text, item)
+                path = item.drafted[:j]
+                support = reference.tokens(shortlist, j, text, [path])
+                assert chosen[j] == support
+                law = reference.law(text, path, support, sampling)
+                row = np.zeros(reference.vocab) if noise is None else noise.row(len(text) + j).double().numpy()
+                assert token == max(law, key=lambda t: law[t] + row[t])
+                whole = reference.law(text, path, set(range(reference.vocab)), sampling)
+                joint, whole_joint = joint + nat_code(law[token]), whole_joint + nat_code(whole[token])
+                ended = stops(stop, threshold, law, token, joint)
+                whole_ended = stops(stop, threshold, whole, token, whole_joint)
+                differs += ended != whole_ended
+                proposals += 1
+            assert ended or len(item.drafted) == min(4, SHORT - item.step.start - 1)
+            assert len(chosen) == item.step.draft_steps or not item.drafted
+    assert proposals > 30
+    assert differs > 0
+
+
+def stops(kind: str, threshold: float, law: dict[int, float], token: int, joint: int) -> bool:
+    """The stop in whole 1/256 nat (docs/policies.md); ``joint`` sums the chain's."""
+    if kind == "entropy":
+        entropy = -sum(math.exp(v) * v for v in law.values())
+        return math.floor(256 * entropy) > math.floor(256 * (1 - threshold) ** 2 / 0.2)
+    return (nat_code(law[token]) if kind == "max_prob" else joint) > math.floor(-256 * math.log(threshold))
+
+
+def nat_code(log_q: float) -> int:
+    return math.floor(-256 * log_q)
+
+
+@pytest.mark.parametrize(("draft", "sampling"), [("near", WARM), ("near", COLD), ("head", COLD), ("own", HOT)])
+def test_trees_grow_from_the_union_over_their_beam(pair: LoadedPair, draft: str, sampling: Sampling) -> None:
+    """S_t is the union over the level's expanded nodes; every node's children are its best by log q_S + g over that S_t."""
+    reference = Reference(pair, draft)
+    unions = children = 0
+    for shortlist in shortlists_of(draft):
+        for more in (TREE, STATIC):
+            prepared = ready(pair, {"draft": draft, "shortlist": shortlist, **more})
+            for text, item, noise, chosen in followed(pair, prepared, sampling, 4):
+                tree = item.tree
+                if tree is None or not tree.steps:
+                    continue
+                paths: list[list[int]] = []
+                for token, parent in zip(tree.tokens, tree.parents, strict=True):
+                    paths.append([*(paths[parent] if parent >= 0 else []), token])
+                expanded = [path for path, place in zip(paths, tree.expanded, strict=True) if place >= 0]
+                assert len(chosen) == tree.steps
+                for step in range(tree.steps):
+                    beam = [path for path in [[], *expanded] if len(path) == step]
+                    support = reference.tokens(shortlist, step, text, beam)
+                    assert chosen[step] == support
+                    unions += len(beam) > 1 and len(support) > max(len(reference.tokens(shortlist, step, text, [b])) for b in beam)
+                    for path in beam:
+                        law = reference.law(text, path, support, sampling)
+                        row = np.zeros(reference.vocab) if noise is None else noise.row(len(text) + step).double().numpy()
+                        best = sorted(law, key=lambda t: -(law[t] + row[t]))[:4]
+                        mine = [p[-1] for p in paths if p[:-1] == path and len(p) == step + 1]
+                        ranks = range(4) if more is TREE else [p[-1] for p in STATIC_PATHS if p[:-1] == ranks_of(paths, path)]
+                        assert mine == [best[r] for r in ranks if r < len(best)]
+                        children += len(mine)
+    assert children > 100
+    assert unions > 0
+
+
+STATIC_PATHS: list[list[int]] = STATIC["growth"]["paths"]
+
+
+def ranks_of(paths: list[list[int]], path: list[int]) -> list[int]:
+    """Which child of which a node of the static tree is, from the creation order of what was drafted."""
+    known: dict[tuple[int, ...], list[int]] = {(): []}
+    created = [p for depth in range(4) for p in STATIC_PATHS if len(p) == depth]
+    for ranks, tokens in zip(created, paths, strict=False):
+        known[tuple(tokens)] = ranks
+    return known[tuple(path)]
+
+
+def test_a_proposal_depends_on_the_prefix_alone(pair: LoadedPair) -> None:
+    """What a draft proposes in the middle of a text, whatever it had read, is what a draft proposes that reads the text anew."""
+    again = load_pair(pair.spec, device="cpu", drafts=["near"]).drafts["near"]
+    fresh, rounds, lags = LanguageModelDraft(again), 0, set()
+    for sampling, shortlist in ((COLD, by_router("near")), (HOT, by_router("near")), (HOT, BY_POSITION)):
+        prepared = ready(pair, {"draft": "near", "shortlist": shortlist, "window": {"kind": "fsm", "gamma_max": 5}})
+        assert prepared.shortlist is not None
+        for text, item, noise, chosen in followed(pair, prepared, sampling):
+            if not item.drafted:
+                continue
+            for exact in (True, False):  # without near ties a draft that does not look for any proposes the same
+                shortlists = Shortlists(prepared.shortlist, again, exact)
+                fresh.begin(text, 512)
+                context = ChainContext(sampling, noise, exact, shortlists=shortlists)
+                assert fresh.propose(text, len(item.drafted), compile_stop(prepared.policy.stop), context).tokens == item.drafted
+                assert [set(s.ids.tolist()) for s in shortlists.chosen] == chosen
+            rounds, lags = rounds + 1, lags | {item.step.lag}
+    assert rounds > 8
+    assert lags == {1, 2}
+
+
+def test_near_ties_of_the_router_are_settled_by_canonical_states(pair: LoadedPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a margin so wide that every choice is settled, rounds are the same, and each node's state was computed anew."""
+    asked = []
+    for name in ("near", "head"):
+        model = pair.drafts.get(name) or pair.heads[name]
+        method = "canonical_state" if name == "near" else "canonical_output"
+        plain = getattr(model, method)
+        monkeypatch.setattr(model, method, lambda *args, f=plain: asked.append(args) or f(*args))
+        for more in (CHAIN, TREE):
+            prepared = ready(pair, {"draft": name, "shortlist": by_router(name), **more})
+            seen = []
+            for margin in (0.0, 1e9):
+                monkeypatch.setattr(shortlisting, "ROUTER_MARGIN", margin)
+                asked.clear()
+                text, steps = texts(pair, prepared, HOT, 6)
+                seen.append((text, [shape(s) for s in steps]))
+                assert (len(asked) > 10) == (margin > 0)
+            assert seen[0] == seen[1]
+
+
+def test_measured_differences_between_shapes_are_below_the_routers_margin(pair: LoadedPair) -> None:
+    """Scores from passes of several shapes differ from the canonical ones by less than a half of what counts as a tie."""
+    model, plan = pair.drafts["near"], routing(pair, "near")
+    text = [t % model.vocab_size for t in range(3, 180, 2)]
+    worst = 0.0
+    model.reserve(256)
+    for n in range(5, len(text), 6):
+        embedded = model.embedded(torch.tensor(text[n : n + 1]))
+        exact = plan.router.scores(embedded, model.canonical_state(text[:n]))
+        for width in (1, 2, 5, n):
+            model.read(torch.tensor(text[: n - width]), 0)
+            state = model.chain_states(torch.tensor(text[n - width : n]), n - width)[-1:]
+            worst = max(worst, float((plan.router.scores(embedded, state) - exact).abs().max()))
+    assert 0 < worst < shortlisting.ROUTER_MARGIN * max(1.0, amplification(plan)) / 2
+
+
+# --------------------------------------------------------------------------------------------------------- codes of laws
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "tensors"])
+@pytest.mark.parametrize("size", [1, 3, 6, 40])
+def test_codes_are_of_the_renormalised_law(size: int, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All five codes against the plain formula over S, also of shortlists smaller than the width: then children are missing."""
+    if not compiled:
+        monkeypatch.setattr(runtime_laws, "fused", lambda device: False)
+    rng = torch.Generator().manual_seed(size)
+    vocab, width, temperature = 50, 6, 0.7
+    logits, noise = torch.randn(4, vocab, generator=rng) * 3, torch.randn(vocab, generator=rng)
+    ids = torch.randperm(vocab, generator=rng)[:size].sort().values
+    for by_probability in (False, True):
+        rows = read_laws(
+            logits[:, ids], Sampling(temperature=temperature, seed=1), noise, width, by_probability=by_probability,
+            entropy=True, top_entropy=True, exact=True, ids=ids,
+        )  # fmt: skip
+        for i in range(4):
+            q = (logits[i, ids].double() / temperature).softmax(0)
+            log_q = dict(zip(ids.tolist(), q.log().tolist(), strict=True))
+            score = {t: v if by_probability else v + float(noise[t]) for t, v in log_q.items()}
+            best = sorted(score, key=lambda t: -score[t])[:width]
+            there = int(rows.count[i])
+            assert there == min(width, size)
+            assert rows.tokens[i, :there].tolist() == best
+            assert rows.logp[i, :there].tolist() == codes(torch.tensor([-log_q[t] for t in best])).tolist()
+            assert rows.gap[i, :there].tolist() == codes(torch.tensor([score[best[0]] - score[t] for t in best])).tolist()
+            assert int(rows.entropy[i]) == int(codes(torch.special.entr(q).sum()))
+            top = q.sort(descending=True).values[:10]
+            assert int(rows.top_entropy[i]) == int(codes(torch.special.entr(top / top.sum()).sum()))
+            if rows.unsure is not None:
+                assert not rows.unsure[i, there:].any()
+
+
+# ----------------------------------------------------------------------------------------- the rejection verifier
+
+
+def rejection_p_value(shortlist: dict[str, Any], seed: int) -> tuple[float, float]:
+    """Chi-square of two decoded tokens against their exact law, drafted under a shortlist; the target's mass of the first shortlist."""
+    pair = tiny_pair(seed)
+    vocab = pair.target.vocab_size
+    first = pair.target.canonical([1, 2]).double().softmax(-1)
+    least = first.argsort().tolist()  # the least likely first
+    routed = Routing(
+        Router(torch.ones(2, 32), torch.zeros(2), torch.tensor([[1.0, 0], [0, -1], [0.5, 0.5]]), torch.tensor([0.0, 0.1, 0.2])),
+        Clusters.of_assignment([0, 1, 2, 2, 1], 3),
+        head_hash(pair.drafts["draft"].output.weight),
+    )
+    found = {
+        "order": Fitted("frequencies", *Frequencies(np.array(least)).to_document()),
+        "router": Fitted("router", *routed.to_document()),
+    }
+    policy = parse_policy({"draft": "draft", "window": {"kind": "fixed", "gamma": 2}, "shortlist": shortlist})
+    prepared = prepare(policy, pair.draft_names, artifacts=found.__getitem__)
+    decoder = Decoder(pair, StaticSource(prepared), "rejection")
+    drawn, mass = [], []
+    for seed_ in range(400):
+        request = DecodeRequest("r", [1, 2], PLAIN, seed_, 2, verifier="rejection")
+        drawn.append([t for r in decoder.rounds(request) for t in r.tokens])
+        chosen = decoder.backend.shortlists(prepared)
+        assert chosen is not None
+        mass.append(float(first[chosen.chosen[0].ids].sum()))
+    second = torch.stack([pair.target.canonical([1, 2, t]).double().softmax(-1) for t in range(vocab)])
+    expected = (first[:, None] * second).flatten().numpy() * len(drawn)
+    observed = np.zeros(vocab * vocab)
+    for a, b in drawn:
+        observed[a * vocab + b] += 1
+    large = expected >= 5
+    cells = np.append(expected[large], expected[~large].sum())
+    seen = np.append(observed[large], observed[~large].sum())
+    return float(chisquare(seen, cells * (seen.sum() / cells.sum())).pvalue), float(np.mean(mass))
+
+
+SMALL = [
+    FREQUENT | {"size": 2},
+    BY_POSITION | {"k_max": 3},
+    {"kind": "clusters", "k0": 1, "k1": 1, "k_min": 1, "artifact": "router"},
+]
+
+
+@pytest.mark.parametrize("shortlist", SMALL, ids=lambda s: s["kind"])
+def test_rejection_is_lossless_in_law(shortlist: dict[str, Any]) -> None:
+    """A shortlist that leaves out much of the target's mass: the law of the text is the target's (a false alarm has odds of 1 in 1000)."""
+    p_value, mass = rejection_p_value(shortlist, 7)
+    assert mass < 0.6
+    assert p_value > 1e-3
+
+
+def test_the_draft_law_before_the_shortlist_fails_the_same_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The classical mistake, shortlisted draws with the whole law in ratio and residual, is told from the exact law."""
+    propose = LanguageModelDraft.propose
+
+    def biased(self: LanguageModelDraft, text: list[int], *rest: Any) -> Chain:
+        chain = propose(self, text, *rest)
+        rows = [self.model.canonical(text + chain.tokens[:j])[None] for j in range(len(chain.tokens))]
+        chain.log_q = [log_law(row, PLAIN)[0] for row in rows]
+        return chain
+
+    monkeypatch.setattr(LanguageModelDraft, "propose", biased)
+    assert rejection_p_value(SMALL[0], 7)[0] < 1e-6
+
+
+# ----------------------------------------------------------------------------------------------------------- edges
+
+
+def test_one_token_and_the_first_tokens_of_a_text(pair: LoadedPair) -> None:
+    """Shortlists of one token, prompts of one and two tokens (nothing precedes), and a router whose clusters are all but empty."""
+    one = [FREQUENT | {"size": 1}, BY_POSITION | {"k_max": 2}, by_router("near", 1, 1, 1)]
+    plain = Decoder(pair, StaticSource(ready(pair, {})))
+    for draft in ("near", "head", "own"):
+        for shortlist in (*one[:2], by_router(draft, 1, 1, 1)):
+            for more in (CHAIN | {"stop": {"kind": "joint_prob", "threshold": 0.1}}, TREE):
+                decoder = Decoder(pair, StaticSource(ready(pair, {"draft": draft, "shortlist": shortlist, **more})))
+                for prompt in ([70], [70, 71]):
+                    request = decoder.request(Request("e", "c", ("",)), prompt, HOT, 6)
+                    got = decoder.decode(request).trajectory.output_ids.tolist()
+                    assert got == plain.decode(request).trajectory.output_ids.tolist()
+
+
+def test_lower_precision_drafts_from_shortlists(pair: LoadedPair) -> None:
+    """bfloat16, where nothing is settled: what is drafted lies in the shortlist of its step; routers are those of the same heads."""
+    low = load_pair(pair.spec, device="cpu", dtype="bfloat16")
+    for draft in ("near", "own"):
+        for shortlist in (FREQUENT, by_router(draft)):
+            for more in (CHAIN, TREE):
+                prepared = prepare(
+                    parse_policy({"draft": draft, "shortlist": shortlist, **more}),
+                    low.draft_names,
+                    artifacts=artifacts(low),
+                    head_hashes=output_hashes(pair),
+                )
+                for _, item, _, chosen in followed(low, prepared, HOT, 5):
+                    depths = item.tree.depths if item.tree else range(1, 1 + len(item.drafted))
+                    assert all(t in chosen[d - 1] for t, d in zip(item.drafted, depths, strict=True))
+                    assert len(item.drafted) > 0 or item.finish
+
+
+def test_empty_clusters_are_passed_over(pair: LoadedPair) -> None:
+    """The best-scored cluster has no tokens: the next one is taken, so that a shortlist is never empty."""
+    plan = routing(pair, "near")
+    pulled = replace(plan.router, b2=plan.router.b2 + torch.nn.functional.one_hot(torch.tensor(M - 1), M) * 1e6)
+    document, arrays = Routing(pulled, plan.clusters, plan.head).to_document()
+    find: Callable[[str], Fitted] = lambda name: Fitted("router", document, arrays)  # noqa: E731
+    prepared = prepare(
+        parse_policy({"draft": "near", "shortlist": by_router("near", 1, 1, 1), **CHAIN}), pair.draft_names, artifacts=find
+    )
+    seen = [chosen for *_, chosen in followed(pair, prepared, Sampling(), 6)]
+    assert all(len(tokens) > 0 for chosen in seen for tokens in chosen)
+
+
+# ----------------------------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("document", "says"),
+    [
+        ({"shortlist": FREQUENT | {"size": 0}}, "shortlist.size: Input should be greater than or equal to 1 (given: 0)"),
+        ({"shortlist": BY_POSITION | {"k_max": 0}}, "shortlist.k_max: Input should be greater than or equal to 1 (given: 0)"),
+        ({"shortlist": by_router("near", 3, 2, 0)}, "shortlist.k_min: Input should be greater than or equal to 1 (given: 0)"),
+        ({"shortlist": by_router("near", 3, 4)}, "k0 3 >= k1 4 >= k_min 1 does not hold"),
+        ({"shortlist": by_router("near", 3, 2, 3)}, "k0 3 >= k1 2 >= k_min 3 does not hold"),
+        ({"shortlist": FREQUENT | {"sise": 5}}, "unknown key 'shortlist.sise'; did you mean 'size'"),
+        ({"shortlist": {"kind": "frequencies"}}, "shortlist.kind must be one of: full, frequency, position_frequency, clusters"),
+        ({"shortlist": {"kind": "frequency"}}, "shortlist.artifact: Field required"),
+        ({"shortlists": {}}, "unknown key 'shortlists'; did you mean 'shortlist'"),
+        ({"draft": "ngram", "shortlist": FREQUENT}, 'draft "ngram" has none; use another draft'),
+        ({"draft": "none", "window": {"kind": "fixed", "gamma": 0}, "shortlist": FREQUENT}, 'draft "none" has none'),
+    ],
+)
+def test_mistakes_in_the_document_are_told_in_one_line(document: dict[str, Any], says: str) -> None:
+    with pytest.raises(PolicyError) as error:
+        parse_policy({"draft": "near", **document}, where="p.json")
+    assert str(error.value).startswith("p.json: ")
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_artifacts_that_do_not_fit_are_refused_in_one_line(pair: LoadedPair) -> None:
+    """Of another kind, draft, head or vocabulary, malformed, or not to be had: told when the policy is made ready."""
+    find = artifacts(pair)
+    near, vocab = routing(pair, "near"), pair.target.vocab_size
+    other = Routing(near.router, near.clusters, "0" * 16).to_document()
+    narrow = Router(near.router.w1[:, 1:], near.router.b1, near.router.w2, near.router.b2)
+    wrong = {
+        "other head": Fitted("router", *other),
+        "narrow": Fitted("router", *Routing(narrow, near.clusters, near.head).to_document()),
+        "short": Fitted("frequencies", *Frequencies(np.arange(vocab - 1)).to_document()),
+        "torn": Fitted("frequencies", {"vocab": vocab, "always": 0}, {"order": np.zeros(vocab, dtype=np.int64)}),
+        "elsewhere": Fitted("frequencies", {"draft": "own"}, {}),
+    }
+
+    def say(shortlist: dict[str, Any], decodes: bool = False, **given: Any) -> str:
+        look = {"artifacts": lambda name: wrong.get(name) or find(name), "head_hashes": output_hashes(pair)} | given
+        policy = parse_policy({"draft": "near", "shortlist": shortlist, **CHAIN})
+        if decodes:
+            decoder = Decoder(pair, StaticSource(prepare(policy, pair.draft_names, **look)))
+            request = requests(pair, decoder, Sampling())[0]
+        with pytest.raises(PolicyError) as error:
+            next(decoder.rounds(request)) if decodes else prepare(policy, pair.draft_names, **look)
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    clusters = by_router("near")
+    assert "'router-near' cannot be looked up here" in say(clusters, artifacts=None)
+    assert "artifact order is a frequencies, shortlist 'clusters' needs a router; `fit router" in say(clusters | {"artifact": "order"})
+    assert "is a router, shortlist 'frequency' needs a frequencies" in say(FREQUENT | {"artifact": "router-near"})
+    assert "was fitted on draft 'own', this policy drafts with 'near'; `fit router --recording ID --draft near`" in say(
+        clusters | {"artifact": "router-own"}
+    )
+    assert "fitted on draft 'own'" in say(FREQUENT | {"artifact": "elsewhere"})
+    for decodes, given in ((False, {}), (True, {"head_hashes": None})):
+        said = say(clusters | {"artifact": "other head"}, decodes, **given)
+        assert "was fitted on another output head" in said
+        assert "`fit router --recording ID --draft near`" in said
+    assert "a router of" in say(clusters | {"artifact": "narrow"}, True)
+    assert f"orders a vocabulary of {vocab - 1} tokens" in say(FREQUENT | {"artifact": "short"}, True)
+    assert "every token id once" in say(FREQUENT | {"artifact": "torn"})
+
+
+def test_ids_and_labels(pair: LoadedPair) -> None:
+    """A policy without a shortlist keeps the id it always had; artifacts are named; labels tell shortlists apart."""
+    plain = parse_policy({"draft": "near", **CHAIN})
+    assert parse_policy({"draft": "near", "shortlist": {"kind": "full"}, **CHAIN}).id == plain.id
+    assert "shortlist" not in plain.canonical()
+    assert parse_policy({"draft": "small", "window": {"kind": "fixed", "gamma": 4}}).id == KNOWN_ID
+    for shortlist, label in (
+        (FREQUENT, "near fixed(gamma=4) frequency(60)"),
+        (BY_POSITION, "near fixed(gamma=4) position_frequency(120)"),
+        (by_router("near"), "near fixed(gamma=4) clusters(3/2/1)"),
+    ):
+        policy = parse_policy({"draft": "near", "shortlist": shortlist, **CHAIN})
+        assert policy.label() == label
+        assert policy.id != plain.id
+        assert policy.artifacts == (shortlist["artifact"],)
+        assert parse_policy(policy.spelled_out()) == policy
+    idle = parse_policy({"draft": "near", "shortlist": FREQUENT, "window": {"kind": "fixed", "gamma": 0}})
+    assert prepare(idle, ["near"]).shortlist is None
+    assert Policy().shortlist.kind == "full"
+
+
+KNOWN_ID = "ab002bacfa87"
+"""Of ``small`` with a fixed window of 4 before there were shortlists."""
