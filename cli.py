@@ -668,7 +668,16 @@ def _source(
 
     if name != "active":
         policy = _policy(store, name, pair.id, pair.device.type)
-        prepared = prepare(policy, pair.draft_names, profile=profile, q_tables=q_tables(store), artifacts=fitted(store, pair.id))
+        from runtime.decoder import output_hashes
+
+        prepared = prepare(
+            policy,
+            pair.draft_names,
+            profile=profile,
+            q_tables=q_tables(store),
+            artifacts=fitted(store, pair.id),
+            head_hashes=output_hashes(pair),
+        )
         yield StaticSource(prepared)
         return
     from optimizer.serving import watch
@@ -776,8 +785,15 @@ def generate(ctx: click.Context, as_json: bool, prompt: str, **kw: Any) -> None:
         )  # refused before anything else is said
         _, found = _profile(store, None, pair.id, pair.device.type)
         policy = _policy(store, kw["policy_name"], pair.id, pair.device.type)
+        from runtime.decoder import output_hashes
+
         prepared: PreparedPolicy = prepare(
-            policy, pair.draft_names, profile=found, q_tables=q_tables(store), artifacts=fitted(store, pair.id)
+            policy,
+            pair.draft_names,
+            profile=found,
+            q_tables=q_tables(store),
+            artifacts=fitted(store, pair.id),
+            head_hashes=output_hashes(pair),
         )
     console = _console(stderr=as_json)
     console.width = 10_000 if not console.is_terminal else console.width

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import stdtrit
 
-from runtime.decoder import Decoded, Decoder
+from runtime.decoder import Decoded, Decoder, output_hashes
 from runtime.loading import LoadedPair
 from runtime.loop import DecodeRequest, PolicySource, StaticSource
 from runtime.policies.document import Policy
@@ -357,7 +357,11 @@ def _decoders(
     return {
         p.id: Decoder(
             pair,
-            StaticSource(prepare(p, pair.draft_names, profile=profile, q_tables=q_tables, artifacts=artifacts)),
+            StaticSource(
+                prepare(
+                    p, pair.draft_names, profile=profile, q_tables=q_tables, artifacts=artifacts, head_hashes=output_hashes(pair)
+                )
+            ),
             encoded.options.verifier,
             clock,
         )

@@ -10,6 +10,7 @@ from typing import Literal
 
 from db.errors import DatabaseError
 from optimizer.artifacts import fitted, q_tables
+from runtime.decoder import output_hashes
 from runtime.loading import LoadedPair
 from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from runtime.policies.prepared import PreparedPolicy, check_verifier, prepare
@@ -36,10 +37,25 @@ def last_good(
         try:
             policy = parse_policy(dict(publication.document), where=f"publication {publication.version}")
             check_verifier(policy, verifier, sampling or Sampling())
-            return prepare(policy, pair.draft_names, profile=profile, q_tables=q_tables(store), artifacts=fitted(store, pair.id))
+            return _prepared(store, pair, policy, profile)
         except PolicyError:
             continue
     return prepare(AUTOREGRESSIVE, pair.draft_names)
+
+
+def _prepared(
+    store: TraceStore, pair: LoadedPair, policy: Policy, profile: LatencyProfile | None, version: int = 0
+) -> PreparedPolicy:
+    """A policy made ready for a loaded pair. Raises PolicyError where it cannot run here, a router of another head included."""
+    return prepare(
+        policy,
+        pair.draft_names,
+        profile=profile,
+        version=version,
+        q_tables=q_tables(store),
+        artifacts=fitted(store, pair.id),
+        head_hashes=output_hashes(pair),
+    )
 
 
 @contextmanager
@@ -79,9 +95,7 @@ def watch(
 
     def ready(policy: Policy, version: int) -> PreparedPolicy:
         check_verifier(policy, verifier, sampling or Sampling())
-        return prepare(
-            policy, pair.draft_names, profile=latest_profile(), version=version, q_tables=q_tables(store), artifacts=fitted(store, pair.id)
-        )
+        return _prepared(store, pair, policy, latest_profile(), version)
 
     def acknowledge(version: int, status: Literal["applied", "refused"], reason: str) -> None:
         store.acknowledge(version, who, status, reason)
@@ -92,7 +106,7 @@ def watch(
     source = WatchedSource(
         last_good(store, pair, profile, verifier, sampling)
         if initial is None
-        else prepare(initial, pair.draft_names, profile=profile, q_tables=q_tables(store), artifacts=fitted(store, pair.id)),
+        else _prepared(store, pair, initial, profile),
         fetch,
         ready,
         acknowledge,

@@ -10,6 +10,10 @@ import pytest
 from doors import Door, write_workload
 
 from db import open_database
+from optimizer.serving import watch
+from runtime.loading import load_pair
+from runtime.pair import read_pair
+from runtime.policies.document import parse_policy
 from runtime.policies.dynaspec import Frequencies, Routing
 from traces.store import TraceStore
 
@@ -150,3 +154,24 @@ def test_wrong_artifacts_are_refused(
     ):
         file = policy_file(tmp_path / str(n), {"draft": draft, "shortlist": block})
         assert words in said(door, "run", "--policy", file, *common)
+
+
+def test_a_router_of_another_head_is_refused_in_service(door: Door, tiny_pair: Path, router: dict[str, Any]) -> None:
+    """Published, it is acknowledged as refused with its reason, and the last good policy stays."""
+    pair = load_pair(read_pair(str(tiny_pair)), device="cpu")
+    with open_database(door.db) as database:
+        store = TraceStore(database)
+        artifact = store.get_artifact(router["artifact"])
+        strange = store.put_artifact(
+            artifact.kind, {**artifact.document, "head": "0" * 16}, artifact.arrays, pair_id=pair.id, provenance={}
+        )
+        block = {"kind": "clusters", "k0": 4, "k1": 2, "k_min": 1}
+        for name, refused in ((router["artifact"], False), (strange, True)):
+            policy = parse_policy({"draft": "near", "shortlist": {**block, "artifact": name}})
+            store.put_policy(policy.id, policy.spelled_out(), policy.label())
+            store.publish(pair.id, "cpu", policy.id, actor="test")
+            with watch(store, pair, None, None) as source:
+                served = source.current().policy
+            assert (served == policy) is not refused
+        notes = store.acknowledgements()
+    assert any(a.status == "refused" and "another output head" in a.reason for a in notes)
