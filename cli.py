@@ -20,12 +20,13 @@ if TYPE_CHECKING:
 
     from optimizer.execute import DecodeOptions
     from optimizer.schedule import Ended, Fire
+    from optimizer.shortlist_replay import ClusterRanks
     from runtime.loading import LoadedPair
     from runtime.loop import PolicySource
-    from runtime.policies.document import Policy
+    from runtime.policies.document import ChooserPolicy, Policy
     from runtime.policies.prepared import PreparedPolicy
     from traces.schema import LatencyProfile, Outcome, Proposals
-    from traces.store import TraceStore
+    from traces.store import RecordingInfo, TraceStore
 
 F = TypeVar("F", bound=Callable[..., Any])
 DEFAULT_DB = "spectune.db"
@@ -507,6 +508,7 @@ def simulate(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     \b
     Example:  cli.py simulate --policy '{"draft": "small", "window": {"kind": "fixed", "gamma": 4}}'
     """
+    from runtime.policies.document import ChooserPolicy
     from traces.errors import PolicyError, TraceError
 
     _check_writable(("--per-round", kw["per_round"]))
@@ -516,6 +518,9 @@ def simulate(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         device = kw["on"] or str(info.options.get("device", "cpu"))
         policy = _policy(store, kw["policy_name"], info.pair_id, device)
         _, found = _profile(store, kw["profile_id"], info.pair_id, device)
+        if isinstance(policy, ChooserPolicy):
+            _simulate_chosen(store, policy, info, found, kw, as_json)
+            return
         drafts = [policy.draft] if policy.speculates else []
         proposals: Proposals = getattr(policy.growth, "proposals", "coupled")
         grown = info.trees if proposals == "coupled" else info.trees_q
@@ -533,6 +538,7 @@ def simulate(ctx: click.Context, as_json: bool, **kw: Any) -> None:
                 f"{', '.join(sorted(info.drafts)) or 'none'}; `record --resume {recording}` makes those of every draft of its pair"
             )
         loaded = store.load(recording, drafts, trees=trees, skip_corrupted=kw["skip_corrupted"])
+        routed = _cluster_ranks(store, policy, recording, proposals) if policy.speculates and policy.shortlist.kind == "clusters" else None
     for skipped in loaded.skipped:
         click.echo(f"left out: request {skipped.ordinal} of {skipped.recording}: {skipped.problem}", err=True)
     if found is None:
@@ -550,6 +556,7 @@ def simulate(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         loaded.trajectories,
         {d: loaded.panoramas(d) for d in chains},
         trees={(d, proposals): loaded.trees(d, proposals) for d in drafts} if trees else None,
+        routed=routed,
     )
     if kw["limit"]:
         trace = trace.select(range(min(kw["limit"], len(loaded.requests))))
@@ -568,10 +575,64 @@ def simulate(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         _write_rounds(kw["per_round"], (row for request, steps in pairs for row in _rounds(request, steps)))
     outcome = replayed.outcome()
     data = _outcome_json(outcome, policy) | ({"artifact": learned} if learned else {})
-    if policy.shortlisted and (as_tree or policy.stop.kind != "none"):
-        click.echo("approximate: trees and stops under a shortlist read renormalised probabilities (docs/shortlists.md)", err=True)
+    if policy.shortlisted and (as_tree or policy.stop.kind != "none" or not all(f.full for f in trace.forests.values())):
+        click.echo("approximate: trees, stops and filters under a shortlist read renormalised probabilities (docs/shortlists.md)", err=True)
+        data["approximate"] = True
+    elif replayed.missing:
+        click.echo(
+            f"approximate: in {replayed.missing} rounds the shortlist holds none of the recorded children (`record --resume {recording} "
+            "--tree-width K` records more)",
+            err=True,
+        )
         data["approximate"] = True
     _emit(as_json, data, lambda: outcome_table(outcome))
+
+
+def _simulate_chosen(
+    store: TraceStore, policy: ChooserPolicy, info: RecordingInfo, profile: LatencyProfile | None, kw: dict[str, Any], as_json: bool
+) -> None:
+    """Replays a chooser of drafts: the recording must hold what each of its candidates is replayed from."""
+    from optimizer.artifacts import fitted, q_tables
+    from optimizer.chooser_replay import run_chosen, trace_for
+    from optimizer.report import outcome_table
+    from runtime.policies.prepared_chooser import stored_chooser
+    from traces.errors import PolicyError
+
+    if kw["keep_q_table"]:
+        raise PolicyError("--keep-q-table: a chooser's candidates keep their tables to themselves; simulate one of them")
+    find = fitted(store, info.pair_id)
+    candidates = stored_chooser(policy, find)[0].used.values()
+    trace, skipped = trace_for(store, info, candidates, skip_corrupted=kw["skip_corrupted"])
+    for chunk in skipped:
+        click.echo(f"left out: request {chunk.ordinal} of {chunk.recording}: {chunk.problem}", err=True)
+    if kw["limit"]:
+        trace = trace.select(range(min(kw["limit"], len(trace.trajectories))))
+    replayed = run_chosen(trace, policy, profile, per_round=kw["per_round"] is not None, q_tables=q_tables(store), artifacts=find)
+    if kw["per_round"]:
+        pairs = zip(trace.request_ids, replayed.steps(), strict=True)
+        _write_rounds(kw["per_round"], (row for request, steps in pairs for row in _rounds(request, steps)))
+    outcome, chosen = replayed.outcome(), replayed.chosen
+    picks = {draft: chosen.count(draft) for draft in sorted(set(chosen))}
+    _emit(as_json, {**_outcome_json(outcome, policy), "picks": picks}, lambda: outcome_table(outcome))
+
+
+def _cluster_ranks(store: TraceStore, policy: Policy, recording: str, proposals: Proposals) -> dict[tuple[str, str], ClusterRanks]:
+    """What is stored of a routed policy's router over a recording, as a ReplayTrace takes it."""
+    from optimizer.artifacts import fitted
+    from optimizer.shortlist_replay import how_to_rank, stored_ranks
+    from runtime.shortlists import compile_shortlist
+    from traces.errors import PolicyError
+
+    rule = compile_shortlist(policy, fitted(store))
+    assert rule is not None
+    router = rule.block.artifact
+    found = stored_ranks(store, recording, policy.draft, router, proposals)
+    if found is None:
+        raise PolicyError(
+            f"shortlist: recording {recording} has no cluster ranks of router {router}; "
+            + how_to_rank(recording, router, policy.draft, proposals)
+        )
+    return {(policy.draft, found.router): found}
 
 
 def _outcome_json(outcome: Outcome, policy: Policy) -> dict[str, Any]:
@@ -807,7 +868,8 @@ def generate(ctx: click.Context, as_json: bool, prompt: str, **kw: Any) -> None:
 
 @main.group()
 def fit() -> None:
-    """Fit what trees and shortlists need to a recording: bins, classifier, static-tree; frequencies, clusters, router."""
+    """Fit to a recording what trees (bins, classifier, static-tree), shortlists (frequencies, clusters, router) and a draft for each prompt
+    (chooser) need."""
 
 
 fit_options = _options(
@@ -944,6 +1006,53 @@ def _shortlist_fit(ctx: click.Context, as_json: bool, kw: dict[str, Any], which:
     click.echo(f"artifact {made.artifact}" + (f"; a policy with it: {json.dumps(made.policy)}" if "shortlist" in made.policy else ""))
 
 
+@fit.command("chooser")
+@pair_options
+@device_options
+@click.option("--recording", default="latest", show_default=True, help="Its requests are fitted to, and replayed under every candidate.")
+@click.option(
+    "--policies",
+    multiple=True,
+    metavar="POLICY",
+    help="FILE, inline JSON or ID of a draft's policy; repeatable. Default: of every draft the fastest by replay, and none.",
+)
+@click.option("--rule", type=click.Choice(["throughput", "theorem_3"]), default="throughput", show_default=True)
+@click.option("--profile", "profile", help="Latency profile that weighs the drafts; default: the latest of the pair and device.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Deals requests into the parts of cross-validation.")
+@json_option
+@with_context
+def fit_chooser(ctx: click.Context, as_json: bool, policies: tuple[str, ...], **kw: Any) -> None:
+    """A draft for each prompt (draft `ols`): accuracies predicted from length, perplexity and TF-IDF, and what follows for the speed.
+
+    Unless choosing gains something beyond noise by cross-validation, the best single draft decodes everything.
+
+    \b
+    Example:  cli.py fit chooser
+              cli.py fit chooser --rule theorem_3 --policies small.json --policies '{"draft": "ngram"}'
+    """
+    from traces.errors import PolicyError
+
+    with _store(ctx) as store, Meter() as meter:
+        recording = store.resolve_recording(kw.pop("recording"))
+        pair = _load(kw)
+        from optimizer.chooser_fits import fit_chooser_artifact
+        from optimizer.report import chooser_table
+
+        named = [_policy(store, name, pair.id, pair.device.type, option="--policies") for name in policies]
+        candidates = {policy.draft: policy for policy in named} or None
+        if candidates is not None and len(candidates) < len(named):
+            raise PolicyError("--policies: two policies of one draft; a chooser has one for each")
+        store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
+        given = {key: kw[key] for key in ("rule", "profile", "seed")}
+        made = fit_chooser_artifact(store, recording, pair, candidates, progress=meter, **given)
+    data = made.to_json()
+    if as_json:
+        click.echo(json.dumps(data, ensure_ascii=False))
+        return
+    _console().print(chooser_table(data))
+    click.echo(f"artifact {made.artifact}; a policy with it: {json.dumps(made.policy)}")
+
+
 @fit.command("frequencies")
 @pair_options
 @device_options
@@ -999,6 +1108,30 @@ def fit_router(ctx: click.Context, as_json: bool, **kw: Any) -> None:
               cli.py fit router --draft head --clusters 128
     """
     _shortlist_fit(ctx, as_json, kw, "fit_router_artifact", drafted=True)
+
+
+@fit.command("ranks")
+@pair_options
+@device_options
+@click.option("--recording", default="latest", show_default=True, help="One recorded with --tree-width and --tree-depth.")
+@click.option("--router", required=True, metavar="ID", help="A router that `fit router` made.")
+@click.option(
+    "--proposals",
+    type=click.Choice(["coupled", "probability"]),
+    default="coupled",
+    show_default=True,
+    help="Trees recorded with these --tree-proposals.",
+)
+@json_option
+@with_context
+def fit_ranks(ctx: click.Context, as_json: bool, **kw: Any) -> None:
+    """Where a router puts the clusters of everything recorded, so that `simulate` replays policies with it. `fit router` makes this for its
+    own recording; here it is made for another, or for requests recorded since.
+
+    \b
+    Example:  cli.py fit ranks --draft small --router 7b41 --recording latest
+    """
+    _shortlist_fit(ctx, as_json, kw, "fit_ranks_artifact", drafted=True)
 
 
 # ----------------------------------------------------------------------------------------------------- command groups

@@ -24,16 +24,25 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "bench")]
 STATE = ROOT / ".acceptance"
 RESULTS = ROOT / "bench" / "results"
-EXACT = ("trees-lossless", "lossless", "trees-parity", "parity", "kills", "schedules", "verifiers")
+EXACT = (
+    *("trees-lossless", "lossless", "shortlists-lossless", "shortlist-recovered", "shortlists-parity", "trees-parity", "parity"),
+    *("kills", "schedules", "shortlist-theory", "verifiers"),
+)
 """Checks that do not read the clock, the longest first."""
 
 
 def main() -> int:
     """Runs the checks that are asked for, prints a table, returns the exit code."""
     import checks
+    import choice_checks
+    import joint_checks
+    import large_vocab
+    import shortlist_checks
+    import shortlist_tables
     import tree_checks
 
-    CHECKS = {**checks.CHECKS, **tree_checks.CHECKS}
+    CHECKS = {**checks.CHECKS, **tree_checks.CHECKS, **shortlist_checks.CHECKS, **shortlist_tables.CHECKS}
+    CHECKS |= {**choice_checks.CHECKS, **joint_checks.CHECKS, **large_vocab.CHECKS}
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", metavar="NAME", choices=list(CHECKS), help="run these checks alone")

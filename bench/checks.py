@@ -27,7 +27,9 @@ from runtime.loop import StaticSource
 from runtime.pair import PairSpec, read_pair
 from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from runtime.policies.prepared import prepare
+from runtime.policies.tree_rules import Artifacts
 from runtime.profiler import measure_profile, merge_profiles
+from runtime.shortlists import ShortlistRule
 from traces.schema import Counts, LatencyProfile, Sampling, Step, Workload
 from traces.store import TraceStore
 
@@ -78,12 +80,12 @@ def texts(pair: LoadedPair, policy: Policy, encoded: Encoded, profile: LatencyPr
     return [d.trajectory.output_ids.tolist() for d in run(pair, source, encoded)]
 
 
-def _stored(path: Path) -> TraceStore:
+def stored(path: Path) -> TraceStore:
     return TraceStore(open_database(str(path)))
 
 
 def _profile(state: Path, pair: LoadedPair) -> LatencyProfile:
-    return profile_for(_stored(state / "profiles.db"), pair, pair.draft_names, TuneOptions(gamma_max=GAMMA_MAX)).profile
+    return profile_for(stored(state / "profiles.db"), pair, pair.draft_names, TuneOptions(gamma_max=GAMMA_MAX)).profile
 
 
 def lossless(state: Path) -> dict[str, Any]:
@@ -206,31 +208,55 @@ def fidelity(state: Path) -> dict[str, Any]:
     pair = demo()
     path = state / "fidelity.db"
     path.unlink(missing_ok=True)
-    store = _stored(path)
+    store = stored(path)
     workload = load_workload(["demo"], limit=FIDELITY_REQUESTS)
     options = DecodeOptions(Sampling(), 64)
     trace = _recorded(store, pair, workload, options, FIDELITY_GAMMA_MAX)
-    policies = swept("small", "medium")
-    profiles = [measure_profile(pair, gamma_max=FIDELITY_GAMMA_MAX, repeats=3, trees=False)]
-    first = profiles[0]
+
+    def measure() -> LatencyProfile:
+        return measure_profile(pair, gamma_max=FIDELITY_GAMMA_MAX, repeats=3, trees=False)
+
+    def predict(policy: Policy, first: LatencyProfile, merged: LatencyProfile) -> Counts:
+        return priced(trace, policy, run_replay(trace, policy, first, per_round=True), merged)
+
+    encoded = encode(pair, workload, options)
+    return fidelity_report(pair, swept("small", "medium"), encoded, measure, predict)
+
+
+def fidelity_report(
+    pair: LoadedPair,
+    policies: Sequence[Policy],
+    encoded: Encoded,
+    measure: Callable[[], LatencyProfile],
+    predict: Callable[[Policy, LatencyProfile, LatencyProfile], Counts],
+    *,
+    what: str = "policies",
+    artifacts: Artifacts | None = None,
+) -> dict[str, Any]:
+    """Predicted against measured tokens/s of policies in interleaved runs, request by request the median of the runs.
+
+    ``measure`` profiles the pair, first and after every fourth request. ``predict`` replays a policy, from the first profile (which
+    windows that read costs decided by) and all of them merged (what rounds cost). ``what`` names the policies in the summary.
+    """
+    profiles = [measure()]
 
     def between(done: int) -> None:
         if done % 4 == 0:
-            profiles.append(measure_profile(pair, gamma_max=FIDELITY_GAMMA_MAX, repeats=3, trees=False))
-            print(f"  {done} of {len(workload.requests)} requests", flush=True)
+            profiles.append(measure())
+            print(f"  {done} of {len(encoded.items)} requests", flush=True)
 
-    encoded = encode(pair, workload, options)
-    runs = [compare(pair, policies, encoded, profile=first, between=between).outcomes for _ in range(FIDELITY_RUNS)]
-    profile = merge_profiles(profiles)
+    runs = [
+        compare(pair, policies, encoded, profile=profiles[0], artifacts=artifacts, between=between).outcomes
+        for _ in range(FIDELITY_RUNS)
+    ]
+    merged = merge_profiles(profiles)
     rows = []
     for policy in policies:
         halves = [outcomes[policy.id].total for outcomes in runs]
         # A request's seconds are the median of its runs: a slow second of the machine hits one of them.
         each = np.array([[r.counts.seconds for r in outcomes[policy.id].per_request] for outcomes in runs])
         measured = replace(halves[0], seconds=float(np.median(each, axis=0).sum()))
-        # Windows that read costs decided by the first profile; what their rounds cost is the merged one's to say.
-        decided = run_replay(trace, policy, first, per_round=True)
-        predicted = priced(trace, policy, decided, profile)
+        predicted = predict(policy, profiles[0], merged)
         rows.append(
             {
                 "policy": policy.label(),
@@ -239,7 +265,7 @@ def fidelity(state: Path) -> dict[str, Any]:
                 "measured_tokens_per_s": measured.tokens_per_s,
                 "runs_tokens_per_s": [h.tokens_per_s for h in halves],
                 "error": predicted.tokens_per_s / measured.tokens_per_s - 1,
-                "rounds_equal": decided.total.rounds == measured.rounds,
+                "rounds_equal": predicted.rounds == measured.rounds,
             }
         )
     errors = np.abs([r["error"] for r in rows])
@@ -250,13 +276,13 @@ def fidelity(state: Path) -> dict[str, Any]:
     return {
         "holds": median <= 0.05 and p90 <= 0.10 and tau >= 0.9,
         "summary": f"median error {100 * median:.1f}%, 90th percentile {100 * p90:.1f}%, Kendall tau {tau:.3f} over {len(rows)} "
-        f"policies (measured against measured again: {ceiling:.3f})",
+        f"{what} (measured against measured again: {ceiling:.3f})",
         "median_error": median,
         "p90_error": p90,
         "kendall_tau": tau,
         "kendall_tau_measured_again": ceiling,
         "median_difference_measured_again": float(np.median(np.abs(again / once - 1))),
-        "profiles": [dict(p.check) for p in profiles],
+        "profiles": [json.loads(json.dumps(dict(p.check), default=str)) for p in profiles],
         "rows": sorted(rows, key=lambda r: -r["measured_tokens_per_s"]),
     }
 
@@ -265,9 +291,11 @@ def _tau(a: Sequence[float] | np.ndarray, b: Sequence[float] | np.ndarray) -> fl
     return float(kendalltau(a, b).statistic)
 
 
-def priced(trace: ReplayTrace, policy: Policy, decided: Replay, profile: LatencyProfile) -> Counts:
-    """Rounds that were decided under one profile, priced by another."""
-    model, before = trace.costs(policy, profile)
+def priced(
+    trace: ReplayTrace, policy: Policy, decided: Replay, profile: LatencyProfile, shortlist: ShortlistRule | None = None
+) -> Counts:
+    """A chain's rounds that were decided under one profile, priced by another."""
+    model, before = trace.costs(policy, profile, shortlist)
     seconds = float(before[trace.order].sum())
     for trajectory, steps in zip(trace.trajectories, decided.steps(), strict=True):
         for step in steps:
@@ -282,7 +310,7 @@ def regret(state: Path) -> dict[str, Any]:
     for category in CATEGORIES:
         path = state / f"regret-{category}.db"
         path.unlink(missing_ok=True)
-        store = _stored(path)
+        store = stored(path)
         every = load_workload(["demo"], categories=[category])
         workload = replace(every, requests=every.requests[:50])
         options = DecodeOptions(Sampling(), 64)
@@ -369,7 +397,7 @@ def _no_gain(state: Path, pair: LoadedPair) -> dict[str, Any]:
     """A workload where speculation cannot pay: the only draft is as large as the target."""
     path = state / "regret-none.db"
     path.unlink(missing_ok=True)
-    store = _stored(path)
+    store = stored(path)
     twin = load_pair(PairSpec("twin", pair.spec.target, (("twin", pair.spec.target),)), device="cpu")
     options = DecodeOptions(Sampling(), 32)
     workload = load_workload(["demo"], limit=24)

@@ -57,7 +57,14 @@ def table() -> str:
         ("trees: prediction against execution", "acceptance-trees-fidelity"),
         ("trees: temperature above 0", "acceptance-trees-sampled"),
         ("trees: the papers' methods", "acceptance-trees-papers"),
-        ("trees: joint winner against single papers", "acceptance-trees-joint"),
+        ("shortlists: text against autoregression", "acceptance-shortlists-lossless"),
+        ("shortlists: replay against execution, round by round", "acceptance-shortlists-parity"),
+        ("shortlists: prediction against execution", "acceptance-shortlists-fidelity"),
+        ("shortlists: tau recovered", "acceptance-shortlist-recovered"),
+        ("shortlists: DynaSpec's theorems", "acceptance-shortlist-theory"),
+        ("shortlists on a vocabulary of 32768", "acceptance-shortlist-speed"),
+        ("a draft for each prompt", "acceptance-draft-choice"),
+        ("each paper alone, pairs, all together", "acceptance-ablation"),
     ]
     lines += ["| check (`make acceptance`) | result | holds |", "|---|---|---|"]
     for title, name in checked:

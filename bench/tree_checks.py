@@ -2,43 +2,37 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from checks import CATEGORIES, fidelity_report, stored
 from pairs import make_pair
-from scipy.stats import kendalltau
 
-from db.database import open_database
 from optimizer.artifacts import fitted
-from optimizer.execute import DecodeOptions, Encoded, compare, encode, race, run
+from optimizer.execute import DecodeOptions, Encoded, compare, encode, run
 from optimizer.inputs import load_workload
 from optimizer.record import RecordRequest, cover_of, record, retrace_trees
 from optimizer.replay import ReplayTrace, run_replay
+from optimizer.shortlist_replay import ClusterRanks
 from optimizer.tree_tuning import fit_trees
-from optimizer.tune import TuneOptions, finite, tune
+from runtime.decoder import Decoded
 from runtime.loading import LoadedPair, load_pair
 from runtime.loop import StaticSource
 from runtime.pair import read_pair
 from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from runtime.policies.prepared import prepare
 from runtime.policies.tree_rules import Artifacts
-from runtime.profiler import measure_profile, merge_profiles
-from traces.schema import LatencyProfile, Sampling, Step, Workload
+from runtime.profiler import measure_profile
+from traces.schema import Counts, LatencyProfile, Sampling, Step, Workload
 from traces.store import TraceStore
 
 WIDTH, DEPTH = 10, 8
-CATEGORIES = ("code", "prose", "math")
 STATIC = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1], [0, 1, 0], [0, 0, 0, 0]]
 Document = dict[str, Any]
-
-
-def stored(path: Path) -> TraceStore:
-    return TraceStore(open_database(str(path)))
 
 
 def top_k(draft: str, width: int, gamma: int, n: int, **blocks: Any) -> Document:
@@ -95,7 +89,7 @@ def documents(draft: str, bins: str, classifier: str, count: int, seed: int) -> 
     return found[:count]
 
 
-def texts(pair: LoadedPair, policy: Policy, encoded: Encoded, profile: LatencyProfile | None, find: Artifacts) -> list[Any]:
+def texts(pair: LoadedPair, policy: Policy, encoded: Encoded, profile: LatencyProfile | None, find: Artifacts) -> list[Decoded]:
     prepared = prepare(policy, pair.draft_names, profile=profile, artifacts=find)
     return list(run(pair, StaticSource(prepared), encoded))
 
@@ -115,19 +109,61 @@ def prepared_trees(
     return info.id, trace, fit_trees(store, info.id, drafts)
 
 
-def traced(store: TraceStore, recording: str, chains: Sequence[str], drafts: Sequence[str]) -> ReplayTrace:
+def traced(
+    store: TraceStore,
+    recording: str,
+    chains: Sequence[str],
+    drafts: Sequence[str],
+    routed: Mapping[tuple[str, str], ClusterRanks] | None = None,
+) -> ReplayTrace:
     loaded = store.load(recording, trees=True)
     trees = {(d, "coupled"): loaded.trees(d) for d in drafts}
-    return ReplayTrace(loaded.trajectories, {d: loaded.panoramas(d) for d in chains}, trees=trees)
+    return ReplayTrace(loaded.trajectories, {d: loaded.panoramas(d) for d in chains}, trees=trees, routed=routed)
+
+
+def pairs_of(state: Path) -> Iterator[tuple[str, LoadedPair]]:
+    """The demo pair with every draft, and a GPT-2 style one, by name."""
+    folder = state / "gpt2"
+    folder.mkdir(exist_ok=True)
+    yield "demo", load_pair(read_pair("demo"), device="cpu")
+    yield "gpt2", load_pair(read_pair(str(make_pair(folder, "gpt2"))), device="cpu")
+
+
+def texts_differ(name: str, pair: LoadedPair, policies: Sequence[Policy], find: Artifacts, prompts: int) -> list[dict[str, Any]]:
+    """Texts of 12 tokens under policies beside autoregression's, at temperatures 0, 0.7 (top-p 0.95) and 1: rows of figures."""
+    rows = []
+    workload = load_workload(["demo"], limit=prompts)
+    if name != "demo":
+        workload = short(workload, 200)
+    for sampling in (Sampling(), Sampling(0.7, top_p=0.95, seed=1), Sampling(1.0, seed=2)):
+        encoded = encode(pair, workload, DecodeOptions(sampling, 12))
+        plain = [d.trajectory.output_ids.tolist() for d in texts(pair, AUTOREGRESSIVE, encoded, None, find)]
+        for policy in policies:
+            ours = texts(pair, policy, encoded, None, find)
+            differ = sum(a.trajectory.output_ids.tolist() != b for a, b in zip(ours, plain, strict=True))
+            rows.append(
+                {
+                    "pair": name,
+                    "policy": policy.label(),
+                    "temperature": sampling.temperature,
+                    "prompts": len(plain),
+                    "tau": tau_of(ours),
+                    "differ": differ,
+                }
+            )
+            print(f"  {name} T={sampling.temperature} {policy.label()}: {differ} of {len(plain)} differ", flush=True)
+    return rows
+
+
+def tau_of(decoded: Sequence[Decoded]) -> float:
+    """Tokens a round, over requests."""
+    return sum(s.emitted for d in decoded for s in d.steps) / sum(len(d.steps) for d in decoded)
 
 
 def trees_lossless(state: Path) -> dict[str, Any]:
     """Texts under tree policies equal autoregression's: 102 prompts x 20 policies at temperatures 0, 0.7 and 1, every kind of draft."""
     rows: list[dict[str, Any]] = []
-    for name in ("demo", "gpt2"):
-        folder = state / "gpt2"
-        folder.mkdir(exist_ok=True)
-        pair = load_pair(read_pair("demo" if name == "demo" else str(make_pair(folder, "gpt2"))), device="cpu")
+    for name, pair in pairs_of(state):
         drafts = [*pair.drafts, *pair.heads]
         path = state / f"trees-lossless-{name}.db"
         path.unlink(missing_ok=True)
@@ -142,25 +178,7 @@ def trees_lossless(state: Path) -> dict[str, Any]:
                 d for d in documents(draft, limits[draft].bins, limits[draft].classifier, 24, 7) if "analytic" not in str(d)
             ]
             policies += [parse_policy(d) for d in listed[i :: len(drafts)][:each]]
-        workload = load_workload(["demo"], limit=102)
-        if name != "demo":
-            workload = short(workload, 200)
-        for sampling in (Sampling(), Sampling(0.7, top_p=0.95, seed=1), Sampling(1.0, seed=2)):
-            encoded = encode(pair, workload, DecodeOptions(sampling, 12))
-            plain = [d.trajectory.output_ids.tolist() for d in texts(pair, AUTOREGRESSIVE, encoded, None, find)]
-            for policy in policies[:20]:
-                ours = [d.trajectory.output_ids.tolist() for d in texts(pair, policy, encoded, None, find)]
-                differ = sum(a != b for a, b in zip(ours, plain, strict=True))
-                rows.append(
-                    {
-                        "pair": name,
-                        "policy": policy.label(),
-                        "temperature": sampling.temperature,
-                        "prompts": len(plain),
-                        "differ": differ,
-                    }
-                )
-                print(f"  {name} T={sampling.temperature} {policy.label()}: {differ} of {len(plain)} differ", flush=True)
+        rows += texts_differ(name, pair, policies[:20], find, 102)
     differences = sum(r["differ"] for r in rows)
     return {
         "holds": differences == 0,
@@ -174,6 +192,15 @@ def shape(step: Step) -> tuple[int, ...]:
     return (
         step.start, step.drafted, step.verified, step.accepted, step.emitted, step.draft_steps, step.lag, step.depth, step.bin,
     )  # fmt: skip
+
+
+def unlike(executed: Sequence[Decoded], others: Sequence[Sequence[Step]]) -> tuple[int, int]:
+    """How many rounds differ, request by request, from others' but in their seconds; and how many the others are."""
+    wrong = 0
+    for decoded, steps in zip(executed, others, strict=True):
+        one, other = ([shape(s) for s in part] for part in (decoded.steps, steps))
+        wrong += sum(a != b for a, b in zip(one, other, strict=False)) + abs(len(one) - len(other))
+    return wrong, sum(len(steps) for steps in others)
 
 
 def trees_parity(state: Path) -> dict[str, Any]:
@@ -199,11 +226,7 @@ def trees_parity(state: Path) -> dict[str, Any]:
             trace = traced(store, recording, ["small"], drafts)
             for policy in policies:
                 replayed = run_replay(trace, policy, profile, per_round=True, artifacts=find, approximate=True)
-                wrong = rounds = 0
-                for decoded, steps in zip(texts(pair, policy, encoded, profile, find), replayed.steps(), strict=True):
-                    pairs = [[shape(s) for s in part] for part in (decoded.steps, steps)]
-                    wrong += sum(a != b for a, b in zip(*pairs, strict=False)) + abs(len(pairs[0]) - len(pairs[1]))
-                    rounds += len(steps)
+                wrong, rounds = unlike(texts(pair, policy, encoded, profile, find), replayed.steps())
                 rows.append(
                     {
                         "policy": policy.label(),
@@ -228,14 +251,14 @@ def trees_parity(state: Path) -> dict[str, Any]:
 
 
 def trees_fidelity(state: Path) -> dict[str, Any]:
-    """Predicted against measured tokens/s of 42 tree policies in three interleaved runs, request by request the
-    median of the three; costs measured in between."""
+    """Predicted against measured tokens/s of 63 tree policies, a sweep of width and depth and every other kind, in three interleaved runs,
+    request by request the median of the three; costs measured in between."""
     pair = load_pair(read_pair("demo"), device="cpu")
     drafts = ["small", "medium", *pair.heads]
     path = state / "trees-fidelity.db"
     path.unlink(missing_ok=True)
     store = stored(path)
-    workload = load_workload(["demo"], limit=12)
+    workload = load_workload(["demo"], limit=8)
     options = DecodeOptions(Sampling(), 48)
     _, trace, limits = prepared_trees(store, pair, workload, options, drafts)
     find = fitted(store)
@@ -243,10 +266,7 @@ def trees_fidelity(state: Path) -> dict[str, Any]:
     for draft in drafts:
         grower = {"kind": "classifier", "width": 8, "cap": 8, "beta": 0.5, "artifact": limits[draft].classifier}
         strata = {"artifact": limits[draft].bins, "alpha": 2, "fractions": [0.3, 0.6, 1.0]}
-        listed = [
-            top_k(draft, w, g, n)
-            for w, g, n in ((2, 1, 2), (2, 2, 4), (2, 4, 6), (4, 3, 8), (4, 6, 16), (8, 4, 32), (8, 8, 60), (10, 6, 59))
-        ]
+        listed = [top_k(draft, width, depth, width * depth) for width in (2, 4, 8) for depth in (1, 2, 4, 6, 8)]
         listed += [
             top_k(draft, 6, 4, 24, stratify=strata),
             {"draft": draft, "growth": {"kind": "static", "paths": STATIC}},
@@ -256,49 +276,15 @@ def trees_fidelity(state: Path) -> dict[str, Any]:
             top_k(draft, 4, 8, 12, stop={"kind": "entropy", "threshold": 0.4}),
         ]
         policies += [parse_policy(d) for d in listed]
+
+    def measure() -> LatencyProfile:
+        return measure_profile(pair, gamma_max=12, repeats=2)
+
+    def predict(policy: Policy, first: LatencyProfile, merged: LatencyProfile) -> Counts:
+        return run_replay(trace, policy, merged, artifacts=find, approximate=True).total
+
     encoded = encode(pair, workload, options)
-    profiles = [measure_profile(pair, gamma_max=12, repeats=2)]
-
-    def between(done: int) -> None:
-        if done % 4 == 0:
-            profiles.append(measure_profile(pair, gamma_max=12, repeats=2))
-            print(f"  {done} of {len(workload.requests)} requests", flush=True)
-
-    runs = [compare(pair, policies, encoded, profile=profiles[0], artifacts=find, between=between).outcomes for _ in range(3)]
-    profile = merge_profiles(profiles)
-    rows = []
-    for policy in policies:
-        halves = [outcomes[policy.id].total for outcomes in runs]
-        each = np.array([[r.counts.seconds for r in outcomes[policy.id].per_request] for outcomes in runs])
-        measured = replace(halves[0], seconds=float(np.median(each, axis=0).sum()))
-        predicted = run_replay(trace, policy, profile, artifacts=find, approximate=True).total
-        rows.append(
-            {
-                "policy": policy.label(),
-                "tau": measured.mean_accepted_length,
-                "predicted_tokens_per_s": predicted.tokens_per_s,
-                "measured_tokens_per_s": measured.tokens_per_s,
-                "runs_tokens_per_s": [h.tokens_per_s for h in halves],
-                "error": predicted.tokens_per_s / measured.tokens_per_s - 1,
-                "rounds_equal": predicted.rounds == measured.rounds,
-            }
-        )
-    errors = np.abs([r["error"] for r in rows])
-    once, again = np.array([r["runs_tokens_per_s"][:2] for r in rows]).T
-    tau = float(kendalltau([r["predicted_tokens_per_s"] for r in rows], [r["measured_tokens_per_s"] for r in rows]).statistic)
-    ceiling = float(kendalltau(once, again).statistic)
-    median, p90 = float(np.median(errors)), float(np.quantile(errors, 0.9))
-    return {
-        "holds": median <= 0.05 and p90 <= 0.10 and tau >= 0.9,
-        "summary": f"median error {100 * median:.1f}%, 90th percentile {100 * p90:.1f}%, Kendall tau {tau:.3f} over {len(rows)} "
-        f"tree policies (measured against measured again: {ceiling:.3f})",
-        "median_error": median,
-        "p90_error": p90,
-        "kendall_tau": tau,
-        "kendall_tau_measured_again": ceiling,
-        "profiles": [json.loads(json.dumps(dict(p.check), default=str)) for p in profiles],
-        "rows": sorted(rows, key=lambda r: -r["measured_tokens_per_s"]),
-    }
+    return fidelity_report(pair, policies, encoded, measure, predict, what="tree policies", artifacts=find)
 
 
 def trees_sampled(state: Path) -> dict[str, Any]:
@@ -373,7 +359,7 @@ def trees_papers(state: Path) -> dict[str, Any]:
         path = state / f"trees-papers-{category}.db"
         path.unlink(missing_ok=True)
         store = stored(path)
-        _, trace, limits = prepared_trees(store, pair, workload, options, drafts)
+        recording, _, limits = prepared_trees(store, pair, workload, options, drafts)
         find = fitted(store)
         executed = encode(pair, replace(workload, requests=workload.requests[:8]), options)
         for draft in drafts:
@@ -414,6 +400,9 @@ def trees_papers(state: Path) -> dict[str, Any]:
                     "window": {"kind": "fixed", "gamma": DEPTH},
                 }
             policies = {name: parse_policy(d) for name, d in named.items()}
+            covers = [cover_of(p, sampled=False, artifacts=find) for p in policies.values() if p.growth.kind == "classifier"]
+            retrace_trees(store, pair, recording, [draft], WIDTH, DEPTH, covers=covers, chain_depth=12)
+            trace = traced(store, recording, [d for d in drafts if d not in pair.heads], drafts)
             exact = {k: run_replay(trace, p, artifacts=find, approximate=True) for k, p in policies.items()}
             # EAGLE-2's verified tokens at the tau that each C2T threshold reaches, by its own sweep of N.
             sweep = []
@@ -486,79 +475,7 @@ def _claims(rows: list[dict[str, Any]]) -> str:
     )
 
 
-FAMILIES = {
-    "chain, fixed": lambda p: p.growth.kind == "chain" and p.window.kind == "fixed" and p.stop.kind == "none",
-    "on-the-fly (chains)": lambda p: p.growth.kind == "chain" and p.window.kind in ("analytic", "fsm", "cache_fsm", "q_learning"),
-    "EAGLE-2": lambda p: _is_eagle2(p) and p.window.kind == "fixed" and p.stop.kind == "none" and p.stratify is None,
-    "on-the-fly (EAGLE-2 trees, D.5)": lambda p: _is_eagle2(p) and p.window.kind != "fixed" and p.stratify is None,
-    "HeteroSpec": lambda p: _is_eagle2(p) and p.window.kind == "fixed" and p.stop.kind == "none" and p.stratify is not None,
-    "C2T": lambda p: p.growth.kind == "classifier" and p.window.kind == "fixed" and p.stratify is None and p.stop.kind == "none",
-    "AdaEDL on EAGLE-2": lambda p: _is_eagle2(p) and p.stop.kind == "entropy" and p.stratify is None,
-}
-"""What each paper offers alone, tuned alone: the best of the joint study that uses nothing else."""
-
-
-def _is_eagle2(policy: Policy) -> bool:
-    return policy.growth.kind == "top_k" and getattr(policy.growth, "score", "") in ("auto", "probability")
-
-
-def trees_joint(state: Path) -> dict[str, Any]:
-    """The joint winner against the best policy of each paper tuned alone, raced on three workloads (drafts medium, head, n-gram)."""
-    pair = load_pair(read_pair("demo"), device="cpu", drafts=("medium", "head"))
-    rows: list[dict[str, Any]] = []
-    for category in CATEGORIES:
-        every = load_workload(["demo"], categories=[category])
-        workload = replace(every, requests=every.requests[:24])
-        options = DecodeOptions(Sampling(), 64)
-        path = state / f"trees-joint-{category}.db"
-        path.unlink(missing_ok=True)
-        store = stored(path)
-        wanted = TuneOptions(options=options, drafts=("medium", "head"), trials=300, budget_s=45, gamma_max=12)
-        tuned = tune(store, pair, workload, wanted)
-        trials = [(parse_policy(t["policy"]), float(t["value"])) for t in store.get_study(tuned.study).trials]
-        chosen = {}
-        for name, match in FAMILIES.items():
-            fitting = [(value, p) for p, value in trials if p.speculates and match(p)]
-            if fitting:
-                chosen[name] = max(fitting, key=lambda x: x[0])[1]
-        winner = tuned.winner.policy
-        encoded = encode(pair, replace(workload, requests=workload.requests[:12]), options)
-        find, profile = fitted(store), store.get_profile(tuned.profile).profile
-        policies = {p.id: p for p in [AUTOREGRESSIVE, winner, *chosen.values()]}
-        compared = race(
-            pair,
-            list(policies.values()),
-            encoded,
-            whole=set(policies),
-            kept=[winner.id],
-            profile=profile,
-            artifacts=find,
-            passes=3,
-            budget_s=75,
-        )
-        for name, policy in {"joint winner": winner, **chosen}.items():
-            total = compared.outcomes[policy.id].total
-            rows.append(
-                {
-                    "workload": category,
-                    "family": name,
-                    "policy": policy.label(),
-                    "tau": total.mean_accepted_length,
-                    "speedup": compared.ratio(policy.id, AUTOREGRESSIVE.id)[0],
-                    "joint_over_it": finite(compared.ratio(winner.id, policy.id)),
-                }
-            )
-            print(f"  {category} {name}: {policy.label()}: joint winner {rows[-1]['joint_over_it'][0]:.3f} times it", flush=True)
-    least = min(r["joint_over_it"][0] for r in rows)
-    return {
-        "holds": least >= 1.0,
-        "summary": f"the joint winner runs at {least:.3f} times the best single-paper policy or more, on {len(CATEGORIES)} workloads",
-        "rows": rows,
-    }
-
-
 CHECKS = {
-    "trees-joint": trees_joint,
     "trees-lossless": trees_lossless,
     "trees-parity": trees_parity,
     "trees-fidelity": trees_fidelity,

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import stdtrit
 
-from runtime.decoder import Decoded, Decoder, output_hashes
+from runtime.decoder import Decoded, Decoder, prepare_for
+from runtime.graphs import prepare_graphs
 from runtime.loading import LoadedPair
 from runtime.loop import DecodeRequest, PolicySource, StaticSource
 from runtime.policies.document import Policy
@@ -51,6 +52,11 @@ class Encoded:
     items: tuple[tuple[Request, DecodeRequest], ...]
     options: DecodeOptions
 
+    @property
+    def longest(self) -> int:
+        """Tokens that the longest text can have, the one behind its end included; 0 without requests."""
+        return max((len(request.prompt_ids) + request.max_new_tokens + 1 for _, request in self.items), default=0)
+
 
 def encode(pair: LoadedPair, workload: Workload, options: DecodeOptions) -> Encoded:
     """Tokenises every prompt. Raises WorkloadError for the first that is empty or does not fit."""
@@ -85,6 +91,7 @@ def run(
     """Decodes every request in order under a policy source, yielding each as it ends. ``warm_up`` requests are decoded before,
     by autoregression, so that the first figure is not the first touch of the weights."""
     warm(pair, encoded, warm_up)
+    prepare_graphs(pair, source.current(), encoded.options.sampling, encoded.longest)
     decoder = Decoder(pair, source, encoded.options.verifier, clock)
     for item, request in encoded.items:
         yield decoder.decode(request, item.category, encoded.options.stop_strings)
@@ -354,16 +361,8 @@ def _decoders(
     artifacts: Artifacts | None,
     clock: Callable[[], float],
 ) -> dict[str, Decoder]:
-    return {
-        p.id: Decoder(
-            pair,
-            StaticSource(
-                prepare(
-                    p, pair.draft_names, profile=profile, q_tables=q_tables, artifacts=artifacts, head_hashes=output_hashes(pair)
-                )
-            ),
-            encoded.options.verifier,
-            clock,
-        )
-        for p in policies
-    }
+    sampling = encoded.options.sampling
+    prepared = {p.id: prepare_for(pair, p, profile=profile, q_tables=q_tables, artifacts=artifacts, sampling=sampling) for p in policies}
+    for one in prepared.values():
+        prepare_graphs(pair, one, sampling, encoded.longest)
+    return {name: Decoder(pair, StaticSource(one), encoded.options.verifier, clock) for name, one in prepared.items()}

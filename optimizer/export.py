@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.pair import PairSpec, head_config, is_head
-from runtime.policies.document import Policy, TopKGrowth
+from runtime.policies.document import ChooserPolicy, Policy, TopKGrowth
 from traces.errors import PolicyError
 
 
@@ -18,6 +18,8 @@ def engine_settings(policy: Policy, pair: PairSpec, engine: str) -> dict[str, An
     """
     if not policy.speculates:
         return {}
+    if isinstance(policy, ChooserPolicy):
+        raise PolicyError(f"{engine} cannot choose a draft for each prompt; export one of the candidates that `fit chooser` printed")
     if policy.window.kind != "fixed" or policy.stop.kind != "none":
         raise PolicyError(
             f"{engine} cannot express {policy.label()!r}; export a fixed window without a stop "

@@ -271,12 +271,17 @@ class TreeSource:
         used: Sequence[npt.NDArray[Any]],
     ) -> str:
         """Stores an artifact; ``used`` is what it was fitted to, whose hash goes with it."""
-        h = hashlib.sha256()
-        for array in used:
-            h.update(f"{array.dtype.str} {array.shape}".encode())
-            h.update(np.ascontiguousarray(array).tobytes())
-        provenance = {"recording": self.info.id, "requests": list(self.trace.request_ids), "fitted_to": h.hexdigest()}
+        provenance = {"recording": self.info.id, "requests": list(self.trace.request_ids), "fitted_to": hash_of(used)}
         return store.put_artifact(kind, document, arrays, pair_id=self.info.pair_id, provenance=provenance)
+
+
+def hash_of(arrays: Sequence[npt.NDArray[Any]]) -> str:
+    """The SHA-256 of arrays with their dtypes and shapes, in hexadecimal: what something was fitted to."""
+    h = hashlib.sha256()
+    for array in arrays:
+        h.update(f"{array.dtype.str} {array.shape}".encode())
+        h.update(np.ascontiguousarray(array).tobytes())
+    return h.hexdigest()
 
 
 def tree_source(store: TraceStore, name: str, draft: str, proposals: Proposals = "coupled") -> TreeSource:

@@ -27,6 +27,10 @@ class TraceBackend:
         if panorama is not None:
             self._branch = np.cumsum(panorama.agree == AGREE_NO) - 1
 
+    def choose(self, request: DecodeRequest, prepared: PreparedPolicy) -> PreparedPolicy:
+        assert prepared.chooser is not None
+        return prepared.chooser.of_recorded(request.prompt_ids, request.max_new_tokens, request.sampling)
+
     def begin(self, request: DecodeRequest, prepared: PreparedPolicy) -> None:
         self._at, self._lag = 0, 1
 
@@ -59,7 +63,7 @@ class TraceBackend:
         return AGREE_NO, int(view.branch_logp[row, entry]), int(view.branch_entropy[row, entry])
 
     def draft(self, prepared: PreparedPolicy, gamma: int, limit: int | None = None) -> Drafted:
-        if self.panorama is None:
+        if self.panorama is None or self.panorama.draft != prepared.policy.draft:
             raise TraceError(f"this recording has no panorama of draft {prepared.policy.draft!r}")
         stop = prepared.stop
         count = steps = joint = accepted = 0

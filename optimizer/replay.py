@@ -22,10 +22,18 @@ import optimizer.cost as cost
 import runtime.policies.machines as machines
 from optimizer.cost import BUCKET, LAG_LIMIT, CostModel, TreeCosts, request_seconds
 from optimizer.outcomes import Chains, Index, Words, check_reach, first_occurrences, join_chains, tabulate
-from optimizer.shortlist_replay import restricted, shortlist_ranks
+from optimizer.shortlist_replay import (
+    ClusterRanks,
+    RoutedForest,
+    chain_seconds,
+    join_ranks,
+    restricted,
+    shortlist_ranks,
+    tree_seconds,
+)
 from optimizer.tree_outcomes import Forest, GrowthTable, join_trees, tabulate_growth
 from optimizer.tree_replay import TreeLimits, replay_trees, stop_levels
-from runtime.policies.document import GAMMA_LIMIT, Policy
+from runtime.policies.document import GAMMA_LIMIT, ChooserPolicy, Policy
 from runtime.policies.jit import compiled
 from runtime.policies.machines import advance, reset
 from runtime.policies.prepared import PreparedPolicy, QTables, prepare, tree_kinds
@@ -52,8 +60,9 @@ class ReplayTrace:
 
     ``panoramas`` maps each draft to its panoramas, one per trajectory in the same order. Requests are replayed in order,
     which matters only to windows that carry their state from one to the next. ``seed`` chooses the draws of requests decoded
-    by the rejection verifier. ``trees`` maps (draft, proposals) to tree panoramas likewise. Raises TraceError where panoramas do
-    not match.
+    by the rejection verifier. ``trees`` maps (draft, proposals) to tree panoramas likewise. ``routed`` maps (draft, artifact of a
+    router) to what :func:`optimizer.routing.cluster_ranks` finds, for shortlists of kind ``clusters``; that draft's trees must be given as
+    well. Raises TraceError where panoramas do not match, or ranks lack a request.
     """
 
     def __init__(
@@ -63,6 +72,7 @@ class ReplayTrace:
         *,
         seed: int = 0,
         trees: Mapping[tuple[str, str], Sequence[TreePanorama]] | None = None,
+        routed: Mapping[tuple[str, str], ClusterRanks] | None = None,
     ) -> None:
         self.trajectories = tuple(trajectories)
         lengths = np.array([len(t.output_ids) for t in trajectories], dtype=np.int64)
@@ -76,10 +86,17 @@ class ReplayTrace:
         self._first_seen = np.concatenate([np.zeros(0, np.int32), *(first_occurrences(t) for t in trajectories)])
         self.chains: dict[str, Chains] = {d: join_chains(self.trajectories, p) for d, p in panoramas.items()}
         self.forests: dict[tuple[str, str], Forest] = {k: join_trees(self.trajectories, p) for k, p in (trees or {}).items()}
+        self.routed: dict[tuple[str, str], RoutedForest] = {}
+        for (draft, router), ranks in (routed or {}).items():
+            key = draft, ranks.proposals
+            if key not in self.forests:
+                raise TraceError(f"cluster ranks of draft {draft!r} given without its trees ({ranks.proposals})")
+            self.routed[draft, router] = join_ranks(self.forests[key], self.trajectories, (trees or {})[key], ranks)
         self._growths: OrderedDict[tuple[object, ...], GrowthTable] = OrderedDict()
         self._tree_costs: OrderedDict[tuple[object, ...], tuple[LatencyProfile, TreeCosts, FloatArray]] = OrderedDict()
         self._lock = threading.Lock()
         self._tables: OrderedDict[tuple[object, ...], Words] = OrderedDict()
+        self._doubtful: dict[tuple[object, ...], Index] = {}
         self._costs: OrderedDict[tuple[object, ...], tuple[LatencyProfile, CostModel, FloatArray]] = OrderedDict()
 
     @property
@@ -114,14 +131,46 @@ class ReplayTrace:
         return words if shortlist is None else self._shortlisted(policy, stop, shortlist, words)
 
     def _shortlisted(self, policy: Policy, stop: CompiledStop, rule: ShortlistRule, words: Words) -> Words:
+        if self.chains[policy.draft].drawn.any():
+            raise TraceError(
+                "shortlist: texts of the rejection verifier do not show what a draft would propose from a part of the vocabulary; record "
+                "with the coupled one"
+            )
         key = (policy.draft, stop, policy.shortlist.model_dump_json())
         with self._lock:
             found = self._tables.get(key)
         if found is None:
-            forest = self._forest(policy, "coupled", 1)
-            found = restricted(words, forest, shortlist_ranks(forest, rule, GAMMA_LIMIT))
+            forest, routed = self._forest(policy, "coupled", 1), self._routed(policy, rule)
+            found, doubtful = restricted(words, forest, shortlist_ranks(forest, rule, GAMMA_LIMIT, routed), routed)
+            with self._lock:
+                self._doubtful[key] = doubtful
             self._keep(key, found)
         return found
+
+    def doubtful(self, policy: Policy, stop: CompiledStop) -> Index:
+        """The step from which a shortlisted chain's outcome is not known, because none of the recorded children is in the shortlist, int64
+        [positions]; [0] where every outcome is. Asked after :meth:`outcomes`."""
+        found = self._doubtful.get((policy.draft, stop, policy.shortlist.model_dump_json()))
+        return np.zeros(0, np.int64) if found is None or (found >= GAMMA_LIMIT).all() else found
+
+    def _routed(self, policy: Policy, rule: ShortlistRule) -> RoutedForest | None:
+        """The ranks under a policy's router, if they were given; its artifact may be abbreviated."""
+        proposals, name = getattr(policy.growth, "proposals", "coupled"), rule.block.artifact
+        known = (v for (draft, router), v in self.routed.items() if draft == policy.draft and router.startswith(name))
+        return next((v for v in known if v.source.proposals == proposals), None)
+
+    def shortlist_costs(
+        self, policy: Policy, profile: LatencyProfile | None, rule: ShortlistRule | None, growth: GrowthTable | None = None
+    ) -> FloatArray:
+        """What a policy's passes over routed shortlists take more than with the whole head, by the sizes that these have at each start:
+        seconds float64 [positions, passes + 1]; [0, 1] for any other policy (:meth:`costs` has those). ``growth``: of a tree."""
+        routed = None if rule is None or profile is None else self._routed(policy, rule)
+        if rule is None or profile is None or routed is None:
+            return np.zeros((0, 1))
+        if growth is not None:
+            return tree_seconds(growth, routed, rule, profile)
+        forest = self._forest(policy, "coupled", 1)
+        return chain_seconds(forest, routed, rule, profile, policy.gamma_max)
 
     def uses_trees(self, policy: Policy) -> bool:
         """Whether a policy is replayed from tree panoramas: it grows trees, or its draft is a head (whose chains are trees too)."""
@@ -161,7 +210,7 @@ class ReplayTrace:
         hot = self._sampled_positions()
         ranks = None
         if shortlist is not None:
-            ranks = shortlist_ranks(forest, shortlist, depth)
+            ranks = shortlist_ranks(forest, shortlist, depth, self._routed(policy, shortlist))
         made = tabulate_growth(forest, [(rules[0], np.flatnonzero(~hot)), (rules[1], np.flatnonzero(hot))], depth, ranks)
         with self._lock:
             self._growths[key] = made
@@ -181,7 +230,8 @@ class ReplayTrace:
         with self._lock:
             found = self._tree_costs.get(key)
         if found is None:
-            tables = TreeCosts.of(profile, policy.draft, self.max_context, kinds=kinds, shortlist=shortlist)
+            fixed = None if shortlist is None or shortlist.routed else shortlist
+            tables = TreeCosts.of(profile, policy.draft, self.max_context, kinds=kinds, shortlist=fixed)
             found = (profile, tables, request_seconds(profile, policy.draft, self.prompts))
             with self._lock:
                 self._tree_costs[key] = found
@@ -205,18 +255,20 @@ class ReplayTrace:
         with self._lock:
             self._tables[key] = words
             while len(self._tables) > CACHED_TABLES:
-                self._tables.popitem(last=False)
+                self._doubtful.pop(self._tables.popitem(last=False)[0], None)
 
     def costs(
         self, policy: Policy, profile: LatencyProfile, shortlist: ShortlistRule | None = None
     ) -> tuple[CostModel, FloatArray]:
-        """The cost tables for a policy's draft and stop, and each trajectory's seconds before its first round; remembered."""
+        """The cost tables for a policy's draft and stop, and each trajectory's seconds before its first round; remembered. Of a routed
+        shortlist :meth:`shortlist_costs` has the rest."""
         draft = policy.draft if policy.speculates else None
         key = (id(profile), draft, policy.stop.kind, policy.shortlist.model_dump_json())
         with self._lock:
             found = self._costs.get(key)
         if found is None:
-            model = CostModel.of(profile, draft, self.max_context, stop=policy.stop.kind, shortlist=shortlist)
+            fixed = None if shortlist is None or shortlist.routed else shortlist
+            model = CostModel.of(profile, draft, self.max_context, stop=policy.stop.kind, shortlist=fixed)
             found = (profile, model, model.request_seconds(self.prompts))
             with self._lock:
                 self._costs[key] = found  # holds the profile, so that its id is not given to another
@@ -312,8 +364,17 @@ def run_replay(
 
     ``controller`` goes on from an earlier session's state (it is copied); by default the policy's window starts anew.
     ``q_tables`` finds the Q-table of a window that names an artifact, ``artifacts`` what trees need. A tree that would read laws which were
-    not recorded raises TraceError, unless ``approximate``: then such nodes have no children, and ``Replay.missing`` counts the rounds.
+    not recorded raises TraceError, unless ``approximate``: then such nodes have no children, and ``Replay.missing`` counts the rounds. It
+    also counts those whose shortlist holds none of the children recorded, where the proposal is taken to be wrong.
     """
+    if isinstance(policy, ChooserPolicy):
+        from optimizer.chooser_replay import run_chosen  # which replays the candidates by this function
+
+        if controller is not None:
+            raise ValueError("a chooser's candidates begin with windows of their own: replay one of them to go on from a controller")
+        return run_chosen(
+            trace, policy, profile, per_round=per_round, q_tables=q_tables, artifacts=artifacts, approximate=approximate
+        )
     if profile is None and not policy.replays_exactly:
         raise PolicyError("window.costs 'recent' reads the clock, which a replay takes from a latency profile: give one")
     prepared = prepare(policy, [policy.draft], profile=profile, q_tables=q_tables, artifacts=artifacts)
@@ -324,19 +385,24 @@ def run_replay(
     model, before = (_FREE, np.zeros(len(trace.trajectories))) if profile is None else trace.costs(policy, profile, prepared.shortlist)
     counts = np.zeros((len(trace.order), 6), dtype=np.int64)
     seconds = before[trace.order]
-    size = trace.tokens if per_round else 0
+    doubtful = trace.doubtful(policy, prepared.stop)
+    listed = per_round or len(doubtful) > 0
+    size = trace.tokens if listed else 0
     rounds, round_s = np.zeros((size, len(ROUND_COLUMNS)), dtype=np.int32), np.zeros((size, 3))
     w = window.window
     used = _replay(
         w.kind, w.ints, w.floats, w.table, window.state,
         trace.order, trace.offsets, trace.prompts, trace.budgets, trace.sampled, words,
-        model.verify_s, model.first_s, model.step_s, model.bend_s,
+        model.verify_s, model.first_s, model.step_s, model.bend_s, trace.shortlist_costs(policy, profile, prepared.shortlist),
         model.overhead_s, model.noise_s, model.sample_s, model.draft_sample_s,
-        per_round, counts, seconds, rounds, round_s,
+        listed, counts, seconds, rounds, round_s,
     )  # fmt: skip
+    rounds, round_s = rounds[:used].copy(), round_s[:used].copy()
+    known = doubtful[trace.offsets[trace.order[rounds[:, 0]]] + rounds[:, 1]] if len(doubtful) else rounds[:, 2]
+    missing = int((known < rounds[:, 2]).sum())
     if not per_round:
-        return Replay(policy, trace, counts, seconds, window)
-    return Replay(policy, trace, counts, seconds, window, rounds[:used].copy(), round_s[:used].copy())
+        return Replay(policy, trace, counts, seconds, window, missing=missing)
+    return Replay(policy, trace, counts, seconds, window, rounds, round_s, missing)
 
 
 def _run_trees(
@@ -368,7 +434,8 @@ def _run_trees(
         growth.rank, growth.pool, growth.width, growth.read, growth.phi,
         stop_levels(growth, prepared.rules, hot), growth.end, growth.missing,
         limits.numbers, limits.thresholds, limits.kept, not forest.shared,
-        costs.verify_s, costs.first_s, costs.level_s, costs.bend_s, costs.overhead_s, costs.noise_s,
+        costs.verify_s, costs.first_s, costs.level_s, costs.bend_s,
+        trace.shortlist_costs(policy, profile, prepared.shortlist, growth), costs.overhead_s, costs.noise_s,
         per_round, counts, seconds, rounds, round_s,
     )  # fmt: skip
     missing = int(counts[:, 6].sum())
@@ -408,6 +475,7 @@ def _replay(
     first_table: FloatArray,
     step_table: FloatArray,
     bend_table: FloatArray,
+    routed_s: FloatArray,
     overhead_s: float,
     noise_s: float,
     sample_s: float,
@@ -442,6 +510,8 @@ def _replay(
             if steps > 0:
                 draft_s = first_table[bucket, min(lag, LAG_LIMIT)] + (steps - 1) * step_table[bucket] + draft_sample * steps
                 draft_s += bend_table[min(steps, len(bend_table) - 1)]
+                if len(routed_s) > 0:
+                    draft_s += routed_s[begin + start, min(steps, routed_s.shape[1] - 1)]
                 if lag > LAG_LIMIT:
                     slope = first_table[bucket, LAG_LIMIT + 1] - first_table[bucket, LAG_LIMIT]
                     draft_s += (lag - LAG_LIMIT) * slope

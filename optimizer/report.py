@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from optimizer.tune import Tuned
+from runtime.policies.document import parse_policy
 from traces.schema import TREE_SCALE, Counts, LatencyProfile, Outcome, TreeProfile
 
 
@@ -169,8 +170,31 @@ def static_tree_table(fitted: Mapping[str, Any]) -> RenderableType:
     return Group(table, Text(notes, style="dim"))
 
 
+def chooser_table(fitted: Mapping[str, Any]) -> RenderableType:
+    """A chooser of drafts as fitted: its candidates, and what choosing is worth on the requests held out."""
+    scores = fitted["metrics"].get("held_out") or fitted["metrics"]["fit"]
+    kept = "chooses" if fitted["chooses"] else f"keeps to {fitted['single']}"
+    table = Table(title=f"{kept}: {fitted['reason']}", title_justify="left")
+    for name in ("draft", "policy", "accuracy", "R^2", "tokens/s", "chosen"):
+        table.add_column(name, justify="left" if name in ("draft", "policy") else "right")
+    for draft, document in fitted["candidates"].items():
+        r2, speed = scores["r2"].get(draft), scores["tokens_per_s"][draft]
+        numbers = (f"{scores['accuracy'][draft]:.2f}", "" if r2 is None else f"{r2:.2f}", f"{speed:.1f}")
+        table.add_row(draft, parse_policy(document).label(), *numbers, str(scores["picks"][fitted["rule"]][draft]))
+    for name in ("oracle", "throughput", "theorem_3"):
+        share, (low, high) = scores["share"][name], scores["interval"][name]
+        about = f"{100 * scores['gain'][name]:+.1f}% ({100 * low:+.1f} to {100 * high:+.1f}) over {scores['single']}"
+        about += "" if share is None else f", share {share:.2f}"
+        table.add_row(name, about, "", "", f"{scores['tokens_per_s'][name]:.1f}", "")
+    held = f"{scores['requests']} requests" + (" held out" if "held_out" in fitted["metrics"] else ", those fitted to")
+    return Group(table, Text(f"replayed on {held}, the pass that reads prompts charged", style="dim"))
+
+
 def shortlist_fit_table(fitted: Mapping[str, Any]) -> RenderableType:
-    """Frequencies, clusters or a router, as fitted."""
+    """Frequencies, clusters, a router or cluster ranks, as fitted."""
+    if "kept" in fitted:
+        title = f"{fitted['requests']} requests, {fitted['nodes']} laws of draft {fitted['draft']} under router {fitted['router']}"
+        return rows_table(fitted["kept"], ("clusters", "tokens", "mass", "true_tokens"), title)
     if "coverage" in fitted:
         table = Table(title=f"{fitted['tokens']} tokens counted, {fitted['distinct']} of {fitted['vocab']} occur", title_justify="left")
         table.add_column("size", justify="right")

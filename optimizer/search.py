@@ -1,15 +1,15 @@
 """Searching policies on a recorded trace: enumerate what is small, give Optuna the rest.
 
-Every trial is an exact replay, so nothing is pruned or extrapolated. Fixed windows, state machines and schedules are enumerated;
-the joint space of draft, window, stop and their parameters goes to a TPE study in memory, seeded with the incumbents and with the
-best of every enumerated family. Within a tie the simpler policy wins.
+Every trial is a replay, so nothing is pruned or extrapolated. Fixed windows, state machines, schedules and trees are enumerated, and the
+papers' shortlists on the best of these; the joint space of draft, window, growth, stop, selection, bins, shortlist and their parameters
+goes to a TPE study in memory, seeded with the incumbents and with the best that was enumerated. Within a tie the simpler policy wins.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import optuna
@@ -20,7 +20,9 @@ from runtime.policies.document import (
     AUTOREGRESSIVE,
     DEFAULT_TOP_N,
     ChainGrowth,
+    ChooserPolicy,
     ClassifierGrowth,
+    FullShortlist,
     Policy,
     Select,
     StaticGrowth,
@@ -43,17 +45,52 @@ WINDOW_ORDER = ("fixed", "fsm", "heuristic", "cache_fsm", "analytic", "q_learnin
 """Windows from the simplest to the most elaborate."""
 STOP_ORDER = ("none", "max_prob", "joint_prob", "entropy")
 GROWTH_ORDER = ("chain", "static", "top_k", "classifier")
+SHORTLIST_ORDER = ("full", "frequency", "position_frequency", "clusters")
+PASSES = {"frequency": "fixed", "position_frequency": "fixed", "clusters": "routed"}
+"""What a profile calls the passes of each kind of shortlist."""
+LEAST_SHARE = 0.05
+"""Part of a round's time that no saving on the draft's passes takes away."""
+SHARES = (4, 8, 16, 32)
+"""Parts of the vocabulary that the papers' shortlists are tried with."""
+SHORTLISTED = 3
+"""Chains, and trees, of each draft that the papers' shortlists are tried with, each of another family."""
 MISSING_SHARE = 0.02
 """Share of rounds whose trees may read laws that were not recorded (they count as having no children) in a policy that is tried."""
 
 
 @dataclass(frozen=True)
+class Kinds:
+    """Kinds of blocks that a search may use; by default all."""
+
+    windows: tuple[str, ...] = WINDOW_ORDER
+    stops: tuple[str, ...] = STOP_ORDER
+    growths: tuple[str, ...] = GROWTH_ORDER
+    bins: bool = True
+    shortlists: tuple[str, ...] = SHORTLIST_ORDER
+
+    def hold(self, policy: Policy) -> bool:
+        """Whether a policy uses no others. One that does not speculate uses none."""
+        return not policy.speculates or (
+            policy.window.kind in self.windows
+            and policy.stop.kind in self.stops
+            and policy.growth.kind in self.growths
+            and (self.bins or policy.stratify is None)
+            and policy.shortlist.kind in self.shortlists
+        )
+
+
+@dataclass(frozen=True)
 class Trial:
-    """One policy tried: its predicted tokens/s on the search split, and what proposed it."""
+    """One policy tried: its predicted tokens/s on the search split, what proposed it, and the passes of its draft in a predicted second."""
 
     policy: Policy
     value: float
     origin: str
+    passes_per_s: float = 0.0
+
+    def reach(self, saved_s: float) -> float:
+        """Its tokens/s if every pass of its draft took ``saved_s`` seconds less."""
+        return self.value / max(LEAST_SHARE, 1.0 - saved_s * self.passes_per_s)
 
     def to_json(self) -> dict[str, Any]:
         return {"policy": self.policy.spelled_out(), "id": self.policy.id, "value": self.value, "origin": self.origin}
@@ -61,12 +98,15 @@ class Trial:
 
 @dataclass(frozen=True)
 class Study:
-    """What a search tried, best first, and how to repeat it."""
+    """What a search tried, best first, and how to repeat it. ``bounds``: :func:`shortlist_bounds` of what was tried without shortlists,
+    and ``shortlists``, by draft, the kinds that were searched."""
 
     trials: tuple[Trial, ...]
     seed: int
     sampler: str
     requests: tuple[str, ...] = field(default=())
+    bounds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    shortlists: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def best(self, match: Callable[[Policy], bool] = lambda policy: True) -> Trial | None:
         """The fastest trial whose policy matches; ties within 1% go to the simpler."""
@@ -81,16 +121,26 @@ class Study:
             "seed": self.seed,
             "sampler": self.sampler,
             "requests": list(self.requests),
+            "shortlists": self.on_shortlists(),
             "trials": [t.to_json() for t in self.trials],
         }
 
+    def on_shortlists(self) -> dict[str, Any]:
+        """By draft the kinds of shortlists that were searched, and why no others: what each kind of pass could gain at most over the
+        fastest policy without a shortlist. JSON-ready."""
+        searched = {draft: list(kinds) for draft, kinds in self.shortlists.items()}
+        bounds = {d: {kind: round(b - 1.0, 4) for kind, b in found.items()} for d, found in self.bounds.items()}
+        return {"searched": searched, "most_gained": bounds, "least_worth": TIE}
 
-def complexity(policy: Policy) -> tuple[int, int, int, int]:
-    """Orders policies from simple to elaborate: no speculation, chains before trees, then by the kinds of window and stop, then the
-    shorter window."""
+
+def complexity(policy: Policy) -> tuple[int, int, int, int, int]:
+    """Orders policies from simple to elaborate: no speculation, chains before trees, whole heads before shortlists, then by the kinds of
+    window and stop, then the shorter window. Choosers of drafts come last."""
     growth = GROWTH_ORDER.index(policy.growth.kind) + len(GROWTH_ORDER) * int(policy.stratify is not None)
+    growth += 2 * len(GROWTH_ORDER) * int(isinstance(policy, ChooserPolicy))
     return (
         int(policy.speculates) + growth,
+        SHORTLIST_ORDER.index(policy.shortlist.kind),
         WINDOW_ORDER.index(policy.window.kind),
         STOP_ORDER.index(policy.stop.kind),
         policy.gamma_max,
@@ -188,6 +238,110 @@ def enumerated_trees(trees: Mapping[str, TreeLimit]) -> list[Policy]:
     return list({p.id: p for p in policies}.values())
 
 
+@dataclass(frozen=True)
+class ShortlistLimit:
+    """Shortlists that may be tried with one draft, whose output head has ``rows`` tokens: ids of what was fitted and can be replayed,
+    ``frequencies``, and a ``router`` of ``clusters`` (M)."""
+
+    rows: int
+    frequencies: str | None = None
+    router: str | None = None
+    clusters: int = 0
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds of shortlists that can be tried, without ``full``."""
+        have = {"frequency": self.frequencies, "position_frequency": self.frequencies, "clusters": self.router}
+        return tuple(kind for kind, artifact in have.items() if artifact is not None)
+
+    def only(self, kinds: Iterable[str]) -> ShortlistLimit:
+        """The same with shortlists of these kinds of passes (``fixed``, ``routed``) alone."""
+        kept = set(kinds)
+        return replace(
+            self, frequencies=self.frequencies if "fixed" in kept else None, router=self.router if "routed" in kept else None
+        )
+
+    def block(self, chosen: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The document of a shortlist by its parameters, lowered to what the draft has; None where that is the whole head."""
+        kind = chosen["shortlist"]
+        if kind not in self.kinds:
+            return None
+        if kind == "clusters":
+            k0 = min(chosen["k0"], self.clusters)
+            k1 = min(chosen["k1"], k0)
+            least = min(chosen["k_min"], k1)
+            if least == self.clusters:
+                return None
+            return {"kind": kind, "k0": k0, "k1": k1, "k_min": least, "artifact": self.router}
+        name = "size" if kind == "frequency" else "k_max"
+        if kind == "frequency" and chosen[name] >= self.rows:
+            return None
+        return {"kind": kind, name: min(chosen[name], self.rows), "artifact": self.frequencies}
+
+    def papers(self, share: int) -> list[dict[str, Any]]:
+        """The papers' settings at a ``share``-th of the vocabulary: FR-Spec, PA-FR, and DynaSpec's clusters, which get fewer by step."""
+        size, k0 = max(1, self.rows // share), max(1, self.clusters // share)
+        chosen = {"size": size, "k_max": size, "k0": k0, "k1": max(1, k0 // 2), "k_min": max(1, k0 // 4)}
+        found = (self.block({**chosen, "shortlist": kind}) for kind in self.kinds)
+        return [block for block in found if block is not None]
+
+
+def shortlist_bounds(trials: Iterable[Trial], profile: LatencyProfile) -> dict[str, dict[str, float]]:
+    """By draft and kind of pass (``fixed``, ``routed``) the speed that shortlists could reach over the fastest trial without any, if
+    every pass took what the smallest measured size takes and no less were accepted than with the whole head.
+
+    A shortlist may also keep a wrong proposal out, so this is an estimate, and seldom a low one. Drafts of which no shortlist was
+    measured, or nothing was tried, are left out.
+    """
+    plain = [t for t in trials if not t.policy.shortlisted]
+    fastest = max((t.value for t in plain), default=0.0)
+    found: dict[str, dict[str, float]] = {}
+    for draft in profile.shortlist_s:
+        own = [t for t in plain if t.policy.draft == draft]
+        if own and fastest > 0:
+            found[draft] = {
+                kind: max(t.reach(saved_s(profile, draft, kind)) for t in own) / fastest for kind in ("fixed", "routed")
+            }
+    return found
+
+
+def saved_s(profile: LatencyProfile, draft: str, kind: str) -> float:
+    """Seconds that a pass over a shortlist of the smallest measured size saves, at least 0. (The least of many noisy costs would say more
+    than there is.)"""
+    return max(0.0, -profile.shortlist_pass_s(draft, kind, profile.shortlist_s[draft][kind].widths[0]))
+
+
+def worth_trying(bounds: Mapping[str, Mapping[str, float]]) -> dict[str, tuple[str, ...]]:
+    """By draft the kinds of passes whose shortlists could win, that is gain more than a tie; drafts without any are left out."""
+    kept = {draft: tuple(kind for kind, bound in found.items() if bound > 1.0 + TIE) for draft, found in bounds.items()}
+    return {draft: kinds for draft, kinds in kept.items() if kinds}
+
+
+def enumerated_shortlists(
+    trials: Iterable[Trial], shortlists: Mapping[str, ShortlistLimit], profile: LatencyProfile
+) -> list[Policy]:
+    """The papers' shortlists (a quarter of the vocabulary down to a 32nd) on the best chains and trees of each draft: those that would be
+    fastest if passes took what the smallest shortlist takes."""
+    policies: list[Policy] = []
+    known = list(trials)
+    for draft, limit in shortlists.items():
+        saved = max(saved_s(profile, draft, PASSES[kind]) for kind in limit.kinds)
+        own = [t for t in known if t.policy.draft == draft and t.policy.speculates and not t.policy.shortlisted]
+        own.sort(key=lambda t: -t.reach(saved))
+        for tree in (False, True):
+            families: dict[tuple[str, ...], Policy] = {}
+            for trial in own:
+                if trial.policy.is_tree == tree and len(families) < SHORTLISTED:
+                    families.setdefault(_family(trial.policy), trial.policy)
+            for policy in families.values():
+                policies += [_shortlisted(policy, block) for share in SHARES for block in limit.papers(share)]
+    return list({p.id: p for p in policies}.values())
+
+
+def _shortlisted(policy: Policy, block: dict[str, Any]) -> Policy:
+    return parse_policy({**policy.spelled_out(), "shortlist": block}, where="search space")
+
+
 def transformers_heuristic(draft: str, gamma_max: int) -> Policy:
     """transformers' heuristic schedule with its other defaults: 20 tokens to begin with, confidence threshold 0.4.
 
@@ -210,17 +364,23 @@ def search(
     progress: Callable[[int, int, float], None] = lambda done, total, best: None,
     q_tables: QTables | None = None,
     trees: Mapping[str, TreeLimit] | None = None,
+    shortlists: Mapping[str, ShortlistLimit] | None = None,
     artifacts: Artifacts | None = None,
+    known: Iterable[Trial] = (),
+    kinds: Kinds = Kinds(),
+    bounded: bool = True,
 ) -> Study:
     """Searches the joint space on a trace; ``gamma_max`` is the largest window tried (the panorama's, for policies with stops).
-    ``trees`` says of each draft what trees may be tried (none by default).
+    ``trees`` and ``shortlists`` say of each draft what may be tried (none by default). Shortlists that could not win by
+    :func:`shortlist_bounds` are left out, unless ``bounded`` is false. ``known``: what was tried on this trace and profile before; it is
+    not tried again. ``kinds`` leaves other policies out, incumbents and known ones excepted.
 
     ``progress`` is called with (trials done, in all, best tokens/s). The result is a function of the arguments alone.
     """
-    done: dict[str, Trial] = {}
-    todo = [*enumerated(drafts, gamma_max), *enumerated_trees(trees or {})]
+    done: dict[str, Trial] = {t.policy.id: t for t in known}
+    todo = [p for p in (*enumerated(drafts, gamma_max), *enumerated_trees(trees or {})) if kinds.hold(p)]
     total = len(todo) + trials
-    best = 0.0
+    best = max((t.value for t in done.values()), default=0.0)
 
     def evaluate(policy: Policy, origin: str) -> float:
         nonlocal best
@@ -228,8 +388,9 @@ def search(
             replayed = run_replay(trace, policy, profile, q_tables=q_tables, artifacts=artifacts, approximate=True)
             if replayed.missing > MISSING_SHARE * replayed.total.rounds:
                 return 0.0
-            value = replayed.total.tokens_per_s
-            done[policy.id] = Trial(policy, value, origin)
+            sums = replayed.total
+            value = sums.tokens_per_s
+            done[policy.id] = Trial(policy, value, origin, sums.draft_steps / sums.seconds if sums.seconds > 0 else 0.0)
             best = max(best, value)
         return done[policy.id].value
 
@@ -241,7 +402,17 @@ def search(
     for i, policy in enumerate(todo):
         evaluate(policy, "enumerated")
         progress(i + 1, total, best)
-    space: Space = Space(tuple(drafts), gamma_max) if not trees else TreeSpace(tuple(drafts), gamma_max, dict(trees))
+    bounds = shortlist_bounds(done.values(), profile)
+    worth = worth_trying(bounds)
+    possible = {d: limit.only(worth.get(d, ()) if bounded else bounds.get(d, ())) for d, limit in (shortlists or {}).items()}
+    possible = {d: limit for d, limit in possible.items() if set(limit.kinds) & set(kinds.shortlists)}
+    more = [p for p in enumerated_shortlists(done.values(), possible, profile) if kinds.hold(p)]
+    total += len(more)
+    for i, policy in enumerate(more):
+        evaluate(policy, "enumerated")
+        progress(len(todo) + i + 1, total, best)
+    plain = Space(tuple(drafts), gamma_max, kinds) if not trees else TreeSpace(tuple(drafts), gamma_max, kinds, dict(trees))
+    space: Space | ShortlistSpace = ShortlistSpace(plain, possible) if possible else plain
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     with warnings.catch_warnings():
         warnings.simplefilter(
@@ -250,17 +421,19 @@ def search(
         sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, group=True, n_startup_trials=40)
     study = optuna.create_study(direction="maximize", sampler=sampler)
     for trial in sorted(done.values(), key=lambda t: -t.value):
-        params = space.params(trial.policy)
+        params = space.params(trial.policy) if kinds.hold(trial.policy) else None
         if params is not None:
             study.enqueue_trial(params, skip_if_exists=True)
         if len(study.trials) >= max(10, trials // 10):
             break
     for i in range(trials):
         asked = study.ask()
-        study.tell(asked, evaluate(space.suggest(asked), "optuna"))
-        progress(len(todo) + i + 1, total, best)
+        policy = space.suggest(asked)
+        study.tell(asked, evaluate(policy, "optuna") if kinds.hold(policy) else 0.0)
+        progress(total - trials + i + 1, total, best)
     ordered = sorted(done.values(), key=lambda t: -t.value)
-    return Study(tuple(ordered), seed, "enumeration + TPE (multivariate, group)", trace.request_ids)
+    searched = {draft: limit.kinds for draft, limit in possible.items()}
+    return Study(tuple(ordered), seed, "enumeration + TPE (multivariate, group)", trace.request_ids, bounds, searched)
 
 
 @dataclass(frozen=True)
@@ -269,6 +442,7 @@ class Space:
 
     drafts: tuple[str, ...]
     gamma_max: int
+    kinds: Kinds = Kinds()
 
     def distributions(self, window: str, stop: str) -> dict[str, BaseDistribution]:
         """The parameters that exist for one combination of window and stop."""
@@ -276,8 +450,8 @@ class Space:
         first = IntDistribution(1, min(8, self.gamma_max))
         found: dict[str, BaseDistribution] = {
             "draft": CategoricalDistribution(self.drafts),
-            "window": CategoricalDistribution(WINDOW_ORDER),
-            "stop": CategoricalDistribution(STOP_ORDER),
+            "window": CategoricalDistribution(self.kinds.windows),
+            "stop": CategoricalDistribution(self.kinds.stops),
             "gamma": gamma,
         }
         if window == "analytic":
@@ -345,7 +519,7 @@ class Space:
         if not policy.speculates or policy.draft not in self.drafts or policy.gamma_max > self.gamma_max:
             return None
         found: dict[str, Any] = {"draft": policy.draft, "window": window.kind, "stop": stop.kind, "gamma": policy.gamma_max}
-        for name, distribution in self.distributions(window.kind, stop.kind).items():
+        for name, distribution in Space.distributions(self, window.kind, stop.kind).items():
             if name in found:
                 continue
             value = getattr(stop, "threshold", None) if name == stop.kind else getattr(window, name, None)
@@ -367,11 +541,11 @@ class TreeSpace(Space):
 
     def distributions(self, window: str, stop: str, growth: str = "chain") -> dict[str, BaseDistribution]:
         found = super().distributions(window, stop)
-        found["growth"] = CategoricalDistribution(GROWTH_ORDER)
+        found["growth"] = CategoricalDistribution(self.kinds.growths)
         widest = max(limit.width for limit in self.trees.values())
         if growth in ("top_k", "classifier"):
             found["top_n"] = IntDistribution(2, DEFAULT_TOP_N + 4, log=True)
-            found["alpha"] = IntDistribution(0, 4)
+            found["alpha"] = IntDistribution(0, 4 if self.kinds.bins else 0)
             found["low_bins"] = IntDistribution(1, 3)
             found["fraction"] = FloatDistribution(0.2, 0.8)
         if growth == "top_k":
@@ -422,6 +596,8 @@ class TreeSpace(Space):
 
     def params(self, policy: Policy) -> dict[str, Any] | None:
         growth = policy.growth
+        if policy.growth.kind not in self.kinds.growths:
+            return None
         chain = policy.model_copy(update={"growth": ChainGrowth(), "select": Select(), "stratify": None})
         found = super().params(chain)
         if found is None:
@@ -450,8 +626,64 @@ class TreeSpace(Space):
         return found
 
 
+@dataclass(frozen=True)
+class ShortlistSpace:
+    """Another space with one more dimension: what of its output head the draft evaluates."""
+
+    inner: Space
+    shortlists: Mapping[str, ShortlistLimit]
+
+    def distributions(self, kind: str) -> dict[str, BaseDistribution]:
+        """The parameters that exist for one kind of shortlist."""
+        limits = self.shortlists.values()
+        there = {"full", *(kind for limit in limits for kind in limit.kinds)} & set(self.inner.kinds.shortlists)
+        found: dict[str, BaseDistribution] = {
+            "shortlist": CategoricalDistribution(tuple(k for k in SHORTLIST_ORDER if k in there))
+        }
+        rows = max(limit.rows for limit in limits)
+        if kind in ("frequency", "position_frequency"):
+            found["size" if kind == "frequency" else "k_max"] = IntDistribution(max(1, rows // 64), rows, log=True)
+        if kind == "clusters":
+            most = max(limit.clusters for limit in limits)
+            found |= {name: IntDistribution(1, most, log=True) for name in ("k0", "k1", "k_min")}
+        return found
+
+    def suggest(self, trial: optuna.trial.Trial) -> Policy:
+        """One policy of the space."""
+        policy = self.inner.suggest(trial)
+        limit = self.shortlists.get(policy.draft)
+        if limit is None:
+            return policy
+        chosen = {"shortlist": _ask(trial, "shortlist", self.distributions("full")["shortlist"])}
+        for name, distribution in self.distributions(chosen["shortlist"]).items():
+            if name not in chosen:
+                chosen[name] = _ask(trial, name, distribution)
+        return self.policy(policy, chosen)
+
+    def policy(self, policy: Policy, chosen: Mapping[str, Any]) -> Policy:
+        """A policy of the inner space with the shortlist of a set of parameters."""
+        block = self.shortlists[policy.draft].block(chosen)
+        return policy if block is None else _shortlisted(policy, block)
+
+    def params(self, policy: Policy) -> dict[str, Any] | None:
+        """The parameters of a policy, to seed a study; None for one outside the space."""
+        found = self.inner.params(policy.model_copy(update={"shortlist": FullShortlist()}))
+        limit, shortlist = self.shortlists.get(policy.draft), policy.shortlist
+        if found is None or limit is None:
+            return None if policy.shortlisted else found
+        if policy.shortlisted and (
+            shortlist.kind not in limit.kinds or getattr(shortlist, "artifact", "") not in (limit.frequencies, limit.router)
+        ):
+            return None
+        found["shortlist"] = shortlist.kind
+        for name, distribution in self.distributions(shortlist.kind).items():
+            if isinstance(distribution, IntDistribution):
+                found[name] = min(max(getattr(shortlist, name), distribution.low), distribution.high)
+        return found
+
+
 def finalists(study: Study, count: int = 4) -> list[Trial]:
-    """The policies worth executing: the tie-broken best, then the best of each other (draft, window, stop) family, fastest first."""
+    """The policies worth executing: the tie-broken best, then the best of each other family (kinds of all blocks), fastest first."""
     first = study.best()
     if first is None:
         return []
@@ -467,14 +699,21 @@ def finalists(study: Study, count: int = 4) -> list[Trial]:
 
 def rivals(study: Study, chosen: Iterable[Policy], count: int = 6) -> list[Trial]:
     """Fixed windows that prediction cannot tell from the best of them, fastest first, beside those that are chosen already."""
-    fixed = [t for t in study.trials if t.policy.speculates and t.policy.window.kind == "fixed" and t.policy.stop.kind == "none"]
+    fixed = [t for t in study.trials if is_fixed(t.policy)]
     have = {p.id for p in chosen}
     close = [t for t in fixed if t.value >= fixed[0].value * (1 - PREDICTION_ERROR)]
     return [t for t in close if t.policy.id not in have][:count]
 
 
+def is_fixed(policy: Policy) -> bool:
+    """Whether a policy drafts a fixed window with the whole output head, and nothing stops it."""
+    plain = policy.stop.kind == "none" and not policy.shortlisted and not isinstance(policy, ChooserPolicy)
+    return policy.speculates and policy.window.kind == "fixed" and plain
+
+
 def _family(policy: Policy) -> tuple[str, ...]:
-    return (policy.draft, policy.window.kind, policy.stop.kind, policy.growth.kind, str(policy.stratify is not None))
+    blocks = (policy.window, policy.stop, policy.growth, policy.shortlist)
+    return (policy.draft, *(block.kind for block in blocks), str(policy.stratify is not None))
 
 
 def outcomes(trace: ReplayTrace, profile: LatencyProfile, policies: Iterable[Policy]) -> dict[str, Outcome]:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from db.errors import DatabaseError
 from optimizer.artifacts import fitted, q_tables
-from runtime.decoder import output_hashes
+from runtime.decoder import prepare_for
 from runtime.loading import LoadedPair
 from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from runtime.policies.prepared import PreparedPolicy, check_verifier, prepare
@@ -36,26 +36,38 @@ def last_good(
     for publication in store.list_publications(pair.id, pair.device.type):
         try:
             policy = parse_policy(dict(publication.document), where=f"publication {publication.version}")
-            check_verifier(policy, verifier, sampling or Sampling())
-            return _prepared(store, pair, policy, profile)
+            return _checked(_prepared(store, pair, policy, profile, sampling), verifier, sampling)
         except PolicyError:
             continue
     return prepare(AUTOREGRESSIVE, pair.draft_names)
 
 
 def _prepared(
-    store: TraceStore, pair: LoadedPair, policy: Policy, profile: LatencyProfile | None, version: int = 0
+    store: TraceStore,
+    pair: LoadedPair,
+    policy: Policy,
+    profile: LatencyProfile | None,
+    sampling: Sampling | None,
+    version: int = 0,
 ) -> PreparedPolicy:
-    """A policy made ready for a loaded pair. Raises PolicyError where it cannot run here, a router of another head included."""
-    return prepare(
+    """A policy made ready for a loaded pair. Raises PolicyError where it cannot run here, a router of another head and a chooser with a
+    candidate that cannot run included."""
+    return prepare_for(
+        pair,
         policy,
-        pair.draft_names,
         profile=profile,
         version=version,
         q_tables=q_tables(store),
         artifacts=fitted(store, pair.id),
-        head_hashes=output_hashes(pair),
+        sampling=sampling or Sampling(),
     )
+
+
+def _checked(prepared: PreparedPolicy, verifier: Verifier, sampling: Sampling | None) -> PreparedPolicy:
+    """The same, where no policy that may decode would make ``verifier`` lossy; else PolicyError."""
+    for candidate in prepared.candidates:
+        check_verifier(candidate.policy, verifier, sampling or Sampling())
+    return prepared
 
 
 @contextmanager
@@ -94,8 +106,7 @@ def watch(
             return Published(active.version, None, str(error))
 
     def ready(policy: Policy, version: int) -> PreparedPolicy:
-        check_verifier(policy, verifier, sampling or Sampling())
-        return _prepared(store, pair, policy, latest_profile(), version)
+        return _checked(_prepared(store, pair, policy, latest_profile(), sampling, version), verifier, sampling)
 
     def acknowledge(version: int, status: Literal["applied", "refused"], reason: str) -> None:
         store.acknowledge(version, who, status, reason)
@@ -106,7 +117,7 @@ def watch(
     source = WatchedSource(
         last_good(store, pair, profile, verifier, sampling)
         if initial is None
-        else _prepared(store, pair, initial, profile),
+        else _prepared(store, pair, initial, profile, sampling),
         fetch,
         ready,
         acknowledge,

@@ -6,7 +6,6 @@ pair itself: its vocabulary, its draft's output head, and the hidden states that
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,17 +16,18 @@ import numpy.typing as npt
 import torch
 
 from db.errors import CorruptedChunkError, NotFoundError
-from optimizer.fit import Progress, StoredFit
+from optimizer.fit import Progress, StoredFit, hash_of
 from optimizer.fits.clusters import cohesion, default_clusters, fit_clusters
 from optimizer.fits.frequencies import count_tokens, fit_frequencies
 from optimizer.fits.router import EPOCHS, HIDDEN, LABELS, train_router
 from optimizer.record import split
+from optimizer.routing import budget_grid, cluster_ranks, text_states
+from optimizer.shortlist_replay import CLUSTER_RANKS
 from runtime.decoder import shortlisted_model
-from runtime.head_drafts import Features
 from runtime.loading import LoadedPair
 from runtime.policies.dynaspec import FREQUENCIES, ROUTER, Clusters, Frequencies, Routing
 from traces.errors import PolicyError, TraceError, WorkloadError
-from traces.schema import Trajectory
+from traces.schema import Proposals, Trajectory
 from traces.store import TraceStore
 
 CLUSTERS: Final = "clusters"
@@ -153,7 +153,8 @@ def fit_router_artifact(
     """Clusters of a draft's output head, and a router trained on what the draft says over the recorded texts (DynaSpec, section 4.2).
 
     ``clusters``: M, by default :func:`optimizer.fits.clusters.default_clusters`, or stored ones, ``clusters_from``; ``labels``: L, tokens
-    whose clusters are positive. Scores on texts held out, beside a frequency shortlist of the same mean size, are in the document. Raises
+    whose clusters are positive. Scores on texts held out, beside a frequency shortlist of the same mean size, are in the document. Where
+    the recording holds trees of the draft its cluster ranks are made as well (``ranks``), so that policies with the router replay. Raises
     PolicyError for a draft without an output head, TraceError for a recording of another pair or with too few texts.
     """
     _known(pair, draft)
@@ -203,7 +204,39 @@ def fit_router_artifact(
     artifact = _put(store, pair, ROUTER, document, arrays, (found.top, found.group))
     first = max(1, round(SHARE * partition.count))
     block = {"kind": "clusters", "k0": first, "k1": max(1, first // 2), "k_min": max(1, first // 4), "artifact": artifact}
-    return StoredFit(artifact, ROUTER, document, {"draft": draft, "window": {"kind": "fixed", "gamma": 4}, "shortlist": block})
+    ranked = None
+    if draft in store.get_recording(recording).trees:
+        ranked = cluster_ranks(store, pair, recording, draft, artifact, progress=progress).artifact
+    start = {"draft": draft, "window": {"kind": "fixed", "gamma": 4}, "shortlist": block}
+    return StoredFit(artifact, ROUTER, {**document, "ranks": ranked}, start)
+
+
+def fit_ranks_artifact(
+    store: TraceStore,
+    recording: str,
+    pair: LoadedPair,
+    draft: str,
+    *,
+    router: str,
+    proposals: Proposals = "coupled",
+    progress: Progress = lambda *_: None,
+) -> StoredFit:
+    """The cluster ranks of a recording under a stored router (:func:`optimizer.routing.cluster_ranks`), which replays of its policies need;
+    with the mass of the draft's law that so many clusters keep and the share of true tokens in them, means over the texts."""
+    _known(pair, draft)
+    found = cluster_ranks(store, pair, recording, draft, router, proposals=proposals, progress=progress)
+    document = {
+        "recording": store.get_recording(recording).id,
+        "requests": len(found.digests),
+        "pair": pair.id,
+        "draft": draft,
+        "router": found.router,
+        "proposals": proposals,
+        "clusters": found.clusters,
+        "nodes": len(found.ranks),
+        "kept": found.kept([k for k in budget_grid(found.clusters) if k & (k - 1) == 0 or k == found.clusters]),
+    }
+    return StoredFit(found.artifact, CLUSTER_RANKS, document, {"draft": draft})
 
 
 @torch.no_grad()
@@ -218,8 +251,8 @@ def contexts(
         first = max(len(text.prompt_ids) - 1, 1 if draft in pair.drafts else 2)
         if len(ids) <= first:
             continue
-        states, embedded = _states(pair, draft, ids)
-        output = shortlisted_model(pair, draft).output
+        states = text_states(pair, draft, ids.tolist())
+        embedded, output = shortlisted_model(pair, draft).embedded(ids), shortlisted_model(pair, draft).output
         logits = torch.nn.functional.linear(states[first:], output.weight, output.bias).float()
         best = logits.log_softmax(-1).topk(min(TOP, output.rows), dim=-1)
         parts.append((embedded[first:].float(), states[first - 1 : -1].float(), best.indices, best.values.exp()))
@@ -229,22 +262,6 @@ def contexts(
         raise TraceError("a router is trained and scored on different texts: record at least two requests with an output")
     embeddings, previous, top, probabilities = (torch.cat(columns).cpu() for columns in zip(*parts, strict=True))
     return Contexts(embeddings, previous, top.numpy(), probabilities.double().numpy(), np.concatenate(groups))
-
-
-def _states(pair: LoadedPair, draft: str, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the draft's output matrix reads after each token, [tokens, d], and the tokens' embeddings. A head's first row is zeros."""
-    if draft in pair.drafts:
-        model = pair.drafts[draft]
-        model.reserve(len(ids))
-        return model.chain_states(ids, 0), model.embedded(ids)
-    head, target = pair.heads[draft], pair.target
-    target.reserve(len(ids))
-    head.reserve(len(ids))
-    target.read(ids[:-1], 0)
-    features = Features(target)
-    features.begin(len(ids), target.tapped)
-    out = head.chain(ids[1:], features.of(head, 0, len(ids) - 1), 1)[1]
-    return torch.cat([out.new_zeros(1, out.shape[1]), head.state(out)]), head.embedded(ids)
 
 
 def _texts(store: TraceStore, recording: str, pair: LoadedPair) -> list[Trajectory]:
@@ -267,6 +284,11 @@ def _tokens_of(pair: LoadedPair, name: str) -> list[int]:
     found = pair.encode(text)
     if not found:
         raise WorkloadError(f"--corpus {name}: the file has no tokens")
+    if (unknown := max(found)) >= pair.target.vocab_size:
+        raise WorkloadError(
+            f"--corpus {name}: the tokenizer makes {pair.tokenizer.decode([unknown])!r} token {unknown}, but the models know "
+            f"{pair.target.vocab_size} tokens; leave it out of the file, or give the tokenizer that the models were trained with"
+        )
     return found
 
 
@@ -278,9 +300,5 @@ def _put(
     arrays: dict[str, npt.NDArray[Any]],
     used: Sequence[npt.NDArray[Any]],
 ) -> str:
-    h = hashlib.sha256()
-    for array in used:
-        h.update(f"{array.dtype.str} {array.shape}".encode())
-        h.update(np.ascontiguousarray(array).tobytes())
-    provenance = {key: document[key] for key in ("recording", "corpus") if key in document} | {"fitted_to": h.hexdigest()}
+    provenance = {key: document[key] for key in ("recording", "corpus") if key in document} | {"fitted_to": hash_of(used)}
     return store.put_artifact(kind, document, arrays, pair_id=pair.id, provenance=provenance)

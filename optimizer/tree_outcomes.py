@@ -29,19 +29,52 @@ NO_RANKS: Final = np.zeros((0, 1), np.int32)
 NO_BUDGETS: Final = np.zeros(0, np.int64)
 
 
+class ClusterUnion(NamedTuple):
+    """What nodes of one level add to each other's routed shortlists: ``cluster`` uint16 [nodes, K] of every child, ``order`` uint16
+    [nodes, C], each node's first clusters, and ``sizes`` int64 [M + 1], their tokens; cluster M holds none and is never in."""
+
+    cluster: npt.NDArray[np.uint16]
+    order: npt.NDArray[np.uint16]
+    sizes: npt.NDArray[np.int64]
+
+
+NO_UNION: Final = ClusterUnion(np.zeros((0, 1), np.uint16), np.zeros((0, 0), np.uint16), np.zeros(0, np.int64))
+
+
 class ShortlistRanks(NamedTuple):
     """A shortlist over a forest: a child is in it at level l where its ``ranks`` int32 [nodes, K] lies below ``budgets`` int64 [depth]
-    [l - 1]."""
+    [l - 1], or, with a ``union``, where the level's other nodes add its cluster."""
 
     ranks: npt.NDArray[np.int32]
     budgets: npt.NDArray[np.int64]
+    union: ClusterUnion = NO_UNION
 
     def kept(self, nodes: npt.NDArray[np.int64], level: int, count: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.int64], ...]:
-        """Of nodes [B, F]: the slots of their children, those in the shortlist first and in order, int64 [B, F, K], and how many these
-        are, int64 [B, F]."""
-        inside = self.ranks[nodes] < self.budgets[level - 1]
-        inside &= np.arange(inside.shape[-1]) < count[nodes][..., None]
+        """Of nodes [B, F], -1 where there is none: the slots of their children, those in the shortlist first and in order, int64
+        [B, F, K], and how many these are, int64 [B, F]."""
+        safe = np.maximum(nodes, 0)
+        inside = self.ranks[safe] < self.budgets[level - 1]
+        if len(self.union.order):
+            added = self.added(nodes, level)
+            inside |= np.take_along_axis(added[:, None], self.union.cluster[safe].astype(np.int64), -1)
+        inside &= np.arange(inside.shape[-1]) < count[safe][..., None]
         return np.argsort(~inside, axis=-1, kind="stable"), inside.sum(-1)
+
+    def added(self, nodes: npt.NDArray[np.int64], level: int) -> npt.NDArray[np.bool_]:
+        """The clusters in the union over nodes [B, F] (-1: none), as far as their orders go, bool [B, M + 1]."""
+        last = len(self.union.sizes) - 1
+        first = self.union.order[np.maximum(nodes, 0), : self.budgets[level - 1]].astype(np.int64)
+        first[nodes < 0] = last
+        found = np.zeros((len(nodes), last + 1), np.bool_)
+        np.put_along_axis(found, first.reshape(len(nodes), -1), True, 1)
+        found[:, last] = False
+        return found
+
+    def size(self, nodes: npt.NDArray[np.int64], level: int) -> npt.NDArray[np.int64]:
+        """Tokens of :meth:`added`, int64 [B]; of a budget beyond the orders as many more as it exceeds them."""
+        tokens: npt.NDArray[np.int64] = self.added(nodes, level) @ self.union.sizes
+        reach = self.union.order.shape[1]
+        return np.asarray(np.minimum(tokens * max(self.budgets[level - 1], reach) // reach, self.union.sizes.sum()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,7 +190,7 @@ class GrowthTable:
     HeteroSpec's Phi after
     level l. ``best`` uint16 [P, D, 3]: what a stop reads of level l's cheapest node: -log q, -log of the product of q, entropy, in 1/16
     nat. ``end`` uint8 [P]: the level at which no node passes the classifier; ``missing``: the first level that needs a law which was not
-    recorded (NEVER for none).
+    recorded (NEVER for none). ``size`` int32 [P, D]: tokens of a routed shortlist at level l, as far as they are known; [0, D] without one.
     """
 
     depth: int
@@ -169,6 +202,28 @@ class GrowthTable:
     best: npt.NDArray[np.uint16]
     end: npt.NDArray[np.uint8]
     missing: npt.NDArray[np.uint8]
+    size: npt.NDArray[np.int32]
+
+    @classmethod
+    def empty(cls, starts: int, depth: int, *, routed: bool = False) -> GrowthTable:
+        """A table of starts that grow nothing."""
+
+        def zeros(*size: int) -> npt.NDArray[np.uint16]:
+            return np.zeros((starts, depth, *size), np.uint16)
+
+        never = np.full(starts, NEVER, np.uint8)
+        return cls(
+            depth,
+            rank=np.full((starts, depth, depth), ABSENT, np.uint16),
+            pool=zeros(),
+            width=np.zeros((starts, depth), np.uint8),
+            read=np.zeros((starts, depth), np.bool_),
+            phi=zeros(),
+            best=zeros(3),
+            end=never,
+            missing=never.copy(),
+            size=np.zeros((starts if routed else 0, depth), np.int32),
+        )
 
     def stops(self, rule: TreeRule) -> npt.NDArray[np.uint8]:
         """The level at which a rule's stop triggers at each start, uint8 [P]; NEVER where it does not."""
@@ -200,17 +255,7 @@ def tabulate_growth(
         )
     count = len(forest.root)
     depth = min(depth, len(rule.static)) if rule.static else depth
-    table = GrowthTable(
-        depth,
-        np.full((count, depth, depth), ABSENT, np.uint16),
-        np.zeros((count, depth), np.uint16),
-        np.zeros((count, depth), np.uint8),
-        np.zeros((count, depth), np.bool_),
-        np.zeros((count, depth), np.uint16),
-        np.zeros((count, depth, 3), np.uint16),
-        np.full(count, NEVER, np.uint8),
-        np.full(count, NEVER, np.uint8),
-    )
+    table = GrowthTable.empty(count, depth, routed=shortlist is not None and len(shortlist.union.order) > 0)
     if rule.static and forest.shared and forest.full and not rule.reads_stop and shortlist is None:
         _tabulate_static(forest, rule, table)
         return table
@@ -228,12 +273,14 @@ def _tabulate_plain(
     forest: Forest, rule: TreeRule, table: GrowthTable, starts: npt.NDArray[np.int64], shortlist: ShortlistRanks | None
 ) -> None:
     weights, logs = gap_weights(rule.sharpness, torch.device("cpu"))
+    union = NO_UNION if shortlist is None else shortlist.union
     tabulate_plainly(
         starts.astype(np.int64), forest.root, forest.limit, forest.child, forest.text_slot, forest.gap if rule.coupled else forest.logp,
         forest.logp, forest.entropy, forest.top_entropy, forest.count, rule.width, rule.frontier, table.depth, rule.coupled,
         weights.numpy(), logs.numpy(), *((NO_RANKS, NO_BUDGETS) if shortlist is None else (shortlist.ranks, shortlist.budgets)),
+        union.cluster, union.order, union.sizes, np.zeros(len(union.sizes), np.int64),
         *scratch(rule.width, rule.frontier, table.depth), table.rank, table.pool, table.width, table.read, table.phi, table.best,
-        table.missing,
+        table.missing, table.size,
     )  # fmt: skip
 
 
@@ -257,7 +304,9 @@ def _tabulate_chunk(
     missing, end = (np.full(batch, NEVER, np.uint8) for _ in range(2))
     limit = forest.limit[starts]
     for level in range(1, depth + 1):
-        kept = None if shortlist is None else shortlist.kept(np.maximum(front, 0), level, forest.count)
+        kept = None if shortlist is None else shortlist.kept(front, level, forest.count)
+        if shortlist is not None and len(table.size):
+            table.size[starts, level - 1] = shortlist.size(front, level)
         laws = forest.laws(front, kept)
         added = growing.add(laws)
         cost, eligible = added.cost.numpy(), added.eligible.numpy()

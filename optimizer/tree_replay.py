@@ -75,6 +75,7 @@ def replay_trees(
     first_table: FloatArray,
     level_table: FloatArray,
     bend_table: FloatArray,
+    routed_s: FloatArray,
     overhead_s: float,
     noise_s: float,
     per_round: bool,
@@ -87,7 +88,8 @@ def replay_trees(
     and ``seconds`` in place, and returns how many rounds were written.
 
     ``verify_table`` [2, buckets, nodes + 1], ``first_table`` [2, buckets, LAG_LIMIT + 2] and ``level_table`` [2, buckets,
-    widths] are seconds, greedy and sampled, ``bend_table`` by passes. ``rereads``: the draft reads all emitted tokens again (a head).
+    widths] are seconds, greedy and sampled, ``bend_table`` by passes; ``routed_s`` [positions or 0, passes + 1]: what passes over
+    routed shortlists take more. ``rereads``: the draft reads all emitted tokens again (a head).
     """
     used = 0
     last_bucket = level_table.shape[1] - 1
@@ -157,6 +159,8 @@ def replay_trees(
                 if lag > LAG_LIMIT:
                     slope = first_table[hot, bucket, LAG_LIMIT + 1] - first_table[hot, bucket, LAG_LIMIT]
                     draft_s += (lag - LAG_LIMIT) * slope
+                if len(routed_s) > 0:
+                    draft_s += routed_s[s, min(steps, routed_s.shape[1] - 1)]
                 for level in range(steps - 1):
                     draft_s += level_table[hot, bucket, min(last_width, int(width[s, min(level, deepest - 1)]))]
             verify_s = verify_table[hot, bucket, min(last_nodes, kept)] + noise * emitted

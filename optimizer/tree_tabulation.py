@@ -43,6 +43,10 @@ def tabulate_plainly(
     logs: npt.NDArray[np.float64],
     ranks: npt.NDArray[np.int32],
     budgets: Index,
+    cluster: npt.NDArray[np.uint16],
+    order: npt.NDArray[np.uint16],
+    sizes: Index,
+    added: Index,
     law: Index,
     slots: Index,
     lines: Index,
@@ -56,17 +60,20 @@ def tabulate_plainly(
     phi: npt.NDArray[np.uint16],
     best: npt.NDArray[np.uint16],
     missing: npt.NDArray[np.uint8],
+    size: npt.NDArray[np.int32],
 ) -> None:
     """Fills the rows ``starts`` of a growth table (:class:`optimizer.tree_outcomes.GrowthTable`) from a forest's columns.
 
     ``codes``: the children's gaps if ``coupled``, else their logp. Under a shortlist a level's laws hold those children alone whose
-    ``ranks`` int32 [nodes, K] lie below the level's of ``budgets`` [depth] (else ``budgets`` is empty). Scratch int64: ``law`` and
+    ``ranks`` int32 [nodes, K] lie below the level's of ``budgets`` [depth] (else ``budgets`` is empty), or whose cluster the level's nodes
+    add (:class:`optimizer.tree_outcomes.ClusterUnion`; else ``order`` is empty). Scratch int64: ``added`` [M + 1], zeros, ``law`` and
     ``slots`` [1, F, k], ``lines`` [8, F], ``cost`` [depth, F * k], ``q_cost`` [F * k], ``of_level`` [3, depth].
     """
     there, above, index, costs = lines[0:1], lines[1:2], lines[2:3], lines[3:4]
     front, above_q, above_phi, law_phi = lines[4], lines[5], lines[6], lines[7]
     places_of, on_place, on_cost = of_level[0], of_level[1], of_level[2]
-    shortlist = len(budgets)
+    shortlist, reach = len(budgets), order.shape[1]
+    whole = sizes.sum()
     for i in range(starts.shape[0]):
         s = starts[i]
         front[0], above[0, 0], above_q[0], above_phi[0] = root[s], 0, 0, 0
@@ -74,6 +81,14 @@ def tabulate_plainly(
         for level in range(depth):
             likeliest, chosen = np.int64(INFINITE), np.int64(0)
             hit = -1
+            stamp, tokens = i * depth + level + 1, np.int64(0)  # marks the clusters in this level's union
+            if reach > 0:
+                for f in range(n):
+                    for c in range(min(budgets[level], reach) if front[f] >= 0 else 0):
+                        if added[order[front[f], c]] != stamp:
+                            added[order[front[f], c]] = stamp
+                            tokens += sizes[order[front[f], c]]
+                size[s, level] = min(tokens * max(budgets[level], reach) // reach, whole)
             for f in range(n):
                 node = max(front[f], 0)
                 exists = above[0, f] < INFINITE
@@ -81,7 +96,7 @@ def tabulate_plainly(
                 law_phi[f] = above_phi[f] + top_entropy[node]
                 if front[f] >= 0:
                     for j in range(min(count[node], k) if shortlist == 0 else count[node]):
-                        if shortlist > 0 and ranks[node, j] >= budgets[level]:
+                        if shortlist > 0 and ranks[node, j] >= budgets[level] and (reach == 0 or added[cluster[node, j]] != stamp):
                             continue
                         m = there[0, f]
                         slots[0, f, m] = j

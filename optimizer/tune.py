@@ -9,27 +9,33 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import numpy as np
 
+from db.errors import CorruptedChunkError
 from optimizer.artifacts import fitted, q_tables
+from optimizer.chooser_fits import fit_chooser_artifact
 from optimizer.execute import Comparison, DecodeOptions, Expected, encode_recorded, race
+from optimizer.fits.chooser import read_prompts
 from optimizer.record import RecordRequest, record, retrace, retrace_trees, split
 from optimizer.replay import ReplayTrace, replay
-from optimizer.search import TIE, Study, complexity, finalists, rivals, search, transformers_heuristic
+from optimizer.search import TIE, Study, complexity, finalists, is_fixed, rivals, search, transformers_heuristic, worth_trying
+from optimizer.shortlist_tuning import fit_shortlists, routing_of
 from optimizer.tree_tuning import fit_trees
 from runtime.loading import LoadedPair
 from runtime.loop import StaticSource
-from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
+from runtime.policies.document import AUTOREGRESSIVE, ChooserPolicy, Policy, parse_policy
+from runtime.policies.draft_choice import Chooser
 from runtime.policies.prepared import QTables, prepare
+from runtime.policies.prepared_chooser import PREDICTED, prompt_key
 from runtime.policies.tree_rules import Artifacts
 from runtime.profiler import environment, measure_profile
 from traces.errors import PolicyError, TraceError
 from traces.recording import Recording
-from traces.schema import LatencyProfile, Outcome, Workload
+from traces.schema import LatencyProfile, Outcome, Trajectory, Workload
 from traces.store import Publication, StoredProfile, TraceStore
 
 PROFILE_AGE = timedelta(hours=24)
@@ -224,7 +230,8 @@ def tune_recording(
     began = clock()
     trajectories = recording.trajectories
     trees = {(d, "coupled"): recording.trees(d) for d in grown}
-    trace = ReplayTrace(trajectories, {d: recording.panoramas(d) for d in chains}, trees=trees)
+    panoramas = {d: recording.panoramas(d) for d in chains}
+    trace = ReplayTrace(trajectories, panoramas, trees=trees)
     limits = {}
     if _tree_size(wanted)[0]:
         limits = fit_trees(store, recording_id, grown, profile=stored.id, seed=wanted.seed, progress=progress)
@@ -233,57 +240,83 @@ def tune_recording(
     search_part, test_part = split([t.request_id for t in trajectories], [t.category for t in trajectories])
     incumbent = _incumbent(active, pair)
     seeds = [incumbent, *(p for p in _earlier_winners(store, pair) if p.draft in (*drafts, "none"))]
-    study = search(
-        trace.select(search_part),
-        profile,
-        drafts,
-        gamma_max=wanted.gamma_max,
-        trials=wanted.trials,
-        seed=wanted.seed,
-        incumbents=seeds,
-        q_tables=q_tables(store),
-        artifacts=fitted(store, pair.id),
-        trees=limits,
-        progress=lambda done, total, best: progress(f"search, best {best:.0f} tokens/s", done, total),
-    )
+    find, candidates = _artifacts(store, pair, incumbent, trajectories)
+
+    def searched(trials: int, **more: Any) -> Study:
+        return search(
+            trace.select(search_part),
+            profile,
+            drafts,
+            gamma_max=wanted.gamma_max,
+            trials=trials,
+            seed=wanted.seed,
+            incumbents=seeds,
+            q_tables=q_tables(store),
+            artifacts=find,
+            trees=limits,
+            progress=lambda done, total, best: progress(f"search, best {best:.0f} tokens/s", done, total),
+            **more,
+        )
+
+    first = searched(0)
     times["search"] = clock() - began
+    began = clock()
+    # Only where, by what was measured and replayed without, a shortlist could win, is anything fitted.
+    worth = worth_trying(first.bounds) if grown else {}
+    routers = [draft for draft, passes in worth.items() if "routed" in passes]
+    shortlists = fit_shortlists(store, pair, recording_id, list(worth), routed=routers, seed=wanted.seed, progress=progress)
+    routed = routing_of(store, pair, recording_id, shortlists, candidates, progress=progress)
+    if routed:
+        trace = ReplayTrace(trajectories, panoramas, trees=trees, routed=routed)
+    times["shortlists"] = clock() - began
+    began = clock()
+    study = searched(wanted.trials, shortlists=shortlists, known=first.trials)
+    times["search"] += clock() - began
+    began = clock()
+    chooser, why = _chooser(store, pair, recording_id, study, stored, wanted, progress)
+    times["chooser"] = clock() - began
     study_id = store.put_study(
         pair.id,
         sampler=study.sampler,
         seed=study.seed,
-        document={"recording": recording_id, "profile": stored.id, "requests": list(study.requests), "trials": len(study.trials)},
+        document={
+            "recording": recording_id,
+            "profile": stored.id,
+            "requests": list(study.requests),
+            "trials": len(study.trials),
+            "shortlists": study.on_shortlists(),
+            "chooser": why,
+        },
         trials=[t.to_json() for t in study.trials],
         recording_id=recording_id,
     )
 
     began = clock()
-    roles = _roles(study, incumbent, wanted)
+    roles = _roles(study, incumbent, wanted, chooser)
     encoded = encode_recorded(pair, [trajectories[i] for i in test_part], wanted.options.chat)
     compared = race(
         pair,
         list(roles.values()),
         encoded,
         whole={p.id for role, p in roles.items() if not role.startswith("finalist")},
-        expected=expected_seconds(trace, test_part, roles.values(), profile, q_tables(store), fitted(store, pair.id)),
+        expected=expected_seconds(trace, test_part, roles.values(), profile, q_tables(store), find),
         profile=profile,
         passes=wanted.passes,
         budget_s=wanted.budget_s,
         clock=clock,
         progress=lambda done, total: progress("execute", done, total),
         q_tables=q_tables(store),
-        artifacts=fitted(store, pair.id),
+        artifacts=find,
     )
     times["execute"] = clock() - began
-    candidates = _candidates(
-        roles, compared, trace.select(test_part), profile, incumbent, q_tables(store), fitted(store, pair.id)
-    )
-    winner = _winner(candidates, compared)
-    current = next(c for c in candidates if c.policy.id == incumbent.id)
+    executed = _candidates(roles, compared, trace.select(test_part), profile, incumbent, q_tables(store), find)
+    winner = _winner(executed, compared)
+    current = next(c for c in executed if c.policy.id == incumbent.id)
     reason, chosen, fresh_choice = _verdict(winner, current, active is not None)
     tuned = Tuned(
         winner=chosen,
         incumbent=current,
-        candidates=tuple(candidates),
+        candidates=tuple(executed),
         recording=recording_id,
         profile=stored.id,
         study=study_id,
@@ -375,7 +408,47 @@ def _incumbent(active: Publication | None, pair: LoadedPair) -> Policy:
         policy = parse_policy(dict(active.document), where=f"publication {active.version}")
     except PolicyError:
         return AUTOREGRESSIVE
-    return policy if policy.draft in (*pair.draft_names, "none") else AUTOREGRESSIVE
+    return policy if policy.draft in (*pair.draft_names, "none") or isinstance(policy, ChooserPolicy) else AUTOREGRESSIVE
+
+
+def _artifacts(
+    store: TraceStore, pair: LoadedPair, incumbent: Policy, trajectories: Sequence[Trajectory]
+) -> tuple[Artifacts, tuple[Policy, ...]]:
+    """What finds artifacts, and the policies that the incumbent may decode by. A chooser in force was fitted to another recording; what it
+    predicts of this one's prompts is added to what is found of it, so that it replays."""
+    find = fitted(store, pair.id)
+    if not isinstance(incumbent, ChooserPolicy):
+        return find, (incumbent,)
+    (name,) = incumbent.artifacts
+    held = find(name)
+    chooser = Chooser.from_document(held.document, held.arrays)
+    if chooser.chooses:
+        prompts = read_prompts(pair, trajectories, reader=chooser.features.reader)
+        predicted = np.concatenate([chooser.accuracies(chooser.features.transform([p])) for p in prompts])
+        rows = [{"prompt": prompt_key(t.prompt_ids)} for t in trajectories]
+        held = replace(held, document={**held.document, PREDICTED: rows}, arrays={**held.arrays, PREDICTED: predicted})
+    return lambda asked: held if asked == name else find(asked), tuple(chooser.used.values())
+
+
+def _chooser(
+    store: TraceStore,
+    pair: LoadedPair,
+    recording_id: str,
+    study: Study,
+    stored: StoredProfile,
+    wanted: TuneOptions,
+    progress: Progress,
+) -> tuple[Policy | None, str]:
+    """A chooser over the best policy of each draft, where choosing is predicted to gain beyond noise, and what its fit says of that."""
+    best: dict[str, Policy] = {}
+    for trial in study.trials:
+        if not isinstance(trial.policy, ChooserPolicy):
+            best.setdefault(trial.policy.draft, trial.policy)
+    try:
+        made = fit_chooser_artifact(store, recording_id, pair, best, profile=stored.id, seed=wanted.seed, progress=progress)
+    except (PolicyError, TraceError, CorruptedChunkError) as error:
+        return None, str(error)
+    return parse_policy(made.policy) if made.document["chooses"] else None, str(made.document["reason"])
 
 
 def _earlier_winners(store: TraceStore, pair: LoadedPair, count: int = 5) -> list[Policy]:
@@ -406,13 +479,14 @@ def expected_seconds(
     return Expected(requests, whole)
 
 
-def _roles(study: Study, incumbent: Policy, wanted: TuneOptions) -> dict[str, Policy]:
+def _roles(study: Study, incumbent: Policy, wanted: TuneOptions, chooser: Policy | None = None) -> dict[str, Policy]:
     """Who is executed, by role; a policy that has several roles appears under each."""
-    chosen = finalists(study, wanted.finalists)
-    chosen += rivals(study, [t.policy for t in chosen], wanted.rivals)
-    roles = {f"finalist {i + 1}": trial.policy for i, trial in enumerate(chosen)}
+    chosen = [trial.policy for trial in finalists(study, wanted.finalists)]
+    chosen += [trial.policy for trial in rivals(study, chosen, wanted.rivals)]
+    chosen += [chooser] if chooser is not None else []
+    roles = {f"finalist {i + 1}": policy for i, policy in enumerate(chosen)}
     roles["autoregressive"] = AUTOREGRESSIVE
-    fixed = study.best(lambda p: p.speculates and p.window.kind == "fixed" and p.stop.kind == "none")
+    fixed = study.best(is_fixed)
     if fixed is not None:
         roles["best fixed gamma"] = fixed.policy
         roles["transformers heuristic"] = transformers_heuristic(fixed.policy.draft, wanted.gamma_max)
@@ -454,7 +528,7 @@ def _winner(candidates: list[Candidate], compared: Comparison) -> Candidate:
     for candidate in left:
         lead, low, high = compared.ratio(fastest.policy.id, candidate.policy.id, projected=True)
         if candidate.policy.id == fastest.policy.id or (low <= 1.0 and high <= 1.0 + TIE):
-            tied.append((complexity(candidate.policy)[:3], lead, candidate))
+            tied.append((complexity(candidate.policy)[:-1], lead, candidate))
     return min(tied, key=lambda t: t[:2])[2]
 
 

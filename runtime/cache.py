@@ -7,6 +7,7 @@ masked and overwritten. Shapes never change within a view, so that a pass can be
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -17,14 +18,16 @@ VIEW_STEP = 64
 
 
 class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers carries no types
-    """One layer's keys and values, ``[1, kv_heads, capacity, head_dim]``, allocated at the first pass."""
+    """One layer's keys and values, ``[1, kv_heads, capacity + scratch, head_dim]``, allocated at the first pass. No view holds the
+    ``scratch`` slots."""
 
     is_compileable = True
     is_sliding = False
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, scratch: int = 0) -> None:
         super().__init__()
         self.capacity = capacity
+        self.scratch = scratch
         self.start = 0
         self.view = capacity
         self.slots: torch.Tensor | None = None
@@ -33,8 +36,9 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers carries 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
         batch, heads, _, dim = key_states.shape
         value_dim = dim if value_states is None else value_states.shape[-1]
-        self.keys = key_states.new_zeros(batch, heads, self.capacity, dim)
-        self.values = key_states.new_zeros(batch, heads, self.capacity, value_dim)
+        slots = self.capacity + self.scratch
+        self.keys = key_states.new_zeros(batch, heads, slots, dim)
+        self.values = key_states.new_zeros(batch, heads, slots, value_dim)
         self.is_initialized = True
 
     def update(
@@ -72,6 +76,7 @@ class SlotCache:
 
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
+        self._scratch = 0
         self.capacity = 0
         self.layers: list[SlotLayer] = []
         self.cache = Cache(layers=[])
@@ -81,7 +86,7 @@ class SlotCache:
         wanted = _round_up(tokens, 4 * VIEW_STEP)
         if wanted > self.capacity:
             self.capacity = wanted
-            self.layers = [SlotLayer(wanted) for _ in range(self._num_layers)]
+            self.layers = [SlotLayer(wanted, self._scratch) for _ in range(self._num_layers)]
             self.cache = Cache(layers=self.layers)
 
     def place(self, start: int, width: int) -> int:
@@ -100,6 +105,22 @@ class SlotCache:
         for layer in self.layers:
             layer.slots, layer.view = slots, view
 
+    def keep_scratch(self, slots: int) -> None:
+        """Keeps so many slots behind the capacity, for tokens that only fill up a pass. Forgets what was cached."""
+        self._scratch, self.capacity, self.layers, self.cache = slots, 0, [], Cache(layers=[])
+
+    def bound(self, slots: torch.Tensor, view: int) -> list[SlotLayer]:
+        """Layers over the same keys and values which always write ``slots`` (int64 ``[width]``) and read the first ``view``, whatever the
+        next passes over this cache do."""
+        layers = [copy.copy(layer) for layer in self.layers]
+        for layer in layers:
+            layer.slots, layer.view = slots, view
+        return layers
+
+    def adopt(self, layers: list[SlotLayer]) -> None:
+        """Takes over the keys and values that a first pass over :meth:`bound` layers allocated."""
+        for own, layer in zip(self.layers, layers, strict=True):
+            own.keys, own.values, own.is_initialized = layer.keys, layer.values, True
 
     def move(self, slots: list[int], start: int) -> None:
         """Copies slots (any order, possibly overlapping) to ``start ..``: what a tree's accepted path becomes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -10,25 +11,35 @@ import numpy as np
 import torch
 
 from runtime.drafts import TREE_SLOTS, Chain, ChainContext, Draft, LanguageModelDraft, NgramDraft
+from runtime.graphs import prepare_graphs
 from runtime.head_drafts import Features, HeadDraft
 from runtime.loading import LoadedPair
 from runtime.loop import DecodeRequest, Drafted, PolicySource, Round, Verified, decode_rounds
 from runtime.models import ids_tensor
-from runtime.policies.document import NODE_LIMIT
-from runtime.policies.prepared import PreparedPolicy, check_verifier
+from runtime.policies.document import NODE_LIMIT, Policy
+from runtime.policies.draft_choice import TARGET, Prompt, keeps_reading, log_perplexity
+from runtime.policies.prepared import PreparedPolicy, QTables, check_verifier, prepare
+from runtime.policies.prepared_chooser import with_candidates
+from runtime.policies.tree_rules import Artifacts
 from runtime.sampling import Noise, filters
 from runtime.shortlists import HeadHashes, ShortlistedModel, ShortlistRule, Shortlists, head_hashes
 from runtime.tree_drafts import GrownTree, ModelLaws, TreeContext, ancestors, grow
 from runtime.verification import verify_coupled, verify_rejection, verify_tree
 from traces.errors import PolicyError, WorkloadError
-from traces.schema import Finish, Request, Sampling, Step, Trajectory, Verifier, request_seed
+from traces.schema import Finish, LatencyProfile, Request, Sampling, Step, Trajectory, Verifier, request_seed
 
 SHORTLISTS_KEPT = 8
 """Shortlists of policies that a backend keeps ready, with the weights cut out for them."""
 
 
 class ModelBackend:
-    """The loop's backend over a loaded pair. One request at a time; its caches are reused from request to request."""
+    """The loop's backend over a loaded pair. One request at a time; its caches are reused from request to request.
+
+    ``every_shape``: on CUDA, passes of every shape are captured before a request, not those of its policy alone (the profiler's, whose
+    policies take turns).
+    """
+
+    every_shape = False
 
     def __init__(self, pair: LoadedPair) -> None:
         self.pair = pair
@@ -49,6 +60,28 @@ class ModelBackend:
         self._noise: Noise | None = None
         self._capacity = 0
         self._shortlists: dict[ShortlistRule, Shortlists] = {}
+        self._read_ahead: tuple[DecodeRequest, str] | None = None
+
+    def choose(self, request: DecodeRequest, prepared: PreparedPolicy) -> PreparedPolicy:
+        """The candidate for a request's prompt. The draft that reads the perplexity has then read the prompt, and needs no prefill."""
+        assert prepared.chooser is not None
+        chooser, ids = prepared.chooser.chooser, request.prompt_ids
+        if not chooser.chooses:
+            return prepared.chooser.candidates[chooser.single]
+        nats, capacity, reader = math.nan, len(ids) + request.max_new_tokens + 1, chooser.reader
+        if reader == TARGET:
+            self.pair.target.reserve(capacity + NODE_LIMIT)
+            nats = log_perplexity(self.pair.target, ids)
+        elif reader is not None:
+            draft = self._drafts[reader]
+            assert isinstance(draft, LanguageModelDraft)
+            nats = draft.begin_reading(ids, capacity + TREE_SLOTS)
+            self._awake.discard(reader)
+        chosen = prepared.chooser.of_prompt(Prompt.of(self.pair.text(ids), ids, nats), request.max_new_tokens, request.sampling)
+        if reader is not None and keeps_reading(chosen.policy, reader):
+            self._read_ahead = request, reader
+            self._awake.add(reader)
+        return chosen
 
     def begin(self, request: DecodeRequest, prepared: PreparedPolicy) -> None:
         """Prefills the target, and the policy's draft where it speculates, with the prompt but for its last token."""
@@ -58,9 +91,11 @@ class ModelBackend:
         self._capacity = len(self._text) + request.max_new_tokens + 1
         sampled = not request.sampling.greedy
         self._noise = Noise(request.seed, target.vocab_size, target.device) if sampled else None
-        self._awake.clear()
+        self._awake = {self._read_ahead[1]} if self._read_ahead is not None and self._read_ahead[0] is request else set()
+        self._read_ahead = None
         self._keeps_features = prepared.policy.draft in self._heads
         target.reserve(self._capacity + NODE_LIMIT)
+        prepare_graphs(self.pair, prepared, request.sampling, self._capacity, every=self.every_shape)
         if len(self._text) > 1:
             target.read(torch.tensor(self._text[:-1], device=target.device), 0)
         if self._keeps_features:
@@ -105,14 +140,16 @@ class ModelBackend:
         return draft
 
     def shortlists(self, prepared: PreparedPolicy) -> Shortlists | None:
-        """A policy's shortlist for the draft as it is loaded here; None: the whole vocabulary. Raises PolicyError when the artifact does
-        not fit the draft's output head."""
-        rule = prepared.shortlist
+        """A policy's shortlist for the draft as it is loaded here; None: the whole vocabulary. What :func:`prepare_for` made aside is
+        taken, else it is made now. Raises PolicyError when the artifact does not fit the draft's output head."""
+        rule, ready = prepared.shortlist, prepared.shortlists
         if rule is None:
             return None
+        if ready is not None and ready.model is shortlisted_model(self.pair, rule.draft):
+            return ready
         found = self._shortlists.get(rule)
         if found is None:
-            found = self._shortlists[rule] = Shortlists(rule, shortlisted_model(self.pair, rule.draft), self.exact)
+            found = self._shortlists[rule] = warmed_shortlists(self.pair, prepared, rule)
             if len(self._shortlists) > SHORTLISTS_KEPT:  # the oldest, so that publications do not pile up
                 del self._shortlists[next(iter(self._shortlists))]
         return found
@@ -242,12 +279,14 @@ class Decoder:
 
     def rounds(self, request: DecodeRequest) -> Iterator[Round]:
         """Streams the rounds of one request."""
-        prepared = self.source.current()
-        policy = prepared.policy
-        self.backend.shortlists(prepared)  # refuses what does not fit before the first token
-        check_verifier(policy, request.verifier, request.sampling)
-        if policy.draft in self.pair.heads and request.verifier == "rejection" and not request.sampling.greedy:
-            raise PolicyError(f"draft {policy.draft!r} is a head, which the rejection verifier is not built for; use the coupled verifier")
+        for prepared in self.source.current().candidates:
+            policy = prepared.policy
+            self.backend.shortlists(prepared)  # refuses what does not fit before the first token
+            check_verifier(policy, request.verifier, request.sampling)
+            if policy.draft in self.pair.heads and request.verifier == "rejection" and not request.sampling.greedy:
+                raise PolicyError(
+                    f"draft {policy.draft!r} is a head, which the rejection verifier is not built for; use the coupled verifier"
+                )
         return decode_rounds(self.backend, request, self.source, self.clock)
 
     def decode(self, request: DecodeRequest, category: str = "", stop_strings: tuple[str, ...] = ()) -> Decoded:
@@ -291,6 +330,51 @@ def output_hashes(pair: LoadedPair) -> HeadHashes:
     """Hashes of the output heads of a pair's drafts, for :func:`runtime.policies.prepared.prepare`; each is computed once, when first asked
     for."""
     return head_hashes(lambda name: shortlisted_model(pair, name))
+
+
+def prepare_for(
+    pair: LoadedPair,
+    policy: Policy,
+    *,
+    profile: LatencyProfile | None = None,
+    version: int = 0,
+    q_tables: QTables | None = None,
+    artifacts: Artifacts | None = None,
+    sampling: Sampling | None = None,
+) -> PreparedPolicy:
+    """:func:`runtime.policies.prepared.prepare` for a loaded pair, with everything done that its first rounds would otherwise wait for: a
+    shortlist's weights are cut out, and the quickest ways to multiply them measured; on CUDA the graphs that rounds at ``sampling`` (None:
+    any) can need are captured. It may run in another thread than decoding does.
+
+    Raises PolicyError as ``prepare``, and for a router of another head.
+    """
+    prepared = prepare(
+        policy,
+        pair.draft_names,
+        profile=profile,
+        version=version,
+        q_tables=q_tables,
+        artifacts=artifacts,
+        head_hashes=output_hashes(pair),
+    )
+    if prepared.chooser is not None:
+        return with_candidates(prepared, {name: _made_aside(pair, p, sampling) for name, p in prepared.chooser.candidates.items()})
+    return _made_aside(pair, prepared, sampling)
+
+
+def _made_aside(pair: LoadedPair, prepared: PreparedPolicy, sampling: Sampling | None) -> PreparedPolicy:
+    prepare_graphs(pair, prepared, sampling)
+    rule = prepared.shortlist
+    return prepared if rule is None else replace(prepared, shortlists=warmed_shortlists(pair, prepared, rule))
+
+
+def warmed_shortlists(pair: LoadedPair, prepared: PreparedPolicy, rule: ShortlistRule) -> Shortlists:
+    """A policy's shortlists for a loaded pair, made ready for as many nodes as its trees can have. Raises PolicyError when the artifact
+    does not fit the draft's output head."""
+    made = Shortlists(rule, shortlisted_model(pair, rule.draft), pair.exact)
+    trees, steps = prepared.rules or (), range(1, prepared.policy.depth_max + 1)
+    made.warm([max([1, *(tree.step_width(step) for tree in trees)]) for step in steps])
+    return made
 
 
 def check_length(pair: LoadedPair, request_id: str, prompt_tokens: int, max_new_tokens: int) -> None:

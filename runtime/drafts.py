@@ -14,6 +14,7 @@ import torch
 from runtime.models import CausalModel, ids_tensor, view_of
 from runtime.ngram import NgramIndex
 from runtime.policies.document import WIDTH_LIMIT
+from runtime.policies.draft_choice import log_perplexity
 from runtime.policies.stops import STOP_ENTROPY, STOP_JOINT_PROB, STOP_MAX_PROB, STOP_NONE, CompiledStop, should_stop
 from runtime.sampling import (
     Noise,
@@ -99,6 +100,13 @@ class LanguageModelDraft:
             self._read = len(prompt) - 1
             self._states.put(self._read - 1, last)
 
+    def begin_reading(self, prompt: list[int], capacity: int) -> float:
+        """:meth:`begin`, which does not keep the last state; the logarithm of the prompt's perplexity from the same pass."""
+        self.model.reserve(capacity)
+        self._states.clear()
+        self._read = max(0, len(prompt) - 1)
+        return log_perplexity(self.model, prompt)
+
     def reader(self, text: list[int], shortlists: Shortlists | None = None) -> LanguageModelReader:
         """Passes over a tree that grows from the end of ``text``; with ``shortlists`` their logits are of shortlisted tokens alone."""
         if shortlists is not None and shortlists.routed:
@@ -147,15 +155,26 @@ class LanguageModelDraft:
     ) -> tuple[torch.Tensor, Support, torch.Tensor]:
         """One pass of draft step ``step`` over ``pending``, the end of ``prefix``: float32 logits [1, size] after it, the shortlist, and
         the hidden state of the last token [1, hidden_size]."""
-        states = self.model.chain_states(pending, at)
-        last = states[-1:]
         if not shortlists.routed:
+            last = self.model.chain_states(pending, at)[-1:]
             support = shortlists.fixed(step)
         else:
-            self._states.put(at, states)
-            before = self._states.at(len(prefix) - 2)
-            assert before is not None or len(prefix) == 1
-            support = shortlists.of(step, pending[-1:], before, lambda _: self._previous(prefix))
+
+            def read() -> torch.Tensor:
+                states = self.model.chain_states(pending, at)
+                self._states.put(at, states)
+                return states[-1:]
+
+            def canonical(_: int) -> torch.Tensor | None:
+                return self._previous(prefix)
+
+            if at < len(prefix) - 1:  # the token before the last is read in this very pass, which the router must wait for
+                last = read()
+                support = shortlists.of(step, pending[-1:], self._states.at(len(prefix) - 2), canonical)
+            else:
+                before = self._states.at(len(prefix) - 2)
+                assert before is not None or len(prefix) == 1
+                last, support = shortlists.beside(read, step, pending[-1:], before, canonical)
         return shortlists.logits(last, support), support, last
 
     def _previous(self, prefix: list[int]) -> torch.Tensor | None:
@@ -327,13 +346,17 @@ class LanguageModelReader:
         positions = torch.full((n,), self.length + depth - 1, dtype=torch.int64, device=self.device)
         if self._shortlists is None:
             return self.model.scattered(tokens, positions, slots, mask)
-        states = self.model.scattered_states(tokens, positions, slots, mask)
+        states, support = self._shortlists.beside(
+            lambda: self.model.scattered_states(tokens, positions, slots, mask),
+            depth,
+            tokens,
+            self._beam.add(tokens, parents),
+            lambda i: self.draft._previous(self.text + self._beam.path(i)),
+            exists,
+        )
+        self._beam.read(states)
         if self._shortlists.routed:
             self.draft._nodes.append(states)
-        before = self._beam.add(tokens, parents, states)
-        support = self._shortlists.of(
-            depth, tokens, before, lambda i: self.draft._previous(self.text + self._beam.path(i)), exists
-        )
         self.ids = support.ids
         return self._shortlists.logits(states, support)
 

@@ -6,26 +6,20 @@ Of the head's work only what the shortlist needs is done, O(B d) instead of O(V 
 - ``gather``: the rows are copied into a buffer, then one product;
 - ``full``: the product with all rows, of which the columns wanted are kept; pays for unions that are most of the vocabulary;
 - ``products``: one product per cluster of a matrix that was permuted once so that each cluster's rows lie together;
-- ``kernel`` (CUDA): a Triton kernel that selects and multiplies at once (FUSED_INDEX_GEMM of algorithm 1, line 13).
+- ``kernel`` (CUDA): a Triton kernel that selects and multiplies at once (:mod:`runtime.gathered_kernel`).
 
 Which is fastest depends on the machine, the sizes and the union, so a head measures them (:meth:`GatheredHead.fastest`). Ways differ in
 the last bits, as batch shapes do; products made by a library are rounded to the weights' dtype, the others only to float32.
-
-:func:`forked` runs the router beside the draft's core (algorithm 1, lines 3 to 12).
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import importlib.util
 import itertools
 import math
-import os
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, cast
 
 import numba
 import numpy as np
@@ -34,10 +28,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from runtime.gathered_kernel import gathered_logits, kernel_runs, power_of_two
 from traces.errors import PairError, PolicyError
 
-C = TypeVar("C")
-R = TypeVar("R")
 Sums = Callable[[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.int64], npt.NDArray[np.float32]], int]
 
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
@@ -182,8 +175,25 @@ class GatheredHead:
             raise PolicyError(f"no ways to compare for {what!r} in this head; say 'over', 'all', or 'blocks' with clusters")
         return self._fastest(what, matrix, rows, count)
 
+    def warm(self, rows: int, counts: tuple[int, int], what: str = "over") -> None:
+        """Measures every case that calls with up to ``rows`` hidden states and ``counts`` (least, most) tokens can meet, and launches what
+        is compiled at a first launch, so that no such call is slow. ``what`` as in :meth:`fastest`, ``over`` or ``all``."""
+        least, most = (min(self.vocab_size, power_of_two(count)) for count in counts)
+        for n in (1 << bits for bits in range(power_of_two(rows).bit_length())):
+            count = least
+            while True:
+                if self.fastest(n, count, what) == "kernel":
+                    for m, size in itertools.product(
+                        {n, max(1, n - 1)}, {count, max(1, count - 1)}
+                    ):  # Triton tells multiples of 16
+                        ids = torch.arange(size, device=self.device)
+                        self.over(torch.zeros(m, self.hidden_size, dtype=self.dtype, device=self.device), ids)
+                if count >= most:
+                    break
+                count = min(self.vocab_size, 2 * count)
+
     def _fastest(self, what: str, matrix: _Matrix, rows: int, count: int) -> str:
-        rows, count = _power(rows), min(len(matrix.weight), _power(count))
+        rows, count = power_of_two(rows), min(len(matrix.weight), power_of_two(count))
         known = matrix.fastest.get((what, rows, count))
         if known is not None:
             return known
@@ -366,11 +376,6 @@ class _Matrix:
 _measured: dict[tuple[Any, ...], str] = {}
 
 
-def _power(number: int) -> int:
-    """The least power of two that is at least ``number``, and 1."""
-    return 1 << max(0, number - 1).bit_length()
-
-
 def quickest(ways: Mapping[str, Callable[[], object]], device: torch.device) -> str:
     """The name whose call takes least time on ``device``: the shortest of several, taken in turns (:data:`MEASURED_SECONDS`,
     :data:`HOPELESS`), which a busy machine disturbs less than a mean."""
@@ -461,205 +466,3 @@ def _sums(
                 s0 += weight[ids[j], k] * hidden[i, k]
             out[i, j] = s0
     return -1
-
-
-# -- the CUDA kernel -----------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Tile:
-    """What one program of the kernel multiplies: ``rows`` hidden states with ``ids`` tokens, ``d`` numbers of each at a time (powers
-    of two, 16 or more); ``stages`` of loads in flight, ``warps``."""
-
-    rows: int
-    ids: int
-    d: int
-    stages: int = 4
-    warps: int = 4
-
-
-def tile_for(rows: int, count: int, hidden_size: int, itemsize: int, processors: int) -> Tile:
-    """A tile for ``rows`` hidden states and ``count`` tokens of ``itemsize`` bytes a number on ``processors`` multiprocessors.
-
-    All hidden states (up to 64) in one program, so that each row of the matrix is read once; 256 contiguous bytes of a row at a time, fewer
-    where those divide d; tokens few enough a program that every multiprocessor has two, where the union is large enough for that.
-    """
-    block = min(64, max(16, _power(rows)))
-    ids = 64
-    while ids > 16 and -(-count // ids) * -(-rows // block) < 2 * processors:
-        ids //= 2
-    d = 256 // itemsize
-    while d > 32 and hidden_size % d:
-        d //= 2
-    return Tile(block, ids, d)
-
-
-def kernel_runs(device: torch.device) -> bool:
-    """Whether the Triton kernel can run there: where triton is installed, on CUDA (or ROCm), or anywhere with ``TRITON_INTERPRET=1``."""
-    return (device.type == "cuda" or _interpreted()) and importlib.util.find_spec("triton") is not None
-
-
-def _interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET", "") == "1"
-
-
-def gathered_logits(
-    hidden: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    *,
-    bias: Tensor | None = None,
-    count: Tensor | None = None,
-    tile: Tile | None = None,
-) -> Tensor:
-    """Selects and multiplies in one Triton kernel: float32 logits [n, len(ids)] of ``hidden`` [n, d] and ``weight`` [vocab, d], both
-    contiguous and of one dtype, ``ids`` int64, ``bias`` [vocab]; sums are float32. Nothing is checked.
-
-    ``count`` (one int32 or int64 element on the device): columns from there on are -inf, and what ``ids`` holds there is not used. Tensors
-    lie on CUDA, or on the CPU under Triton's interpreter (``TRITON_INTERPRET=1``). ``tile`` overrides :func:`tile_for`.
-    """
-    n, hidden_size = hidden.shape
-    capacity = len(ids)
-    out = torch.empty(n, capacity, dtype=torch.float32, device=weight.device)
-    if not n or not capacity:
-        return out
-    if tile is None:
-        tile = tile_for(n, capacity, hidden_size, weight.element_size(), _processors(weight.device))
-    kernel = gathered_kernel(_interpreted())
-    grid = (-(-capacity // tile.ids), -(-n // tile.rows))
-    with torch.cuda.device(weight.device) if weight.device.type == "cuda" else contextlib.nullcontext():
-        kernel[grid](
-            hidden,
-            weight,
-            ids.contiguous(),
-            ids if bias is None else bias,
-            ids if count is None else count,
-            out,
-            n,
-            capacity,
-            hidden_size,
-            HAS_BIAS=bias is not None,
-            HAS_COUNT=count is not None,
-            RAGGED=hidden_size % tile.d != 0,
-            WIDEN=_interpreted() and weight.dtype == torch.bfloat16,  # the interpreter has no bfloat16 arithmetic
-            ROWS=tile.rows,
-            IDS=tile.ids,
-            D=tile.d,
-            num_stages=tile.stages,
-            num_warps=tile.warps,
-        )
-    return out
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
-
-
-@functools.cache
-def gathered_kernel(interpreted: bool) -> Any:
-    """The kernel of :func:`gathered_logits`, which Triton compiles when it is first launched. ``interpreted`` only keeps the interpreter's
-    kernel apart: Triton reads ``TRITON_INTERPRET`` when a kernel is declared."""
-    try:
-        import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
-        import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
-    except ImportError as error:
-        raise PairError(
-            "the gathered head's kernel needs triton, which is not installed; install it or choose another way"
-        ) from error
-
-    def gathered(  # type: ignore[no-untyped-def]
-        hidden,
-        weight,
-        ids,
-        bias,
-        count,
-        out,
-        n,
-        capacity,
-        hidden_size,
-        HAS_BIAS: tl.constexpr,
-        HAS_COUNT: tl.constexpr,
-        RAGGED: tl.constexpr,
-        WIDEN: tl.constexpr,
-        ROWS: tl.constexpr,
-        IDS: tl.constexpr,
-        D: tl.constexpr,
-    ):
-        columns = tl.program_id(0) * IDS + tl.arange(0, IDS)
-        rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-        used = capacity
-        if HAS_COUNT:
-            used = tl.minimum(tl.load(count), capacity).to(tl.int32)
-        wanted = columns < used
-        real = rows < n
-        token = tl.load(ids + columns, mask=wanted, other=0)
-        inner = tl.arange(0, D)
-        left = hidden + rows[:, None] * hidden_size + inner[None, :]
-        right = weight + token[None, :] * hidden_size + inner[:, None]
-        total = tl.full((ROWS, IDS), 0.0, tl.float32)
-        stop = hidden_size
-        if HAS_COUNT:
-            stop = tl.where(tl.program_id(0) * IDS < used, hidden_size, 0)
-        for at in range(0, stop, D):
-            if RAGGED:
-                within = inner < hidden_size - at
-                x = tl.load(left, mask=real[:, None] & within[None, :], other=0.0)
-                w = tl.load(right, mask=wanted[None, :] & within[:, None], other=0.0)
-            else:
-                x = tl.load(left, mask=real[:, None], other=0.0)
-                w = tl.load(right, mask=wanted[None, :], other=0.0)
-            if WIDEN:
-                x, w = x.to(tl.float32), w.to(tl.float32)
-            total = tl.dot(x, w, total, input_precision="ieee")
-            left += D
-            right += D
-        if HAS_BIAS:
-            total += tl.load(bias + token, mask=wanted, other=0.0).to(tl.float32)[None, :]
-        if HAS_COUNT:
-            total = tl.where(wanted[None, :], total, float("-inf"))
-        place = out + rows[:, None].to(tl.int64) * capacity + columns[None, :]
-        tl.store(place, total, mask=real[:, None] & (columns < capacity)[None, :])
-
-    return triton.jit(gathered)
-
-
-# -- two streams ---------------------------------------------------------------------------------------------------------------------
-
-
-def forked(core: Callable[[], C], router: Callable[[], R], device: torch.device, *, cuda: Any = torch.cuda) -> tuple[C, R]:
-    """Runs the router beside the draft's core, whose results are returned (algorithm 1, lines 3 to 12).
-
-    On CUDA the router is put on a side stream that begins where the current stream stands, and the current stream waits for it behind the
-    core, so that what both return can be used at once. Fork and join are events: nothing waits on the host, and a CUDA graph that is being
-    captured on the current stream takes both branches in. The router is issued first: it is short, and a core issued before it would
-    have run by the time that the host comes to the router. Memory is safe without more: the join puts whatever reuses it behind both,
-    as long as the router's inputs stay referenced until this returns (the callables hold them). Elsewhere the router runs, then the core.
-    ``cuda`` stands for ``torch.cuda``.
-    """
-    if device.type != "cuda":
-        routed = router()
-        return core(), routed
-    with cuda.device(device):
-        main, side = cuda.current_stream(device), _side_stream(device, cuda)
-        begun, done = cuda.Event(), cuda.Event()
-        begun.record(main)
-        side.wait_event(begun)
-        try:
-            with cuda.stream(side):
-                routed = router()
-            cored = core()
-        finally:  # also behind a failure: what is captured must be joined
-            done.record(side)
-            main.wait_event(done)
-    return cored, routed
-
-
-_side_streams: dict[tuple[Any, torch.device], Any] = {}
-
-
-def _side_stream(device: torch.device, cuda: Any) -> Any:
-    """One stream per device, which later forks reuse."""
-    if (cuda, device) not in _side_streams:
-        _side_streams[cuda, device] = cuda.Stream(device)
-    return _side_streams[cuda, device]

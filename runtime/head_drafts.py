@@ -10,7 +10,7 @@ import torch
 
 from runtime.heads import EagleHead
 from runtime.models import CHUNK, CausalModel, view_of
-from runtime.shortlists import Beam, Shortlists, States
+from runtime.shortlists import Beam, Shortlists, States, Support
 
 
 class Features:
@@ -66,7 +66,7 @@ class HeadDraft:
         while self._read < stop:
             end = min(stop, self._read + CHUNK)
             ids = torch.tensor(text[self._read : end], device=self.head.device)
-            out = self.head.chain(ids, self.features.of(self.head, self._read - 1, end - 1), self._read)[1]
+            out = self.head.read(ids, self.features.of(self.head, self._read - 1, end - 1), self._read)
             self._read = end
             self._states.put(end - 1, out[-1:])
 
@@ -108,22 +108,36 @@ class HeadReader:
         draft, head = self.draft, self.head
         at = draft._read
         ids = torch.tensor(self.text[at:], device=self.device)
-        shortlists = self._shortlists
-        logits, out = head.chain(ids, draft.features.of(head, at - 1, self.length - 1), at, logits=int(shortlists is None))
+        rows, shortlists = draft.features.of(head, at - 1, self.length - 1), self._shortlists
         draft._read = self.length
-        self._hidden = out[-1:]
-        return logits if shortlists is None else self._shortlisted_root(shortlists, ids, at, out)
-
-    def _shortlisted_root(self, shortlists: Shortlists, ids: torch.Tensor, at: int, out: torch.Tensor) -> torch.Tensor:
-        """Float32 logits [1, size] of the first shortlist, for the outputs [n, hidden_size] of ``ids`` at ``at ..``."""
-        kept, last = self.draft._states, self.head.state(out[-1:])
-        if shortlists.routed:
-            kept.put(at, out)
-        before = kept.at(self.length - 2) if shortlists.routed else None
-        support = shortlists.of(0, ids[-1:], None if before is None else self.head.state(before), lambda _: self._previous([]))
-        self._beam.begin(last)
+        if shortlists is None:
+            logits, out = head.chain(ids, rows, at, logits=1)
+            self._hidden = out[-1:]
+            return logits
+        support = self._shortlisted_root(shortlists, ids, rows, at)
         self.ids = support.ids
+        last = head.state(self._hidden)
+        self._beam.begin(last)
         return shortlists.logits(last, support)
+
+    def _shortlisted_root(self, shortlists: Shortlists, ids: torch.Tensor, rows: torch.Tensor, at: int) -> Support:
+        """Reads ``ids`` at ``at ..`` with their features ``rows``; the first shortlist."""
+        head, kept = self.head, self.draft._states
+
+        def read() -> None:
+            out = head.chain(ids, rows, at)[1]
+            self._hidden = out[-1:]
+            if shortlists.routed:
+                kept.put(at, out)
+
+        def before() -> torch.Tensor | None:
+            state = kept.at(self.length - 2) if shortlists.routed else None
+            return None if state is None else head.state(state)
+
+        if len(ids) > 1:  # the token before the last is read in this very pass, which the router must wait for
+            read()
+            return shortlists.of(0, ids[-1:], before(), lambda _: self._previous([]))
+        return shortlists.beside(read, 0, ids, before(), lambda _: self._previous([]))[1]
 
     def _previous(self, path: list[int]) -> torch.Tensor | None:
         """What the output matrix read before the last token of the text and a drafted ``path``, by a canonical pass, [1, hidden_size];
@@ -154,10 +168,14 @@ class HeadReader:
         if shortlists is None:
             logits, self._hidden = self.head.scattered(tokens, hidden, positions, slots, mask)
             return logits
-        self._hidden = self.head.scattered_outputs(tokens, hidden, positions, slots, mask)
-        states = self.head.state(self._hidden)
-        before = self._beam.add(tokens, parents, states)
-        support = shortlists.of(depth, tokens, before, lambda i: self._previous(self._beam.path(i)), exists)
+
+        def read() -> torch.Tensor:
+            self._hidden = self.head.scattered_outputs(tokens, hidden, positions, slots, mask)
+            return self.head.state(self._hidden)
+
+        before = self._beam.add(tokens, parents)
+        states, support = shortlists.beside(read, depth, tokens, before, lambda i: self._previous(self._beam.path(i)), exists)
+        self._beam.read(states)
         self.ids = support.ids
         return shortlists.logits(states, support)
 

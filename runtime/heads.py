@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -25,11 +25,14 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from runtime.attention import slot_attention
-from runtime.cache import SlotCache
+from runtime.cache import SlotCache, SlotLayer
 from runtime.models import FINAL, CausalModel
 from runtime.pair import head_config, identity, is_local
 from runtime.shortlists import OutputHead
 from traces.errors import PairError
+
+if TYPE_CHECKING:
+    from runtime.graphs import Outputs, PassGraphs
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, query [1, H, n, D], key and value [1, Hkv, n, D]) -> [1, n, H, D]: attention, with whatever memory the caller keeps."""
@@ -138,8 +141,10 @@ class EagleHead:
 
     ``taps`` are the target's hidden states that it reads (``CausalModel.taps``), ``feature_size`` their width together. Where a head's
     training stopped (``max_position_embeddings``, 2048 in most configurations whatever the target's) limits nothing: positions are
-    relative, so ``max_positions`` is the target's.
+    relative, so ``max_positions`` is the target's. ``graphs`` replays the passes that it has captured (:mod:`runtime.graphs`).
     """
+
+    graphs: PassGraphs | None = None
 
     def __init__(
         self,
@@ -169,6 +174,7 @@ class EagleHead:
         self._token_ids = token_ids
         self.rotary = rotary.to(self.device)
         self._cos, self._sin = self._table(1)
+        self._positions = torch.zeros(0, dtype=torch.int64, device=self.device)
         self._causal = torch.zeros(0, 0, dtype=torch.bool, device=self.device)
 
     def _table(self, size: int) -> tuple[Tensor, Tensor]:
@@ -182,6 +188,7 @@ class EagleHead:
         if self._causal.shape[1] < self.cache.capacity:
             size = self.cache.capacity
             self._cos, self._sin = self._table(size)
+            self._positions = torch.arange(size, device=self.device)
             self._causal = torch.ones(size, size, dtype=torch.bool, device=self.device).tril()
             self._causal[:, 0] = False
 
@@ -192,13 +199,24 @@ class EagleHead:
         Row i of ``hidden`` belongs to the token before ``ids[i]``: target features [n, feature_size], or with ``own`` the head's output
         there, [n, hidden_size]. Returns float32 logits of the last ``logits`` tokens, [logits, vocab], and the outputs [n, hidden_size].
         """
+        width = ids.shape[0]
+        if self.graphs is not None and start > 0:
+            slots = self._positions[start : start + width]
+            found = self._replayed(ids, hidden, slots, slots, self._causal[start : start + width], own, bool(logits), start + width)
+            if found is not None:
+                return found.logits[max(0, width - logits) :].clone(), found.states.clone()
+        out = self.read(ids, hidden, start, own=own)
+        return self._head(out[width - logits :]) if logits else out.new_zeros(0, dtype=torch.float32), out
+
+    @torch.no_grad()
+    def read(self, ids: Tensor, hidden: Tensor, start: int, *, own: bool = False) -> Tensor:
+        """:meth:`chain` without logits, never by a captured pass: the outputs [n, hidden_size]."""
         if start < 1:
             raise ValueError("slot 0 of a head stays empty: the first token has no hidden state before it")
         width = ids.shape[0]
         view = self.cache.place(start, width)
         rotary = self._cos[start : start + width], self._sin[start : start + width]
-        out = self._run(ids, hidden, rotary, self._causal[start : start + width, :view], own)
-        return self._head(out[width - logits :]) if logits else out.new_zeros(0, dtype=torch.float32), out
+        return self._run(ids, hidden, rotary, self._causal[start : start + width, :view], own)
 
     @torch.no_grad()
     def scattered(
@@ -208,7 +226,11 @@ class EagleHead:
 
         ``view`` must be a multiple of 64 or the cache's capacity. Returns float32 logits [n, vocab] and outputs [n, hidden_size].
         """
-        out = self.scattered_outputs(ids, hidden, positions, slots, mask, own=own)
+        if self.graphs is not None:
+            found = self._replayed(ids, hidden, positions, slots, mask, own, True, mask.shape[1])
+            if found is not None:
+                return found.logits.clone(), found.states.clone()
+        out = self._scattered(ids, hidden, positions, slots, mask, own)
         return self._head(out), out
 
     @torch.no_grad()
@@ -216,8 +238,32 @@ class EagleHead:
         self, ids: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor, mask: Tensor, *, own: bool = True
     ) -> Tensor:
         """:meth:`scattered` without the output head: the outputs alone, [n, hidden_size]."""
+        found = None if self.graphs is None else self._replayed(ids, hidden, positions, slots, mask, own, False, mask.shape[1])
+        return self._scattered(ids, hidden, positions, slots, mask, own) if found is None else found.states.clone()
+
+    def _scattered(self, ids: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor, mask: Tensor, own: bool) -> Tensor:
         self.cache.place_at(slots, mask.shape[1])
         return self._run(ids, hidden, (self._cos[positions], self._sin[positions]), mask, own)
+
+    def _replayed(
+        self, ids: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor, mask: Tensor, own: bool, logits: bool, reads: int
+    ) -> Outputs | None:
+        """A pass that was captured; None where there is none of its shape. Outputs are static: copy what is to last."""
+        self._check_width(hidden, own)
+        assert self.graphs is not None
+        return self.graphs.run(logits, own, ids, positions, slots, mask, reads, hidden)
+
+    def over(
+        self, ids: Tensor, positions: Tensor, mask: Tensor, layers: list[SlotLayer], hidden: Tensor | None, own: bool
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """A pass of n tokens under ``mask``, bool [n, view], over ``layers`` that know where they write (:meth:`SlotCache.bound`): the
+        outputs [n, hidden_size]. A head has no taps."""
+        assert hidden is not None
+        return self._run(ids, hidden, (self._cos[positions], self._sin[positions]), mask, own, layers), {}
+
+    def fed(self, own: bool) -> int:
+        """Width of the hidden states that a pass takes beside its tokens."""
+        return self.hidden_size if own else self.feature_size
 
     @torch.no_grad()
     def canonical(self, ids: list[int], features: Tensor, drafted: list[int] | tuple[int, ...] = ()) -> Tensor:
@@ -254,12 +300,23 @@ class EagleHead:
             hidden = run([token], hidden, count + j, True)
         return hidden
 
-    def _run(self, ids: Tensor, hidden: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor, own: bool) -> Tensor:
-        if hidden.shape[-1] != (self.hidden_size if own else self.feature_size):
+    def _check_width(self, hidden: Tensor, own: bool) -> None:
+        if hidden.shape[-1] != self.fed(own):
             raise ValueError(
                 f"hidden states of width {hidden.shape[-1]}; the head takes {self.feature_size}, of its own {self.hidden_size}"
             )
-        layers, attended = self.cache.layers, mask[None, None]
+
+    def _run(
+        self,
+        ids: Tensor,
+        hidden: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        mask: Tensor,
+        own: bool,
+        bound: list[SlotLayer] | None = None,
+    ) -> Tensor:
+        self._check_width(hidden, own)
+        layers, attended = self.cache.layers if bound is None else bound, mask[None, None]
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             keys, values = layers[layer].update(key, value)

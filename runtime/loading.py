@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
+from runtime.graphs import CudaRecorder, use_graphs, wanted
 from runtime.heads import EagleHead, load_head
 from runtime.models import CausalModel, load_model, pick_device, pick_dtype
 from runtime.pair import PairSpec, is_head, is_local
@@ -134,7 +135,10 @@ def load_pair(
     elif where.type == "cpu" and "OMP_NUM_THREADS" not in os.environ and target.num_parameters < SMALL:
         torch.set_num_threads(1)
     target.taps = tuple(sorted({tap for head in heads.values() for tap in head.taps}))
-    return LoadedPair(spec, target, loaded, tokenizer, _eos(target, tokenizer), heads)
+    pair = LoadedPair(spec, target, loaded, tokenizer, _eos(target, tokenizer), heads)
+    if wanted(where):
+        use_graphs(pair, CudaRecorder())
+    return pair
 
 
 def _tokenizer(path: str) -> Any:

@@ -70,6 +70,9 @@ class Verified:
 class Backend(Protocol):
     """Where drafts and verdicts come from."""
 
+    def choose(self, request: DecodeRequest, prepared: PreparedPolicy) -> PreparedPolicy:
+        """The candidate of a chooser under which the request is decoded. Called before ``begin``, or between two rounds."""
+
     def begin(self, request: DecodeRequest, prepared: PreparedPolicy) -> None:
         """Makes ready for the first round of a request (prefill)."""
 
@@ -119,9 +122,15 @@ def decode_rounds(
     """Decodes one request round by round.
 
     Each round: ask the window for gamma, clip it so that no drafted token can exceed the budget, draft, verify, cut at EOS or a stop
-    string, tell the window. Yields until the text has ended.
+    string, tell the window. Yields until the text has ended. A chooser chooses once, for the prompt, when it comes into force; steps
+    name the candidate that it chose.
     """
-    prepared = source.current()
+
+    def decoding(found: PreparedPolicy) -> PreparedPolicy:
+        return found if found.chooser is None else backend.choose(request, found)
+
+    in_force = source.current()
+    prepared = decoding(in_force)
     controller = prepared.controller
     controller.start_request()
     seen = set(request.prompt_ids) if prepared.needs_cache else set()
@@ -131,8 +140,9 @@ def decode_rounds(
     while True:
         started = clock()
         newest = source.current()
-        if newest is not prepared:
-            prepared, controller = newest, newest.controller
+        if newest is not in_force:
+            in_force, prepared = newest, decoding(newest)
+            controller = prepared.controller
             controller.start_request()
             seen = {*request.prompt_ids, *output} if prepared.needs_cache else set()
         start = len(output)

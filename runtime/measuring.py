@@ -44,6 +44,7 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.backend = ModelBackend(self.pair)
+        self.backend.every_shape = True
 
     def tick(self, what: str) -> None:
         self.done += 1

@@ -8,20 +8,25 @@ head out, for drafts that evaluate a part of it (:mod:`runtime.shortlists`).
 
 from __future__ import annotations
 
+import threading
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.cache_utils import Cache
 from transformers.utils import logging as transformers_logging
 
 from runtime import attention
-from runtime.cache import VIEW_STEP, SlotCache
+from runtime.cache import VIEW_STEP, SlotCache, SlotLayer
 from runtime.pair import identity, is_local
 from runtime.shortlists import OutputHead
 from traces.errors import PairError
+
+if TYPE_CHECKING:
+    from runtime.graphs import Outputs, PassGraphs
 
 CHUNK = 512
 """Longest pass over a prompt; longer ones are cut so that masks stay small."""
@@ -46,8 +51,20 @@ def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
     return DTYPES[dtype]
 
 
+class _Tapped(threading.local):
+    """Hidden states of the taps of the last pass in this thread: passes are captured aside while another thread decodes."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, torch.Tensor] = {}
+
+
 class CausalModel:
-    """One loaded model. Logits are float32 whatever the weights' dtype."""
+    """One loaded model. Logits are float32 whatever the weights' dtype.
+
+    ``graphs`` replays the passes that it has captured (:mod:`runtime.graphs`); None: all run eagerly.
+    """
+
+    graphs: PassGraphs | None = None
 
     def __init__(self, model: Any, name: str, fingerprint: str) -> None:
         attention.register()
@@ -71,7 +88,7 @@ class CausalModel:
         self._decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
         self._taps: tuple[int, ...] = ()
         self._hooks: list[Any] = []
-        self._tapped: dict[int, torch.Tensor] = {}
+        self._of_thread = _Tapped()
         self._positions = torch.zeros(1, 0, dtype=torch.long, device=self.device)
         self._causal = torch.zeros(1, 1, 0, 0, dtype=torch.bool, device=self.device)
 
@@ -94,6 +111,8 @@ class CausalModel:
         for hook in self._hooks:
             hook.remove()
         self._taps, self._hooks, self._tapped = tuple(taps), [], {}
+        if self.graphs is not None:
+            self.graphs.forget()
         layers = next(
             (m for m in self._decoder.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == self.num_layers), None
         )
@@ -114,6 +133,14 @@ class CausalModel:
                 self._hooks.append(layers[-1].register_forward_hook(after))
 
     @property
+    def _tapped(self) -> dict[int, torch.Tensor]:
+        return self._of_thread.rows
+
+    @_tapped.setter
+    def _tapped(self, rows: dict[int, torch.Tensor]) -> None:
+        self._of_thread.rows = rows
+
+    @property
     def tapped(self) -> torch.Tensor:
         """``features`` of all taps."""
         return self.features(self._taps)
@@ -128,11 +155,19 @@ class CausalModel:
 
         Returns float32 logits of the last ``logits`` tokens, ``[logits, vocab]`` (0: none, the head is not run).
         """
-        hidden = self.chain_states(ids, start)
+        if self.graphs is not None and logits:
+            found = self._replayed_chain(ids, start, True)
+            if found is not None:
+                return found.logits[ids.shape[0] - logits :].clone()
+        hidden = self._chain(ids, start)
         return self._head(hidden[ids.shape[0] - logits :]) if logits else hidden.new_zeros(0)
 
     def chain_states(self, ids: torch.Tensor, start: int) -> torch.Tensor:
         """:meth:`chain` without the head: the last hidden states of all tokens, [width, hidden_size]."""
+        found = None if self.graphs is None else self._replayed_chain(ids, start, False)
+        return self._chain(ids, start) if found is None else found.states.clone()
+
+    def _chain(self, ids: torch.Tensor, start: int) -> torch.Tensor:
         width = ids.shape[0]
         stop = start + width
         view = self.cache.place(start, width)
@@ -147,7 +182,7 @@ class CausalModel:
         parts: list[dict[int, torch.Tensor]] = []
         last = torch.zeros(0, self.hidden_size, device=self.device, dtype=self.dtype)
         for at in range(0, ids.shape[0], CHUNK):
-            last = self.chain_states(ids[at : at + CHUNK], start + at)[-1:]
+            last = self._chain(ids[at : at + CHUNK], start + at)[-1:]
             parts.append(dict(self._tapped))
         if len(parts) > 1:
             self._tapped.update({tap: torch.cat([part[tap] for part in parts]) for tap in self._tapped})
@@ -159,6 +194,10 @@ class CausalModel:
         Returns float32 logits [width, vocab].
         """
         width = ids.shape[0]
+        if self.graphs is not None:
+            found = self._replayed(ids, positions, self._positions[0, start : start + width], mask, True)
+            if found is not None:
+                return found.logits.clone()
         view = self.cache.place(start, width)
         mask = torch.nn.functional.pad(mask, (0, view - mask.shape[1]))
         return self._head(self._hidden(ids[None], positions[None], mask[None, None])[0])
@@ -168,14 +207,57 @@ class CausalModel:
 
         ``view`` must be a multiple of 64 or the cache's capacity. Returns float32 logits ``[width, vocab]``.
         """
-        return self._head(self.scattered_states(ids, positions, slots, mask))
+        if self.graphs is not None:
+            found = self._replayed(ids, positions, slots, mask, True)
+            if found is not None:
+                return found.logits.clone()
+        return self._head(self._scattered(ids, positions, slots, mask))
 
     def scattered_states(
         self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
         """:meth:`scattered` without the head: the last hidden states, [width, hidden_size]."""
+        found = None if self.graphs is None else self._replayed(ids, positions, slots, mask, False)
+        return self._scattered(ids, positions, slots, mask) if found is None else found.states.clone()
+
+    def _scattered(self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         self.cache.place_at(slots, mask.shape[1])
         return self._hidden(ids[None], positions[None], mask[None, None])[0]
+
+    def _replayed_chain(self, ids: torch.Tensor, start: int, head: bool) -> Outputs | None:
+        """A chain by a captured pass; None where none was captured for its shape. Outputs are static: copy what is to last."""
+        stop = start + ids.shape[0]
+        slots = self._positions[0, start:stop]
+        return self._replayed(ids, slots, slots, self._causal[0, 0, start:stop], head, stop)
+
+    def _replayed(
+        self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, mask: torch.Tensor, head: bool, reads: int = 0
+    ) -> Outputs | None:
+        assert self.graphs is not None
+        found = self.graphs.run(head, False, ids, positions, slots, mask, reads or mask.shape[1])
+        if found is not None:
+            self._tapped = found.taps
+        return found
+
+    def over(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        mask: torch.Tensor,
+        layers: list[SlotLayer],
+        hidden: torch.Tensor | None = None,
+        own: bool = False,
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """A pass of n tokens under ``mask``, bool [n, view], over ``layers`` that know where they write (:meth:`SlotCache.bound`): the last
+        hidden states and those of the taps, [n, hidden_size] each. Leaves those of the last pass as they are."""
+        kept, self._tapped = self._tapped, {}
+        states = self._hidden(ids[None], positions[None], mask[None, None], Cache(layers=layers))[0]
+        tapped, self._tapped = self._tapped, kept
+        return states, tapped
+
+    def fed(self, own: bool) -> int:
+        """Width of the hidden states that a pass takes beside its tokens: none."""
+        return 0
 
     def canonical(self, prefix: list[int]) -> torch.Tensor:
         """Float32 logits ``[vocab]`` after ``prefix``, computed in one pass without cache: the same bits for the same prefix."""
@@ -205,9 +287,12 @@ class CausalModel:
             tapped[FINAL] = hidden[0]
         return hidden[0], tapped
 
-    def _hidden(self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def _hidden(
+        self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, cache: Cache | None = None
+    ) -> torch.Tensor:
+        cached = self.cache.cache if cache is None else cache
         out: torch.Tensor = self._decoder(
-            input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=self.cache.cache, use_cache=True
+            input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=cached, use_cache=True
         ).last_hidden_state
         if FINAL in self._taps:
             self._tapped[FINAL] = out[0]

@@ -60,8 +60,7 @@ def measure_profile(
 ) -> LatencyProfile:
     """Profiles every cost the simulator charges. A pair of a few million parameters takes well under a minute on two cores.
 
-    ``contexts`` beyond what the models hold are left out; ``trees`` are measured at the first and the last of them. The result's
-    ``check`` says how well composed rounds match executed ones.
+    ``contexts`` beyond what the models hold are left out. The result's ``check`` says how well composed rounds match executed ones.
     """
     room = pair.max_positions - gamma_max - max(LAGS) - 4
     usable = tuple(c for c in contexts if c <= room) or (max(1, room // 2),)

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from runtime.decoder import shortlisted_model
+from runtime.decoder import shortlisted_model, warmed_shortlists
 from runtime.head_drafts import HeadDraft
 from runtime.measuring import Bench, curve
 from runtime.policies.document import ClustersShortlist, FixedWindow, FrequencyShortlist, Policy
@@ -50,10 +50,10 @@ def measure_shortlists(bench: Bench, name: str) -> Mapping[str, CostCurve]:
     routing = replace(routing, head=output.hash)
     for size in sizes:
         fixed = FrequencyShortlist(size=size, artifact="profile")
-        variants["fixed", size] = replace(full, shortlist=ShortlistRule(fixed, name, frequencies=frequencies))
+        variants["fixed", size] = _with(bench, full, ShortlistRule(fixed, name, frequencies=frequencies))
         k = max(1, round(CLUSTERS * size / rows))
         routed = ClustersShortlist(k0=k, k1=k, k_min=k, artifact="profile")
-        variants["routed", size] = replace(full, shortlist=ShortlistRule(routed, name, routing=routing))
+        variants["routed", size] = _with(bench, full, ShortlistRule(routed, name, routing=routing))
     context = min(CONTEXT, max(8, pair.max_positions - gamma - 40))
     text = bench.begin(context, policy)
     draft = bench.backend.draft_named(name)
@@ -71,6 +71,11 @@ def measure_shortlists(bench: Bench, name: str) -> Mapping[str, CostCurve]:
         cells = {(size or rows, 0): [t / gamma for t in found] for (of, size), found in times.items() if of == kind}
         curves[kind] = curve(cells, [width for width, _ in cells], (0,))
     return curves
+
+
+def _with(bench: Bench, full: PreparedPolicy, rule: ShortlistRule) -> PreparedPolicy:
+    """A policy with a shortlist that is ready, so that what is timed is passes alone."""
+    return replace(full, shortlist=rule, shortlists=warmed_shortlists(bench.pair, full, rule))
 
 
 def _routing(hidden: int, embedding: int, rows: int) -> Routing:

@@ -32,6 +32,7 @@ from runtime.policies.dynaspec import (
     near_ties,
     top_clusters,
 )
+from runtime.streams import forked
 from traces.errors import PolicyError
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ ROUTER_MARGIN: Final = 2e-5
 STATES_KEPT: Final = 160
 """Positions of the text whose hidden states a draft remembers; more than any round looks back."""
 
+C = TypeVar("C")
 T = TypeVar("T")
 HeadHashes = Callable[[str], str]
 """The hash of the output head of a draft, by the draft's name (:func:`head_hashes`)."""
@@ -284,11 +286,32 @@ class Shortlists:
 
     def fixed(self, step: int) -> Support:
         """The shortlist of a draft step where it does not depend on the context; the frequent tokens that the head has."""
-        size = self._size(step)
+        return self._note(step, self._frequent(self._size(step)))
+
+    def _frequent(self, size: int) -> Support:
         found = self._supports.get(size)
         if found is None:
             found = self._supports[size] = self.output.support(self._order[:size], fixed=True)
-        return self._note(step, found)
+        return found
+
+    def warm(self, widths: Sequence[int]) -> None:
+        """Does before the first round what the rounds would otherwise wait for: cuts out the weights of shortlists that never change, and
+        measures the quickest way for whatever numbers of rows and tokens draft steps can ask for.
+
+        ``widths``: the most nodes that each draft step reads. Safe in another thread than the one that decodes: it works on heads of its
+        own over the same weights, and what it measures is remembered for all of them.
+        """
+        if not self.routed:
+            for step, width in enumerate(widths):
+                support = self._frequent(self._size(step))
+                if support.trimmed is not None:
+                    support.trimmed.warm(width, (support.size, support.size), "all")
+            return
+        head, sizes = GatheredHead(self.output.weight, self.output.bias), np.sort(self.clusters.sizes[self.clusters.sizes > 0])
+        for step, width in enumerate(widths):
+            count = min(self.rule.budget(step), len(sizes))
+            most = min(width * count, len(sizes))
+            head.warm(width, (int(sizes[:count].sum()), int(sizes[-most:].sum())))
 
     def of(
         self,
@@ -304,38 +327,56 @@ class Shortlists:
         stand for them). ``canonical`` gives the one of node i, [1, d], from a canonical pass. ``exists`` bool [n]: the nodes that count,
         None: all; if none does, all do, since nothing reads their laws.
         """
+        return self.beside(lambda: None, step, tokens, previous, canonical, exists)[1]
+
+    def beside(
+        self,
+        core: Callable[[], C],
+        step: int,
+        tokens: Tensor,
+        previous: Tensor | None,
+        canonical: Callable[[int], Tensor | None],
+        exists: Tensor | None = None,
+    ) -> tuple[C, Support]:
+        """:meth:`of` with the draft's ``core`` beside the router (algorithm 1, lines 3 to 12): what the core returns, and the shortlist.
+
+        The router needs the current tokens and the states before them alone, so on CUDA the two overlap on two streams
+        (:func:`runtime.streams.forked`), and the host looks at the clusters behind both. ``canonical`` is called after the core.
+        """
         if not self.routed:
-            return self.fixed(step)
+            return core(), self.fixed(step)
         count = min(self.rule.budget(step), self.clusters.count)
-        if exists is not None and bool(exists.any()) and not bool(exists.all()):
-            at = exists.nonzero()[:, 0]
-            picked = self._picked(count, tokens[at], None if previous is None else previous[at], canonical, at.tolist())
-        else:
-            picked = self._picked(count, tokens, previous, canonical, range(len(tokens)))
-        return self._note(step, self.output.support(self.clusters.ids(picked.cpu().numpy())))
+        cored, routed = forked(core, lambda: self._route(count, tokens, previous), self.model.device)
+        nodes = range(len(tokens)) if exists is None or not bool(exists.any()) else exists.nonzero()[:, 0].tolist()
+        picked = self._picked(count, routed, canonical, nodes)
+        return cored, self._note(step, self.output.support(self.clusters.ids(picked)))
+
+    def _route(self, count: int, tokens: Tensor, previous: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Of n nodes: embeddings [n, d_e], the best ``count`` clusters int64 [n, count], and, where near ties are settled, whether they are
+        near, bool [n]. Nothing here waits for the device."""
+        embedded = self.model.embedded(tokens)
+        scores = self.scores(embedded, previous)
+        return embedded, top_clusters(scores, count), near_ties(scores, count, self.margin) if self.exact else None
 
     def _picked(
         self,
         count: int,
-        tokens: Tensor,
-        previous: Tensor | None,
+        routed: tuple[Tensor, Tensor, Tensor | None],
         canonical: Callable[[int], Tensor | None],
         nodes: Sequence[int],
-    ) -> Tensor:
-        """The clusters of each node, int64 [n, count]."""
-        embedded = self.model.embedded(tokens)
-        scores = self._scores(embedded, previous)
-        picked = top_clusters(scores, count)
-        if not self.exact:
-            return picked
-        near = near_ties(scores, count, self.margin)
-        if bool(near.any()):
-            for row in near.nonzero()[:, 0].tolist():
-                picked[row] = top_clusters(self._scores(embedded[row : row + 1], canonical(nodes[row])), count)[0]
-        return picked
+    ) -> npt.NDArray[np.int64]:
+        """The clusters of ``nodes``, int64 [len(nodes), count], near ties settled."""
+        embedded, best, near = routed
+        picked = best.cpu().numpy()
+        if near is not None and bool(near.any()):
+            for node in [i for i in nodes if bool(near[i])]:
+                settled = top_clusters(self.scores(embedded[node : node + 1], canonical(node)), count)[0]
+                picked[node] = settled.cpu().numpy()
+        return picked if len(nodes) == len(picked) else picked[list(nodes)]
 
-    def _scores(self, embedded: Tensor, previous: Tensor | None) -> Tensor:
-        """Scores float32 [n, M]; clusters without tokens are never selected before others."""
+    def scores(self, embedded: Tensor, previous: Tensor | None) -> Tensor:
+        """The router's scores float32 [n, M] for embeddings [n, d_e] and the states before them [n, d] (None: zeros); those of clusters
+        without tokens are -inf, so that they are never selected before others."""
         if previous is None:
             previous = embedded.new_zeros(len(embedded), self.model.hidden_size)
         scores = self.router.scores(embedded, previous)
@@ -389,7 +430,7 @@ class States:
 
 
 class Beam:
-    """The nodes of one tree that were read, level by level: their states and their paths."""
+    """The nodes of one tree that are read, level by level: their states and their paths."""
 
     def __init__(self) -> None:
         self._states: Tensor | None = None
@@ -399,14 +440,16 @@ class Beam:
         """The root's state, [1, d]."""
         self._states = state
 
-    def add(self, tokens: Tensor, parents: Tensor | None, states: Tensor) -> Tensor:
-        """A level of n nodes: ``tokens`` int64 [n], ``parents`` their places in the level above (None: the root), ``states`` [n, d].
-        Returns their parents' states, [n, d]."""
+    def add(self, tokens: Tensor, parents: Tensor | None) -> Tensor:
+        """A level of n nodes: ``tokens`` int64 [n], ``parents`` their places in the level above (None: the root). Returns their parents'
+        states, [n, d]; :meth:`read` follows."""
         assert self._states is not None
-        before = self._states.expand(len(tokens), -1) if parents is None else self._states[parents]
-        self._states = states
         self._levels.append((tokens, parents))
-        return before
+        return self._states.expand(len(tokens), -1) if parents is None else self._states[parents]
+
+    def read(self, states: Tensor) -> None:
+        """The states [n, d] of the level added last."""
+        self._states = states
 
     def path(self, node: int) -> list[int]:
         """Tokens from the root's child to a node of the last level."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import platform
 import re
 import sys
 import time
@@ -17,7 +16,10 @@ import pytest
 import torch
 
 from runtime import gathered_head
-from runtime.gathered_head import GatheredHead, Tile, forked, gathered_kernel, gathered_logits, kernel_runs, quickest, tile_for
+from runtime import gathered_kernel as kernels
+from runtime.gathered_head import GatheredHead, quickest
+from runtime.gathered_kernel import Tile, gathered_kernel, gathered_logits, kernel_runs, tile_for
+from runtime.streams import forked
 from traces.errors import PairError, PolicyError
 
 CPU = torch.device("cpu")
@@ -25,10 +27,8 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 WAYS = [
     (dtype, way) for dtype in TOLERANCE for way in ("compiled", "gather", "full") if way != "compiled" or dtype == torch.float32
 ]
-with_triton = pytest.mark.skipif(
-    sys.platform != "linux" or platform.machine() != "x86_64", reason="triton is published for Linux only"
-)
-"""Elsewhere on Linux these tests fail where triton is missing: it is among the test dependencies."""
+with_triton = pytest.mark.skipif(sys.platform != "linux", reason="triton is published for Linux only")
+"""On Linux these tests fail where triton is missing: it is among the test dependencies."""
 
 
 @pytest.fixture
@@ -376,9 +376,9 @@ def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(PairError, match="needs triton"):
         gathered_kernel(False)
-    monkeypatch.setattr(gathered_head.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: None)
     assert not kernel_runs(torch.device("cuda"))
-    monkeypatch.setattr(gathered_head.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: object())
     assert kernel_runs(torch.device("cuda"))
 
 
@@ -438,6 +438,43 @@ def test_ways_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     GatheredHead(weight, members=members, offsets=torch.tensor([0, 64])).fastest(3, 16, "blocks")  # other clusters
     assert len(asked) == 8
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("least", [1, 17, 40])
+def test_a_warm_head_measures_nothing_more(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever rows and tokens come within what was announced, on another head of the same shape too."""
+    asked = []
+
+    def counted(ways: dict[str, Any], device: torch.device) -> str:
+        asked.append(tuple(ways))
+        return "gather" if "gather" in ways else "linear"
+
+    monkeypatch.setattr(gathered_head, "quickest", counted)
+    hidden, weight, _ = draw(30, 6, 40, 8)
+    GatheredHead(weight).warm(5, (least, 40))
+    GatheredHead(weight).warm(5, (40, 40), "all")
+    measured = len(asked)
+    head = GatheredHead(weight)
+    for n in range(1, 6):
+        for count in range(least, 41):
+            head.over(hidden[:n], torch.arange(count))
+        head.full(hidden[:n])
+    assert len(asked) == measured > 0
+    head.over(hidden[:1], torch.arange(8))
+    assert len(asked) == measured + (least > 8)
+
+
+@with_triton
+@pytest.mark.usefixtures("interpreted")
+def test_warming_launches_every_kind_of_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton compiles apart for sizes that are 1, multiples of 16, and others."""
+    launched = set()
+    monkeypatch.setattr(
+        gathered_head, "gathered_logits", lambda hidden, weight, ids, **_: launched.add((len(hidden), len(ids))) or torch.zeros(0)
+    )
+    monkeypatch.setattr(gathered_head, "quickest", lambda ways, device: "kernel")
+    GatheredHead(torch.randn(64, 16)).warm(32, (16, 64))
+    assert {(m, count) for m in (1, 3, 16, 31, 32) for count in (16, 15, 64, 63)} <= launched
 
 
 def test_a_way_may_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 from doors import Door, write_workload
+from pairs import make_pair
+from transformers import PreTrainedTokenizerFast
 
 from db import open_database
 from optimizer.serving import watch
@@ -84,6 +86,22 @@ def test_a_corpus_is_counted_instead(door: Door, tiny_pair: Path, tmp_path: Path
     assert "gone.txt" in said(door, "fit", "frequencies", "--pair", tiny_pair, "--corpus", tmp_path / "gone.txt")
 
 
+def test_a_corpus_with_tokens_that_the_models_lack(door: Door, tmp_path: Path) -> None:
+    """A tokenizer that was extended after training makes ids beyond the output heads: the file and the token are named. So are a file
+    that is no UTF-8 and one without text."""
+    pair = make_pair(tmp_path)
+    for name in ("target", "near", "far"):
+        words = PreTrainedTokenizerFast.from_pretrained(tmp_path / name)
+        words.add_tokens(["<new>"])
+        words.save_pretrained(tmp_path / name)
+    for content, named in ((b"the fox <new> sleeps", "'<new>'"), (b"\xff\xfe", "UTF-8"), (b"", "no tokens")):
+        file = tmp_path / "corpus.txt"
+        file.write_bytes(content)
+        line = said(door, "fit", "frequencies", "--pair", pair, "--corpus", file)
+        assert "corpus.txt" in line
+        assert named in line
+
+
 def test_a_router_says_how_good_it_is(router: dict[str, Any], door: Door) -> None:
     """Its scores are shares, grow with the clusters taken, and all clusters keep everything; the head's hash is stored."""
     scores = router["scores"]
@@ -96,6 +114,26 @@ def test_a_router_says_how_good_it_is(router: dict[str, Any], door: Door) -> Non
     routing = Routing.from_document(artifact.document, artifact.arrays)
     assert routing.clusters.count == 12
     assert sum(router["cluster_sizes"]) == routing.clusters.vocab
+
+
+def test_a_router_replays_on_its_own_recording(
+    door: Door, tiny_pair: Path, router: dict[str, Any], frequencies: dict[str, Any], tmp_path: Path
+) -> None:
+    """Its cluster ranks are made with it, of all requests; chains are not called approximate, trees are; no ranks for another draft."""
+    with open_database(door.db) as database:
+        ranks = TraceStore(database).get_artifact(router["ranks"])
+    assert len(ranks.document["requests"]) == 6 > router["requests"]
+    block = {"kind": "clusters", "k0": 6, "k1": 4, "k_min": 1, "artifact": router["artifact"][:8]}
+    growth = {"growth": {"kind": "top_k", "width": 3}, "select": {"top_n": 8}, "window": {"kind": "fixed", "gamma": 3}}
+    for more, approximate in (({"window": {"kind": "fixed", "gamma": 4}}, False), (growth, True)):
+        file = policy_file(tmp_path / str(approximate), {"draft": "near", "shortlist": block, **more})
+        simulated = door.json("simulate", "--policy", file, "--recording", router["recording"], "--limit", 3)
+        assert simulated["requests"] == 3
+        assert ("approximate" in simulated) == approximate
+    arguments = ("fit", "ranks", "--pair", tiny_pair, "--recording", router["recording"], "--draft")
+    assert "fitted on draft 'near'" in said(door, *arguments, "far", "--router", router["artifact"])
+    assert "needs a router" in said(door, *arguments, "near", "--router", frequencies["artifact"])
+    assert "no such draft" in said(door, *arguments, "ngram", "--router", router["artifact"])
 
 
 def test_clusters_alone_are_taken_further(door: Door, tiny_pair: Path, router: dict[str, Any]) -> None:
@@ -114,7 +152,7 @@ def test_clusters_alone_are_taken_further(door: Door, tiny_pair: Path, router: d
 def test_policies_with_what_was_fitted(
     door: Door, tiny_pair: Path, tmp_path: Path, frequencies: dict[str, Any], router: dict[str, Any]
 ) -> None:
-    """run decodes the same text under each, simulate replays frequency chains round by round and says what it cannot."""
+    """run decodes the same text under each, simulate replays chains round by round; a routed one once its router ranked the recording."""
     workload = write_workload(tmp_path / "w.jsonl", 4)
     common = ("--pair", tiny_pair, "--workload", workload, "--max-new-tokens", TOKENS)
     door.json("record", *common, "--gamma-max", 6, "--tree-width", 6, "--tree-depth", 4)
@@ -132,8 +170,13 @@ def test_policies_with_what_was_fitted(
         door.json("run", "--policy", file, *common, "--outputs", outputs, "--per-round", executed)
         assert outputs.read_text() == plain.read_text()
         if block["kind"] == "clusters":
-            assert "hidden states" in said(door, "simulate", "--policy", file, "--recording", "latest")
-            continue
+            line = said(door, "simulate", "--policy", file, "--recording", "latest")
+            assert "no cluster ranks" in line
+            command = line.split("`")[1].split()
+            made = door.json(*command, "--pair", tiny_pair)
+            assert (made["kind"], made["requests"], made["clusters"]) == ("cluster_ranks", 4, 12)
+            assert made["kept"][-1]["true_tokens"] == 1.0
+            assert door.json(*command, "--pair", tiny_pair)["artifact"] == made["artifact"]
         door.json("simulate", "--policy", file, "--recording", "latest", "--per-round", replayed)
         assert executed.read_text() == replayed.read_text()
 

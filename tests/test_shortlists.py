@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,17 @@ import pytest
 import torch
 from pairs import perturbed, tiny_model, tokenizer
 from scipy.stats import chisquare
+from test_gathered_head import CUDA, FakeCuda
 from test_head_drafting import Alternating
 from test_heads import HIDDEN, VOCAB, _eagle1, _eagle3
 from test_verifiers import PLAIN, tiny_pair
 from transformers import AutoModelForCausalLM
 
 from runtime import decoder as decoding
+from runtime import gathered_head
 from runtime import laws as runtime_laws
 from runtime import shortlists as shortlisting
-from runtime.decoder import Decoder, output_hashes
+from runtime.decoder import Decoder, output_hashes, prepare_for
 from runtime.drafts import Chain, ChainContext, LanguageModelDraft
 from runtime.laws import codes, read_laws
 from runtime.loading import LoadedPair, load_pair
@@ -35,6 +38,7 @@ from runtime.policies.stops import compile_stop
 from runtime.policies.tree_rules import Artifacts, Fitted
 from runtime.sampling import Noise, log_law
 from runtime.shortlists import Shortlists, amplification, head_hash
+from runtime.streams import forked
 from traces.errors import PolicyError
 from traces.schema import Request, Sampling, Step
 
@@ -611,6 +615,98 @@ def test_lower_precision_drafts_from_shortlists(pair: LoadedPair) -> None:
                     depths = item.tree.depths if item.tree else range(1, 1 + len(item.drafted))
                     assert all(t in chosen[d - 1] for t, d in zip(item.drafted, depths, strict=True))
                     assert len(item.drafted) > 0 or item.finish
+
+
+def test_no_round_waits_for_what_can_be_prepared(pair: LoadedPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy prepared for the pair, in the watcher's thread, measures no way and cuts out no weights when it is swapped in."""
+    counted = {"measured": 0, "cut": 0}
+    quickest, support = gathered_head.quickest, shortlisting.OutputHead.support
+
+    def measuring(ways: Any, device: torch.device) -> str:
+        counted["measured"] += 1
+        return quickest(ways, device)
+
+    def cutting(self: Any, rows: Any, *, fixed: bool = False) -> Any:
+        counted["cut"] += fixed
+        return support(self, rows, fixed=fixed)
+
+    monkeypatch.setattr(gathered_head, "_measured", {})
+    monkeypatch.setattr(gathered_head, "MEASURED_CALLS", 3)
+    monkeypatch.setattr(gathered_head, "quickest", measuring)
+    monkeypatch.setattr(shortlisting.OutputHead, "support", cutting)
+    bodies = [CHAIN, TREE, STATIC, TREE | {"select": {"top_n": 9}, "stratify": {"artifact": "bins", "alpha": 2}}]
+    documents = [{"draft": d, "shortlist": s, **b} for d in ("near", "own") for s in shortlists_of(d) for b in bodies]
+    policies = [Policy(), *(parse_policy(d) for d in documents)]
+    with ThreadPoolExecutor(1) as aside:
+        prepared = list(aside.map(lambda p: prepare_for(pair, p, artifacts=artifacts(pair)), policies))
+    done = dict(counted)
+    assert min(done.values()) > 0
+    plain = Decoder(pair, StaticSource(prepared[0]))
+    used = set()
+    for sampling in (HOT, Sampling(temperature=1.0, top_k=3, seed=4)):
+        decoder = Decoder(pair, Alternating(prepared))
+        for request in requests(pair, plain, sampling, 60):
+            decoded = decoder.decode(request)
+            assert decoded.trajectory.output_ids.tolist() == plain.decode(request).trajectory.output_ids.tolist()
+            used |= {s.policy for s in decoded.steps if s.draft_steps > 1}
+    assert len(used) > 20
+    assert counted == done
+    texts(pair, ready(pair, documents[0]), HOT)  # not prepared for the pair: the weights are cut out when it is first used
+    assert counted["cut"] == done["cut"] + 1
+
+
+def test_preparing_aside_leaves_decoding_alone(pair: LoadedPair) -> None:
+    """Policies are prepared in one thread while another decodes with the same models."""
+    plain, _ = texts(pair, ready(pair, {}), HOT, 24)
+    policies = [parse_policy({"draft": d, "shortlist": s, **TREE}) for d in ("near", "head", "own") for s in shortlists_of(d)]
+    with ThreadPoolExecutor(1) as aside:
+        going = [aside.submit(prepare_for, pair, p, artifacts=artifacts(pair)) for p in policies]
+        for policy in policies:
+            assert texts(pair, prepare_for(pair, policy, artifacts=artifacts(pair)), HOT, 24)[0] == plain
+        assert all(made.result().shortlists is not None for made in going)
+
+
+@pytest.mark.parametrize("draft", ["near", "head", "own"])
+def test_the_router_runs_beside_the_core(pair: LoadedPair, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On two streams, as far as a fake device knows: the router is issued first and waits for nothing of the core, the rounds are those of
+    one stream, and only a pass that reads the token before the last itself is not run beside its router."""
+    model = decoding.shortlisted_model(pair, draft)
+    core_pass = "_hidden" if draft == "near" else "_run"
+    plain, passes = getattr(model, core_pass), []
+    cases = [(sampling, body) for sampling in (COLD, HOT) for body in (CHAIN, TREE, STATIC)]
+
+    def decoded(sampling: Sampling, body: dict[str, Any]) -> tuple[list[list[int]], list[Step]]:
+        return texts(pair, ready(pair, {"draft": draft, "shortlist": by_router(draft), **body}), sampling)
+
+    alone = [decoded(*case) for case in cases]
+    cuda, beside = FakeCuda(), []
+
+    def two_streams(core: Callable[[], Any], router: Callable[[], Any], device: torch.device) -> tuple[Any, Any]:
+        n, before = len(beside), len(passes)
+
+        def on_main() -> Any:
+            cuda.work(f"core {n}", set(), {f"router {n}"})
+            return core()
+
+        def on_side() -> Any:
+            cuda.work(f"router {n}", set(), {f"core {n}"})
+            return router()
+
+        both = forked(on_main, on_side, CUDA, cuda=cuda)
+        beside.append(len(passes) > before)
+        cuda.work(f"head {n}", {f"core {n}", f"router {n}"})
+        return both
+
+    monkeypatch.setattr(model, core_pass, lambda *args: passes.append(None) or plain(*args))
+    monkeypatch.setattr(shortlisting, "forked", two_streams)
+    again = [decoded(*case) for case in cases]
+    assert [text for text, _ in again] == [text for text, _ in alone]
+    rounds = [[shape(s) for s in steps] for _, steps in again]
+    assert rounds == [[shape(s) for s in steps] for _, steps in alone]
+    drafting = [s for _, steps in again for s in steps if s.draft_steps]
+    assert len(beside) == sum(s.draft_steps for s in drafting)
+    assert beside.count(False) == sum(s.lag > 1 for s in drafting)
+    assert beside.count(True) > 20
 
 
 def test_empty_clusters_are_passed_over(pair: LoadedPair) -> None:

@@ -37,7 +37,7 @@ from optimizer.tree_report import (
     top_k,
     tree_report,
 )
-from optimizer.tree_tabulation import ABSENT, NEVER
+from optimizer.tree_tabulation import ABSENT
 from optimizer.tree_view import chosen_nodes, tree_json, tree_view
 from runtime.decoder import Decoder
 from runtime.loading import load_pair
@@ -61,15 +61,9 @@ TOP_K = (
 
 def a_table(ranks: list[list[int]], phi: list[int]) -> GrowthTable:
     """A growth table of which only the ranks at full depth and the last Phi are known."""
-    n, depth = len(ranks), len(ranks[0])
-    rank = np.full((n, depth, depth), ABSENT, np.uint16)
-    rank[:, depth - 1] = ranks
-    levels = np.zeros((n, depth), np.uint16)
-    levels[:, -1] = phi
-    never = np.full(n, NEVER, np.uint8)
-    whole = np.zeros((n, depth), np.bool_)
-    best = np.zeros((n, depth, 3), np.uint16)
-    return GrowthTable(depth, rank, levels, levels.astype(np.uint8), whole, levels, best, never, never)
+    table = GrowthTable.empty(len(ranks), len(ranks[0]))
+    table.rank[:, -1], table.phi[:, -1] = ranks, phi
+    return table
 
 
 def test_the_rank_is_that_of_the_deepest_accepted_node() -> None:

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from optimizer.tree_outcomes import Forest, GrowthTable, ShortlistRanks, _tabulate_chunk, tabulate_growth
-from optimizer.tree_tabulation import NEVER
 from runtime.policies.trees import TreeRule
 
 COLUMNS = ("rank", "pool", "width", "read", "phi", "best", "end", "missing")
@@ -31,20 +30,6 @@ def random_forest(seed: int, *, width: int = 7, starts: int = 200, extra: int = 
     )  # fmt: skip
 
 
-def empty(starts: int, depth: int) -> GrowthTable:
-    return GrowthTable(
-        depth,
-        np.full((starts, depth, depth), 65535, np.uint16),
-        np.zeros((starts, depth), np.uint16),
-        np.zeros((starts, depth), np.uint8),
-        np.zeros((starts, depth), np.bool_),
-        np.zeros((starts, depth), np.uint16),
-        np.zeros((starts, depth, 3), np.uint16),
-        np.full(starts, NEVER, np.uint8),
-        np.full(starts, NEVER, np.uint8),
-    )
-
-
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("coupled", [False, True])
 @pytest.mark.parametrize("shortlisted", [False, True])
@@ -58,7 +43,7 @@ def test_compiled_and_tensor_tables_are_equal(seed: int, coupled: bool, shortlis
     for width, depth in ((1, 5), (2, 1), (3, 4), (7, 3), (5, 8)):
         rule = TreeRule(width=width, frontier=width, coupled=coupled, sharpness=1.5 + seed % 2)
         made = tabulate_growth(forest, [(rule, starts)], depth, shortlist)
-        expected = empty(len(forest.root), depth)
+        expected = GrowthTable.empty(len(forest.root), depth)
         asking = TreeRule(width=width, frontier=width, coupled=coupled, sharpness=rule.sharpness, kept=(0,))
         _tabulate_chunk(forest, asking, expected, starts, shortlist)
         for name in COLUMNS:

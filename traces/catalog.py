@@ -246,6 +246,15 @@ class Catalog(Storage):
             rows = session.execute(query.order_by(ArtifactRow.created_at.desc(), ArtifactRow.id))
             return tuple((name, of, pair, at) for name, of, pair, at in rows)
 
+    def artifact_origins(self, kind: str, pair_id: str | None = None) -> tuple[tuple[str, Document], ...]:
+        """(id, provenance) of the artifacts of a kind and pair (optional), newest first, without unpacking them."""
+        query = select(ArtifactRow.id, ArtifactRow.provenance).where(ArtifactRow.kind == kind)
+        if pair_id is not None:
+            query = query.where(ArtifactRow.pair_id == pair_id)
+        with self.database.read() as session:
+            rows = session.execute(query.order_by(ArtifactRow.created_at.desc(), ArtifactRow.id))
+            return tuple((name, provenance) for name, provenance in rows)
+
     def put_study(
         self,
         pair_id: str,

@@ -4,9 +4,7 @@ A recording knows, for every draft and position, whether the draft would have pr
 draft on every prompt is counted, not estimated from rounds; and replay says what every draft with its policy would have cost on every
 request. A chooser is fitted to some requests (:func:`optimizer.record.split`) and measured on the others, against the best single draft
 and against an oracle that knows each request's best draft.
-
-Beside it stands the counterfactual baseline: since the text does not depend on the draft, every draft can be scored on the same text as it
-is decoded, and exponential weights follow the leader (:class:`runtime.policies.draft_choice.Hedge`) without reading any prompt.
+The counterfactual baseline, exponential weights that read no prompt, is :mod:`optimizer.hedge`.
 """
 
 from __future__ import annotations
@@ -18,8 +16,9 @@ from typing import Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
+from optimizer.cost import request_seconds
 from optimizer.record import split
-from optimizer.replay import ReplayTrace, run_replay
+from optimizer.replay import Replay, ReplayTrace, run_replay
 from runtime.loading import LoadedPair
 from runtime.policies.document import Policy
 from runtime.policies.draft_choice import (
@@ -28,20 +27,20 @@ from runtime.policies.draft_choice import (
     TARGET,
     TOKEN_PATTERN,
     Chooser,
-    Hedge,
     LinearAccuracy,
     Option,
     Prompt,
     PromptFeatures,
     Rule,
-    hedge_bound,
+    check_candidate,
     prompt_reader,
     raw_scalars,
     read_prompt,
 )
-from runtime.policies.prepared import prepare
+from runtime.policies.prepared import PreparedPolicy, QTables, prepare
+from runtime.policies.tree_rules import Artifacts
 from traces.errors import PolicyError, TraceError
-from traces.schema import AGREE_NONE, AGREE_YES, PROB_SCALE, CostCurve, LatencyProfile, Step, Trajectory
+from traces.schema import AGREE_NONE, AGREE_YES, PROB_SCALE, LatencyProfile, Trajectory
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -59,8 +58,8 @@ RIDGES: Final = tuple(float(x) for x in np.logspace(-3, 3, 25))
 """Ridges per prompt that cross-validation chooses from; at the largest, predictions are hardly more than the mean accuracy."""
 Ridge = float | Literal["cv"]
 """A ridge per prompt; ``cv`` is chosen by leave-one-out cross-validation, for each draft its own."""
-BLOCK: Final = 16
-"""Output tokens between two choices of the draft within a request."""
+FOLDS: Final = 5
+"""Parts of cross-validation that tell whether choosing gains anything."""
 RESAMPLES: Final = 1000
 """Bootstrap samples of requests behind an interval."""
 
@@ -102,6 +101,17 @@ def accuracies(trace: ReplayTrace, drafts: Sequence[str]) -> FloatArray:
     return np.stack(columns, axis=1)
 
 
+def level_accuracies(replayed: Replay) -> FloatArray:
+    """Equation 2 over all rounds of each request of a replay with ``per_round``, float64 [requests]: levels accepted over levels
+    accepted and rejections; 0 where nothing was drafted. What stands for alpha where a chain's tokens do not say it: trees, shortlists,
+    heads."""
+    assert replayed.rounds is not None
+    request, accepted, emitted, depth = (replayed.rounds[:, i].astype(np.int64) for i in (0, 4, 5, 8))
+    kept = np.bincount(request, weights=accepted, minlength=len(replayed.counts))
+    rejected = np.bincount(request, weights=(accepted < depth) & (emitted > accepted), minlength=len(replayed.counts))
+    return np.asarray(kept / np.maximum(1.0, kept + rejected), dtype=np.float64)
+
+
 def persistence(trace: ReplayTrace, drafts: Sequence[str]) -> dict[str, float | None]:
     """How much of the difference between requests' accuracies lasts, by draft: the correlation, over the requests of ``trace.order``, of
     the accuracy on the answers' first halves with that on their second halves. None where either does not vary.
@@ -126,8 +136,9 @@ def persistence(trace: ReplayTrace, drafts: Sequence[str]) -> dict[str, float | 
 class Measured:
     """What replay knows of n requests and K drafts with their policies.
 
-    ``alphas`` [n, K] (:func:`accuracies`); ``seconds`` [n, K] in all, of which ``before`` [n, K] before the first round; ``prompt_tokens``,
-    ``new_tokens`` and ``budgets`` int64 [n]; ``sampled``: some were decoded above temperature 0.
+    ``alphas`` [n, K] (:func:`accuracies` of chains, else :func:`level_accuracies`); ``seconds`` [n, K] in all, of which ``before`` [n,
+    K] before the first round; ``prompt_tokens``, ``new_tokens`` and ``budgets`` int64 [n]; ``sampled``: some were decoded above
+    temperature 0.
     """
 
     drafts: tuple[str, ...]
@@ -140,19 +151,45 @@ class Measured:
     sampled: bool
 
     @classmethod
-    def of(cls, trace: ReplayTrace, candidates: Mapping[str, Policy], profile: LatencyProfile) -> Measured:
+    def of(
+        cls,
+        trace: ReplayTrace,
+        candidates: Mapping[str, Policy],
+        profile: LatencyProfile,
+        *,
+        q_tables: QTables | None = None,
+        artifacts: Artifacts | None = None,
+    ) -> Measured:
         """Replays every policy on the requests of ``trace.order``. Raises TraceError as :func:`accuracies` and replay do."""
         order = trace.order
+        alphas, seconds, before = [], [], []
+        for draft, policy in candidates.items():
+            plain = draft == NO_DRAFT or (draft in trace.chains and not policy.is_tree and not policy.shortlisted)
+            replayed = run_replay(trace, policy, profile, per_round=not plain, q_tables=q_tables, artifacts=artifacts, approximate=True)
+            alphas.append(accuracies(trace, [draft])[:, 0] if plain else level_accuracies(replayed))
+            seconds.append(replayed.seconds)
+            before.append(request_seconds(profile, draft if policy.speculates else None, trace.prompts)[order])
         return cls(
             tuple(candidates),
-            accuracies(trace, tuple(candidates)),
-            np.stack([run_replay(trace, policy, profile).seconds for policy in candidates.values()], axis=1),
-            np.stack([trace.costs(policy, profile)[1][order] for policy in candidates.values()], axis=1),
+            np.stack(alphas, axis=1),
+            np.stack(seconds, axis=1),
+            np.stack(before, axis=1),
             trace.prompts[order],
             np.diff(trace.offsets)[order],
             trace.budgets[order],
             bool(trace.sampled[order].any()),
         )
+
+
+    def take(self, rows: IntArray) -> Measured:
+        """The same of some requests, by their rows."""
+        fields = ("alphas", "seconds", "before", "prompt_tokens", "new_tokens", "budgets")
+        return replace(self, **{name: getattr(self, name)[rows] for name in fields})
+
+    @property
+    def single(self) -> str:
+        """The draft that is fastest over all requests."""
+        return self.drafts[int(self.seconds.sum(0).argmin())]
 
 
 def read_prompts(pair: LoadedPair, trajectories: Sequence[Trajectory], *, reader: str | None = None) -> tuple[Prompt, ...]:
@@ -294,49 +331,128 @@ def fit_chooser(
     ridge: Ridge = "cv",
     start: bool = False,
     parts: tuple[Sequence[int], Sequence[int]] | None = None,
+    guarded: bool = False,
+    seed: int = 0,
+    q_tables: QTables | None = None,
+    artifacts: Artifacts | None = None,
 ) -> Chooser:
     """Fits a chooser of ``candidates`` (a policy for each draft, ``none`` and ``ngram`` among them if wanted) to a recording.
 
     ``prompts`` are those of ``trace.trajectories``, in order (:func:`read_prompts`), and ``reader`` is who read them. ``start`` fits to the
     paper's r linearly independent prompts alone (:func:`initial_prompts`), by default all are used. ``ridge`` 0 is the paper's ordinary
     least squares; by default cross-validation shrinks towards the mean what the prompts do not bear out. ``parts``: the requests fitted to
-    and those held out, by default those of :func:`optimizer.record.split`; ``Chooser.metrics`` has :func:`evaluate` on both.
+    and those held out, by default those of :func:`optimizer.record.split`; ``Chooser.metrics`` has :func:`evaluate` on both. A ``guarded``
+    one keeps to the best single draft unless :func:`cross_validated` finds a gain beyond noise; ``seed`` deals the requests into its parts.
 
-    Raises PolicyError without candidates or for one that is no chain of its draft, TraceError when the recording lacks a draft or has too
-    few prompts.
+    Raises PolicyError without candidates or for one that is not its draft's, TraceError when the recording lacks a draft or has too few
+    prompts.
     """
     if not candidates:
         raise PolicyError("a chooser needs drafts to choose from; give at least one policy")
+    for draft, policy in candidates.items():
+        check_candidate(draft, policy)
     if len(prompts) != len(trace.trajectories):
         raise TraceError(
             f"{len(prompts)} prompts for {len(trace.trajectories)} recorded requests; read them from the same recording"
         )
     fit_part, test_part = parts or split([t.request_id for t in trace.trajectories], [t.category for t in trace.trajectories])
-    measured = Measured.of(trace.select(fit_part), candidates, profile)
-    options = tuple(Option.of(d, p, profile, sampled=measured.sampled) for d, p in candidates.items())
+    measured = Measured.of(trace.select(fit_part), candidates, profile, q_tables=q_tables, artifacts=artifacts)
+    ready = _prepared(candidates, profile, q_tables, artifacts)
+    options = tuple(Option.of(d, p, profile, sampled=measured.sampled, ready=ready[d]) for d, p in candidates.items())
     chosen = [prompts[r] for r in fit_part]
-    features = fit_features(chosen, reader=reader, components=components, scalars=scalars)
-    matrix = features.transform(chosen)
-    rows = initial_prompts(matrix) if start else np.arange(len(chosen))
-    fitted = {
-        draft: least_squares(matrix[rows], measured.alphas[rows, k], ridge=ridge)
-        for k, draft in enumerate(candidates)
-        if draft != NO_DRAFT
-    }
-    chooser = Chooser(features, fitted, dict(candidates), calibrate(measured, options), rule)
-    single = measured.drafts[int(measured.seconds.sum(0).argmin())]
+
+    def fitted_to(rows: IntArray) -> Chooser:
+        own, part = [chosen[r] for r in rows], measured.take(rows)
+        features = fit_features(own, reader=reader, components=components, scalars=scalars)
+        matrix = features.transform(own)
+        used = initial_prompts(matrix) if start else np.arange(len(own))
+        weights = {
+            draft: least_squares(matrix[used], part.alphas[used, k], ridge=ridge)
+            for k, draft in enumerate(candidates)
+            if draft != NO_DRAFT
+        }
+        return Chooser(features, weights, dict(candidates), calibrate(part, options), rule, single=part.single)
+
+    chooser = fitted_to(np.arange(len(chosen)))
     metrics: dict[str, Any] = {
-        "features": list(features.names),
-        "fitted_prompts": len(rows),
+        "features": list(chooser.features.names),
+        "fitted_prompts": max((w.prompts for w in chooser.accuracy.values()), default=0),
         "ridge": ridge,
-        "single": single,
-        "persistence": persistence(trace.select(fit_part), [d for d in candidates if d != NO_DRAFT]),
-        "fit": evaluate(chooser, measured, chosen, profile).to_json(),
+        "single": chooser.single,
+        "persistence": persistence(trace.select(fit_part), [d for d in candidates if d in trace.chains]),
     }
+    if guarded:
+        gained = cross_validated(measured, chosen, fitted_to, options, profile, seed=seed)
+        metrics["cross_validated"] = gained.to_json()
+        chooser = replace(chooser, chooses=gained.holds, reason=gained.reason)
+    metrics["fit"] = evaluate(chooser, measured, chosen, profile, options=options).to_json()
     if list(test_part) != list(fit_part):
-        held_out = Measured.of(trace.select(test_part), candidates, profile)
-        metrics["held_out"] = evaluate(chooser, held_out, [prompts[r] for r in test_part], profile).to_json()
+        held_out = Measured.of(trace.select(test_part), candidates, profile, q_tables=q_tables, artifacts=artifacts)
+        metrics["held_out"] = evaluate(chooser, held_out, [prompts[r] for r in test_part], profile, options=options).to_json()
     return replace(chooser, metrics=metrics)
+
+
+def _prepared(
+    candidates: Mapping[str, Policy], profile: LatencyProfile, q_tables: QTables | None, artifacts: Artifacts | None
+) -> dict[str, PreparedPolicy]:
+    return {d: prepare(p, [p.draft], profile=profile, q_tables=q_tables, artifacts=artifacts) for d, p in candidates.items()}
+
+
+@dataclass(frozen=True)
+class Gained:
+    """What choosing gains by cross-validation: speed over one draft for all, less 1, and its 95% bootstrap interval over ``requests``. Both
+    are 0 where there are too few to say (``folds`` 0)."""
+
+    requests: int
+    folds: int
+    gain: float = 0.0
+    interval: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def holds(self) -> bool:
+        """Whether it is a gain beyond noise."""
+        return self.folds > 0 and self.interval[0] > 0.0
+
+    @property
+    def reason(self) -> str:
+        """Why the chooser chooses, or does not."""
+        if not self.folds:
+            return f"{self.requests} requests are too few to tell whether choosing gains anything"
+        low, high = self.interval
+        shown = f"choosing gains {100 * self.gain:.1f}% ({100 * low:.1f} to {100 * high:.1f}) over one draft for all"
+        judged = "beyond noise" if self.holds else "not beyond noise"
+        return f"by {self.folds}-fold cross-validation on the {self.requests} requests fitted to, {shown}: {judged}"
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {**asdict(self), "interval": list(self.interval)}
+
+
+def cross_validated(
+    measured: Measured,
+    prompts: Sequence[Prompt],
+    fit: Callable[[IntArray], Chooser],
+    options: Sequence[Option],
+    profile: LatencyProfile,
+    *,
+    folds: int = FOLDS,
+    seed: int = 0,
+) -> Gained:
+    """What choosing gains on requests that were not fitted to: each of ``folds`` parts is chosen for by a chooser fitted to the others
+    (``fit``, by rows of ``measured``), charged for reading its prompts, and held against the single draft that was fastest on the
+    others."""
+    n = len(prompts)
+    if n < 2 * folds:
+        return Gained(n, 0)
+    order, spent, base = np.random.default_rng(seed).permutation(n), np.empty(n), np.empty(n)
+    for rows in np.array_split(order, folds):
+        chooser, part = fit(np.sort(np.setdiff1d(order, rows))), measured.take(rows)
+        alphas = chooser.accuracies(chooser.features.transform([prompts[r] for r in rows]))
+        picks = chooser.decide(alphas, options, part.prompt_tokens, part.budgets)
+        reading = chooser.reading_seconds(profile, part.prompt_tokens, [chooser.drafts[k] for k in picks])
+        spent[rows] = part.seconds[np.arange(len(rows)), picks] + reading
+        base[rows] = part.seconds[:, chooser.drafts.index(chooser.single)]
+    return Gained(n, folds, float(base.sum() / spent.sum()) - 1.0, _interval(base, spent))
 
 
 # ----------------------------------------------------------------------------------------------------------------- evaluation
@@ -348,11 +464,11 @@ class Evaluation:
 
     ``accuracy``: mean alpha by draft. ``r2``: of the predicted accuracies, by draft (None where all are equal). ``tokens_per_s``: total
     tokens over total seconds of every draft, of the ``oracle`` that takes each request's fastest draft, and of the rules: ``throughput``,
-    ``theorem_3``, and ``known`` (the rule ``throughput`` told the true accuracies, which is what better prediction could reach).
-    ``single``: the best single draft on these requests, known in hindsight. ``gain``: tokens per second over the best single draft's, less
-    1; ``interval``: its 95% bootstrap interval over requests, the single draft kept. ``share``: of the oracle's gain in seconds (1: the
-    oracle, 0: the best single draft, below: worse than not choosing; None where there is nothing to gain). ``picks``: requests by rule and
-    draft. ``rmse``: root mean square error of the
+    ``theorem_3``, ``known`` (the rule ``throughput`` told the true accuracies, which is what better prediction could reach), and
+    ``guarded`` (what the chooser does, which may be not to choose). ``single``: the best single draft on these requests, known in
+    hindsight. ``gain``: tokens per second over the best single draft's, less 1; ``interval``: its 95% bootstrap interval over requests,
+    the single draft kept. ``share``: of the oracle's gain in seconds (1: the oracle, 0: the best single draft, below: worse than not
+    choosing; None where there is nothing to gain). ``picks``: requests by rule and draft. ``rmse``: root mean square error of the
     predicted accuracies, by draft.
     """
 
@@ -374,35 +490,42 @@ class Evaluation:
 
 
 def evaluate(
-    chooser: Chooser, measured: Measured, prompts: Sequence[Prompt], profile: LatencyProfile, *, charged: bool = True
+    chooser: Chooser,
+    measured: Measured,
+    prompts: Sequence[Prompt],
+    profile: LatencyProfile,
+    *,
+    charged: bool = True,
+    options: Sequence[Option] | None = None,
 ) -> Evaluation:
     """Chooses for every request and charges what replay says the choice cost; ``prompts`` are those of ``measured``'s requests.
 
-    ``charged`` adds the pass that reads the prompt's perplexity (the reader's prefill), unless the draft chosen is the reader, whose
-    prefill it is, or the reader is the target, or the features do not contain it.
+    ``charged`` adds the pass that reads the prompt's perplexity (:meth:`Chooser.reading_seconds`). ``options``: of the candidates,
+    where they need artifacts.
     """
-    options = chooser.options(profile, sampled=measured.sampled)
+    options = chooser.options(profile, sampled=measured.sampled) if options is None else options
     predicted = chooser.accuracies(chooser.features.transform(prompts))
-    reader = profile.draft_prefill.get(chooser.features.reader) if charged and chooser.features.reads else None
-    reading = np.array([0.0 if reader is None or n < 2 else reader.at(n - 1, 0) for n in measured.prompt_tokens])
     rows, drafts = np.arange(len(predicted)), measured.drafts
     spent: dict[str, FloatArray] = {draft: measured.seconds[:, k] for k, draft in enumerate(drafts)}
-    single = min(drafts, key=lambda draft: float(spent[draft].sum()))
+    single = measured.single
     best = spent[single]
     spent["oracle"] = measured.seconds.min(1)
     picked = {"oracle": measured.seconds.argmin(1)}
     known = np.clip(measured.alphas, 0.0, ACC_MAX)
-    rules: tuple[tuple[str, FloatArray, Rule], ...] = (
-        ("throughput", predicted, "throughput"),
-        ("theorem_3", predicted, "theorem_3"),
-        ("known", known, "throughput"),
+    choosing = replace(chooser, chooses=True)
+    rules: tuple[tuple[str, FloatArray, Rule | None, Chooser], ...] = (
+        ("throughput", predicted, "throughput", choosing),
+        ("theorem_3", predicted, "theorem_3", choosing),
+        ("known", known, "throughput", choosing),
+        ("guarded", predicted, None, chooser),
     )
-    for name, alphas, rule in rules:
-        picks = chooser.decide(alphas, options, measured.prompt_tokens, measured.budgets, rule)
-        more = reading * [drafts[k] != chooser.features.reader for k in picks] if name != "known" else 0.0
+    for name, alphas, rule, by in rules:
+        picks = by.decide(alphas, options, measured.prompt_tokens, measured.budgets, rule)
+        paid = charged and name != "known"
+        more = by.reading_seconds(profile, measured.prompt_tokens, [drafts[k] for k in picks]) if paid else 0.0
         spent[name] = measured.seconds[rows, picks] + more
         picked[name] = picks
-    others = ("oracle", "throughput", "theorem_3", "known")
+    others = ("oracle", *(name for name, *_ in rules))
     saved = {name: float(best.sum() - spent[name].sum()) for name in others}
     tokens = int(measured.new_tokens.sum())
     return Evaluation(
@@ -435,193 +558,3 @@ def _interval(base: FloatArray, spent: FloatArray, *, level: float = 0.95) -> tu
     pick = np.random.default_rng(0).integers(0, len(base), (RESAMPLES, len(base)))
     low, high = np.quantile(base[pick].sum(1) / spent[pick].sum(1) - 1.0, [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
-
-
-# ------------------------------------------------------------------------------------- the counterfactual baseline: hedge
-
-
-def loss_range(options: Sequence[Option]) -> tuple[float, float]:
-    """(least, most) seconds per token that a round of any of the drafts can take: all of it accepted, or nothing. Losses are seconds per
-    token between them, cut to [0, 1]."""
-    rounds = [o.round_s[o.gamma_min :] for o in options]
-    least = min(float((r / np.arange(o.gamma_min + 1, o.gamma_max + 2)).min()) for o, r in zip(options, rounds, strict=True))
-    return least, max(float(r.max()) for r in rounds)
-
-
-def position_seconds(trace: ReplayTrace, candidates: Mapping[str, Policy], profile: LatencyProfile) -> FloatArray:
-    """What each draft, decoding the request from its beginning, spends on each output position: every round's seconds shared evenly by
-    the tokens it emitted. float64 [positions of the requests of ``trace.order``, in that order, drafts]; sums are those of
-    :attr:`Measured.seconds` less ``before``."""
-    columns = []
-    for policy in candidates.values():
-        replayed = run_replay(trace, policy, profile, per_round=True)
-        assert replayed.rounds is not None
-        assert replayed.round_s is not None
-        emitted = replayed.rounds[:, 5]
-        columns.append(np.repeat(replayed.round_s[:, 2] / emitted, emitted))
-    return np.stack(columns, axis=1)
-
-
-@dataclass(frozen=True, eq=False)
-class Hedged:
-    """What exponential weights did over observations in order: ``weights`` [t, K] before each, ``losses`` [t, K] in [0, 1] after it,
-    ``leaders`` int64 [t]; ``regret``, in units of loss, of choosing by the weights, and its ``bound``."""
-
-    weights: FloatArray
-    losses: FloatArray
-    leaders: IntArray
-    regret: float
-    bound: float
-
-
-def run_hedge(losses: FloatArray, *, eta: float | None = None) -> Hedged:
-    """:class:`Hedge` over ``losses`` float64 [t, K] in [0, 1], one row after another."""
-    state, weights, leaders = Hedge.over(losses.shape[1], eta), np.empty_like(losses), np.empty(len(losses), dtype=np.int64)
-    for t, row in enumerate(losses):
-        weights[t], leaders[t] = state.weights, state.leader
-        state = state.observed(row)
-    regret = float((weights * losses).sum() - losses.sum(0).min()) if len(losses) else 0.0
-    return Hedged(weights, losses, leaders, regret, hedge_bound(losses.shape[1], len(losses), eta))
-
-
-def hedge_requests(
-    measured: Measured, options: Sequence[Option], *, eta: float | None = None
-) -> tuple[Hedged, FloatArray, FloatArray]:
-    """Hedge across requests: one choice for each, every draft scored on it afterwards by its seconds per token.
-
-    Returns what it did, the expected seconds of choosing by the weights, and those of always taking the leader, float64 [requests].
-    """
-    least, most = loss_range(options)
-    each = (measured.seconds - measured.before) / measured.new_tokens[:, None]
-    done = run_hedge(np.clip((each - least) / (most - least), 0.0, 1.0), eta=eta)
-    return done, (done.weights * measured.seconds).sum(1), measured.seconds[np.arange(len(each)), done.leaders]
-
-
-@dataclass(frozen=True)
-class _Round:
-    """What :meth:`optimizer.cost.CostModel.round_seconds` reads of a round."""
-
-    drafted: int
-    draft_steps: int
-    emitted: int
-    lag: int
-
-
-class _Reading:
-    """How far each draft has read one text: output positions before ``read``; None before its prefill."""
-
-    def __init__(self, prompt: int, prefills: Sequence[CostCurve | None]) -> None:
-        self.prompt, self.prefills = prompt, prefills
-        self.read: list[int | None] = [None] * len(prefills)
-
-    def lag(self, k: int, at: int) -> tuple[int, float]:
-        """(tokens that draft ``k`` reads with its next pass at position ``at``, seconds of its prefill if there was none yet)."""
-        reached, curve, tokens = self.read[k], self.prefills[k], self.prompt + at - 1
-        if reached is not None:
-            return at - reached, 0.0
-        return 1, curve.at(tokens, 0) if curve is not None and tokens > 0 else 0.0
-
-
-Switch = Callable[[int, int], int]
-"""Called before every round with (request in replayed order, position); says which draft goes on, by number."""
-
-
-def replay_switched(
-    trace: ReplayTrace,
-    candidates: Mapping[str, Policy],
-    profile: LatencyProfile,
-    switch: Switch,
-    *,
-    read_every: int | None = None,
-) -> tuple[FloatArray, list[list[Step]]]:
-    """Replays requests whose draft, with its policy, may change before any round: (float64 seconds [requests of ``trace.order``], prefill
-    included, and the rounds of each).
-
-    As in the runtime, a draft that had not been used reads the text so far, one that had reads what it missed, and its window starts anew.
-    With ``read_every`` all other drafts also read the text after so many tokens or more, which costs each a pass (and its prefill, the
-    first time): that is what scoring them takes a decoder. Raises TraceError for a draft without chain panorama.
-    """
-    policies = list(candidates.values())
-    for policy in policies:
-        if trace.uses_trees(policy):
-            raise TraceError(
-                f"draft {policy.draft!r}: drafts are switched in replay between chains only; leave trees and heads out"
-            )
-    ready = [prepare(p, [p.draft], profile=profile) for p in policies]
-    words = [trace.outcomes(p, r.stop) for p, r in zip(policies, ready, strict=True)]
-    models = [trace.costs(p, profile)[0] for p in policies]
-    prefills = [profile.draft_prefill.get(p.draft) for p in policies]
-    seconds, steps = trace.costs(Policy(), profile)[1][trace.order], list[list[Step]]()
-    for i, r in enumerate(trace.order):
-        offset, length, hot = int(trace.offsets[r]), int(trace.offsets[r + 1] - trace.offsets[r]), bool(trace.sampled[r] > 0)
-        budget, prompt = int(trace.budgets[r]), int(trace.prompts[r])
-        reading, rounds = _Reading(prompt, prefills), list[Step]()
-        at, scored, using, lag = 0, 0, -1, 1
-        while at < length:
-            if read_every is not None and at - scored >= read_every:
-                scored = at
-                for k, policy in enumerate(policies):
-                    if k != using and policy.speculates:
-                        behind, prefill_s = reading.lag(k, at)
-                        pass_s = models[k].round_seconds(_Round(0, 1, 0, behind), prompt + at - 1).draft_s
-                        seconds[i] += prefill_s + pass_s
-                        reading.read[k] = at - 1
-            k = switch(i, at)
-            controller = ready[k].controller
-            if k != using:
-                controller.start_request()
-                using = k
-            gamma, word = min(controller.choose(), budget - at - 1), int(words[k][offset + at])
-            drafted, passes = min(gamma, (word >> 8) & 255), min(gamma, (word >> 16) & 255)
-            accepted = min(word & 255, drafted)
-            emitted = min(accepted + 1, length - at)
-            accepted = min(accepted, emitted)
-            prefill_s = 0.0
-            if passes:
-                lag, prefill_s = reading.lag(k, at)
-                reading.read[k] = at + min(accepted, passes - 1)
-            cost = models[k].round_seconds(_Round(drafted, passes, emitted, lag), prompt + at - 1, sampled=hot)
-            controller.observe(drafted, accepted, int((word >> 24) < accepted), cost.draft_s, cost.verify_s)
-            seconds[i] += prefill_s + cost.round_s
-            name, policy_id = policies[k].draft, ready[k].policy_id
-            rounds.append(Step(at, drafted, drafted + 1, accepted, emitted, passes, lag, name, policy_id, *cost, drafted))
-            at += emitted
-        steps.append(rounds)
-    return seconds, steps
-
-
-def follow_leader(
-    trace: ReplayTrace,
-    candidates: Mapping[str, Policy],
-    profile: LatencyProfile,
-    *,
-    block: int = BLOCK,
-    carry: bool = False,
-    charged: bool = False,
-    first: int = 0,
-) -> FloatArray:
-    """Hedge's leader within requests: after every ``block`` output tokens the draft with the least loss so far goes on with the text.
-    float64 seconds [requests of ``trace.order``], prefill included, by :func:`replay_switched`.
-
-    A draft's loss on a block is what it would have spent there (:func:`position_seconds`). Each request begins with draft number ``first``;
-    with ``carry`` losses are kept from request to request, and the leader begins. ``charged``: scoring is paid for; a replay gets it for
-    nothing, a decoder does not. Raises ValueError for a block below 1.
-    """
-    if block < 1:
-        raise ValueError(f"a block has at least one token, not {block}")
-    scores = position_seconds(trace, candidates, profile)
-    sampled = bool(trace.sampled[trace.order].any())
-    least, most = loss_range([Option.of(d, p, profile, sampled=sampled) for d, p in candidates.items()])
-    losses = np.clip((scores - least) / (most - least), 0.0, 1.0)
-    begins = np.concatenate([[0], np.cumsum(np.diff(trace.offsets)[trace.order])])
-    hedge, scored = Hedge.over(len(candidates)), 0
-
-    def switch(i: int, at: int) -> int:
-        nonlocal hedge, scored
-        if at == 0:
-            hedge, scored = hedge if carry else Hedge.over(len(candidates)), 0
-        if at - scored >= block:
-            hedge, scored = hedge.observed(losses[begins[i] + scored : begins[i] + at].mean(0)), at
-        return hedge.leader if hedge.observations else first
-
-    return replay_switched(trace, candidates, profile, switch, read_every=block if charged else None)[0]

@@ -488,6 +488,45 @@ class Policy(_Block):
         return "".join(f" {p}" for p in parts)
 
 
+class OlsDraft(_Block):
+    """A draft for each prompt (on-the-fly paper, section 5), chosen by what equation 5's ordinary least squares predict. ``artifact``: the
+    chooser, with one whole policy, a candidate, for each draft that it may choose (``fit chooser``)."""
+
+    kind: Literal["ols"]
+    artifact: Artifact
+
+
+class ChooserPolicy(Policy):
+    """The policy of ``"draft": {"kind": "ols", "artifact": ID}``: each request is decoded under one of the artifact's candidates.
+
+    Its blocks are theirs, which only :func:`runtime.policies.prepared.prepare` finds out; those it has itself are never run. ``draft`` is
+    ``ols:ID``, which no pair has, so that whoever takes it for a plain policy fails.
+    """
+
+    @classmethod
+    def of(cls, artifact: str) -> ChooserPolicy:
+        """The policy of an artifact's id."""
+        return cls(draft=f"{_OLS}{artifact}")
+
+    @property
+    def artifacts(self) -> tuple[str, ...]:
+        return (self.draft.removeprefix(_OLS),)
+
+    @property
+    def needs_profile(self) -> bool:
+        return True
+
+    def spelled_out(self) -> dict[str, Any]:
+        return {"draft": {"kind": "ols", "artifact": self.artifacts[0]}}
+
+    def canonical(self) -> str:
+        return json.dumps(self.spelled_out(), sort_keys=True, separators=(",", ":"))
+
+    def label(self) -> str:
+        return f"ols({self.artifacts[0]})"
+
+
+_OLS = "ols:"
 AUTOREGRESSIVE = Policy(draft="none", window=FixedWindow(gamma=0))
 BUILT_IN = {"autoregressive": AUTOREGRESSIVE}
 
@@ -496,15 +535,32 @@ def parse_policy(data: Any, *, where: str = "policy") -> Policy:
     """Validates a document. Raises :class:`PolicyError` with one line: what is wrong, where, and what to write instead."""
     if not isinstance(data, Mapping):
         raise PolicyError(f"{where}: a policy is a JSON object, not {type(data).__name__}")
+    chosen = data.get("draft")
+    under: tuple[str, ...] = ()
     try:
-        return Policy.model_validate(data)
+        if not isinstance(chosen, Mapping):
+            return Policy.model_validate(data)
+        others = {key: value for key, value in data.items() if key != "draft"}
+        Policy.model_validate(dict.fromkeys(others.keys() - Policy.model_fields.keys()))
+        if others:
+            raise PolicyError(
+                f'{where}: a draft of kind "ols" has every other block in the candidates of its artifact; leave {next(iter(others))!r} out'
+            )
+        if chosen.get("kind") not in _KINDS["draft"]:
+            raise PolicyError(f"{where}: draft.kind must be one of: {', '.join(_KINDS['draft'])}; or give a draft's name alone")
+        under = ("draft", "ols")
+        return ChooserPolicy.of(OlsDraft.model_validate(chosen).artifact)
     except ValidationError as error:
-        raise PolicyError(f"{where}: {_explain(error)}") from None
+        raise PolicyError(f"{where}: {_explain(error, under)}") from None
 
 
 def policy_schema() -> dict[str, Any]:
     """The JSON Schema of a policy document."""
-    return Policy.model_json_schema()
+    schema = Policy.model_json_schema()
+    draft = schema["properties"]["draft"]
+    name = {key: draft.pop(key) for key in ("type", "minLength")}
+    draft["anyOf"] = [name, OlsDraft.model_json_schema()]
+    return schema
 
 
 def differences(left: Policy, right: Policy) -> list[dict[str, Any]]:
@@ -522,9 +578,9 @@ def differences(left: Policy, right: Policy) -> list[dict[str, Any]]:
     return [{"key": k, "left": a.get(k), "right": b.get(k)} for k in {**a, **b} if a.get(k) != b.get(k)]
 
 
-def _explain(error: ValidationError) -> str:
+def _explain(error: ValidationError, under: tuple[str, ...] = ()) -> str:
     first = error.errors()[0]
-    path = [str(p) for p in first["loc"]]
+    path = [*under, *(str(p) for p in first["loc"])]
     block: type[BaseModel] = Policy
     for part in path[:-1]:
         block = _step_into(block, part)
@@ -544,6 +600,7 @@ def _explain(error: ValidationError) -> str:
 
 
 _KINDS: dict[str, dict[str, type[BaseModel]]] = {
+    "draft": {"ols": OlsDraft},
     "window": {
         "fixed": FixedWindow,
         "analytic": AnalyticWindow,

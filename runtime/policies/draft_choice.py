@@ -4,7 +4,7 @@ which draft that speaks for. Fitting is :mod:`optimizer.fits.chooser`; what is m
 A prompt is a vector u of r numbers: a constant, the logarithm of its length, the logarithm of its perplexity under the smallest draft, and
 its TF-IDF vector projected to a few dimensions (the paper concatenates length, perplexity and "its TF-IDF score"). Equation 5 predicts the
 single-token accuracy alpha = u' Z of each draft, and alpha with the profile's costs gives its throughput. ``none`` (autoregression) is a
-draft too, with alpha 0 and no weights; ``ngram`` is fitted like any other.
+draft too, with alpha 0 and no weights; ``ngram`` is fitted like any other. :mod:`runtime.policies.prepared_chooser` decodes with it.
 
 Nothing here imports torch or scikit-learn at import time; a fitted chooser is plain arrays and JSON.
 """
@@ -23,9 +23,9 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.ngram import NgramIndex
-from runtime.policies.document import FixedWindow, Policy, parse_policy
+from runtime.policies.document import ChooserPolicy, FixedWindow, Policy, parse_policy
 from runtime.policies.estimators import best_window
-from runtime.policies.prepared import REFERENCE_CONTEXT, window_costs
+from runtime.policies.prepared import REFERENCE_CONTEXT, PreparedPolicy, window_costs
 from runtime.policies.windows import WindowCosts
 from traces.errors import PolicyError
 from traces.schema import NAT_SCALE, CostCurve, LatencyProfile, Step
@@ -267,26 +267,27 @@ class Option:
     prefill: CostCurve | None = None
 
     @classmethod
-    def of(cls, draft: str, policy: Policy, profile: LatencyProfile, *, sampled: bool = False) -> Option:
-        """The costs of one policy by a profile; ``sampled``: the temperature is above 0.
+    def of(
+        cls, draft: str, policy: Policy, profile: LatencyProfile, *, sampled: bool = False, ready: PreparedPolicy | None = None
+    ) -> Option:
+        """The costs of one policy by a profile; ``sampled``: the temperature is above 0. ``ready`` is the policy prepared, needed where
+        artifacts say what its trees or its shortlist are.
 
-        Raises PolicyError when the policy is another draft's or grows trees, or the profile has no costs for the draft.
+        Of trees a_q is a level's pass and b_p(gamma) the verification of all nodes that gamma levels keep. Raises PolicyError when the
+        policy is another draft's, or the profile has no costs for it.
         """
-        if policy.draft != draft:
-            raise PolicyError(f"draft {draft!r}: its policy drafts with {policy.draft!r}; name the draft in the policy")
-        if policy.is_tree or draft not in (NO_DRAFT, *profile.draft_step):
-            what = f"grows {policy.growth.kind} trees" if policy.is_tree else "has no costs of chains in the profile"
-            raise PolicyError(
-                f"draft {draft!r}: its policy {what}; a chooser predicts the accuracy of chains: give it a chain's policy"
-            )
-        costs = window_costs(profile, policy)
+        check_candidate(draft, policy)
+        rules, shortlist = (None, None) if ready is None else (ready.rules, ready.shortlist)
+        costs = window_costs(profile, policy, rules, shortlist)
         if costs is None:
             costs = WindowCosts(0.0, (profile.verify.at(1, REFERENCE_CONTEXT) + profile.overhead_s,))
         verify, gammas = np.array(costs.verify_s), np.arange(len(costs.verify_s))
         step_s, token_s = costs.draft_step_s, 0.0
         if sampled:
+            token_s = profile.noise_s
+        if sampled and not policy.is_tree:
             verify = verify + profile.sample_s * (gammas + 1)
-            step_s, token_s = step_s + profile.draft_sample_s * (len(gammas) > 1), profile.noise_s
+            step_s += profile.draft_sample_s * (len(gammas) > 1)
         window = policy.window
         least = window.gamma if isinstance(window, FixedWindow) else getattr(window, "gamma_min", 0)
         return cls(
@@ -326,6 +327,14 @@ class Option:
         if self.prefill is None:
             return np.zeros(len(lengths))
         return np.array([self.prefill.at(n - 1, 0) if n > 1 else 0.0 for n in lengths])
+
+
+def check_candidate(draft: str, policy: Policy) -> None:
+    """Raises PolicyError for a policy that is another draft's, or a chooser's."""
+    if isinstance(policy, ChooserPolicy):
+        raise PolicyError(f"draft {draft!r}: its policy chooses drafts itself; give a plain policy")
+    if policy.draft != draft:
+        raise PolicyError(f"draft {draft!r}: its policy drafts with {policy.draft!r}; name the draft in the policy")
 
 
 def theorem_3(alphas: FloatArray, options: Sequence[Option]) -> IntArray:
@@ -384,6 +393,9 @@ class Chooser:
     ``calibration``: by draft, seconds that replay found on the prompts fitted to over those that equation 3 gives at their true
     accuracies; 1 is the paper's model. It holds what a mean accuracy does not: that agreement comes in runs, and that a window has to
     find its size. ``metrics`` is what was measured when it was fitted, JSON-ready.
+
+    ``single`` is the draft that was fastest on the prompts fitted to. Where cross-validation on them found that choosing gains nothing
+    beyond noise, ``chooses`` is False: then ``single`` decodes everything, nothing is read or charged, and ``reason`` says why.
     """
 
     features: PromptFeatures
@@ -392,9 +404,14 @@ class Chooser:
     calibration: Mapping[str, float] = field(default_factory=dict)
     rule: Rule = "throughput"
     metrics: Mapping[str, Any] = field(default_factory=dict)
+    single: str = ""
+    chooses: bool = True
+    reason: str = ""
 
     def __post_init__(self) -> None:
         require_weights(self.candidates, self.accuracy)
+        if not self.chooses and self.single not in self.candidates:
+            raise ValueError(f"it keeps to draft {self.single!r}, which is none of its candidates")
         for name, fitted in self.accuracy.items():
             r = self.features.dimension
             if fitted.weights.shape != (r,) or fitted.inverse.shape != (r, r):
@@ -405,9 +422,30 @@ class Chooser:
         """The drafts that may be chosen, in order."""
         return tuple(self.candidates)
 
-    def options(self, profile: LatencyProfile, *, sampled: bool = False) -> tuple[Option, ...]:
+    @property
+    def used(self) -> dict[str, Policy]:
+        """The candidates that may decode: all, or the single draft's."""
+        return dict(self.candidates) if self.chooses else {self.single: self.candidates[self.single]}
+
+    @property
+    def reader(self) -> str | None:
+        """The model that has to read each prompt's perplexity; None where none has to."""
+        return self.features.reader if self.chooses and self.features.reads else None
+
+    def options(
+        self, profile: LatencyProfile, *, sampled: bool = False, ready: Mapping[str, PreparedPolicy] | None = None
+    ) -> tuple[Option, ...]:
         """The drafts with their costs on a device, in the order of :attr:`drafts`. Raises PolicyError as :meth:`Option.of`."""
-        return tuple(Option.of(name, policy, profile, sampled=sampled) for name, policy in self.candidates.items())
+        known = ready or {}
+        return tuple(Option.of(d, policy, profile, sampled=sampled, ready=known.get(d)) for d, policy in self.candidates.items())
+
+    def reading_seconds(self, profile: LatencyProfile, tokens: npt.ArrayLike, picks: Sequence[str]) -> FloatArray:
+        """Seconds that choosing takes a decoder beyond decoding with the drafts ``picks``, for prompts of ``tokens`` [n] each: the pass
+        that reads the perplexity, float64 [n]. It is the reader's prefill, and so free where the reader drafts; the target reads twice."""
+        lengths, reader = np.atleast_1d(np.asarray(tokens)), self.reader
+        curve = profile.prefill if reader == TARGET else profile.draft_prefill.get(reader or "")
+        free = [curve is None or n < 2 or keeps_reading(self.candidates[d], reader) for n, d in zip(lengths, picks, strict=True)]
+        return np.array([0.0 if f or curve is None else curve.at(int(n) - 1, 0) for f, n in zip(free, lengths, strict=True)])
 
     def accuracies(self, features: FloatArray) -> FloatArray:
         """Predicted alpha of each prompt and draft, float64 [n, drafts], cut to 0 .. :data:`ACC_MAX`; 0 for ``none``."""
@@ -438,10 +476,13 @@ class Chooser:
         new_tokens: npt.ArrayLike,
         rule: Rule | None = None,
     ) -> IntArray:
-        """The draft for each row of ``alphas`` [n, drafts], as indices int64 [n] into :attr:`drafts`, by ``rule`` or the chooser's own.
+        """The draft for each row of ``alphas`` [n, drafts], as indices int64 [n] into :attr:`drafts`, by ``rule``; by default as the
+        chooser does, which may not choose at all.
 
         ``throughput`` takes the least expected seconds, the first where several tie.
         """
+        if rule is None and not self.chooses:
+            return np.full(len(alphas), self.drafts.index(self.single), dtype=np.int64)
         if (rule or self.rule) == "theorem_3":
             return theorem_3(alphas, options)
         return np.asarray(np.argmin(self.expected_seconds(alphas, options, tokens, new_tokens), axis=1), dtype=np.int64)
@@ -476,6 +517,9 @@ class Chooser:
             "token_pattern": TOKEN_PATTERN,
             "vocabulary": list(self.features.vocabulary),
             "rule": self.rule,
+            "single": self.single,
+            "chooses": self.chooses,
+            "reason": self.reason,
             "candidates": {name: policy.spelled_out() for name, policy in self.candidates.items()},
             "calibration": dict(self.calibration),
             "prompts": {name: fitted.prompts for name, fitted in self.accuracy.items()},
@@ -500,6 +544,8 @@ class Chooser:
                 str(name): parse_policy(policy, where=f"draft.artifact: candidate {name!r}")
                 for name, policy in document["candidates"].items()
             }
+            for name, policy in candidates.items():
+                check_candidate(name, policy)
             if document["rule"] not in get_args(Rule) or document["token_pattern"] != TOKEN_PATTERN:
                 raise PolicyError(f"draft.artifact: a chooser by rule {document['rule']!r} is not known here; {_MEND}")
             unknown = sorted(set(document["scalars"]) - set(SCALARS))
@@ -526,10 +572,19 @@ class Chooser:
                 {str(k): float(v) for k, v in document["calibration"].items()},
                 document["rule"],
                 dict(document["metrics"]),
+                str(document["single"]),
+                bool(document["chooses"]),
+                str(document["reason"]),
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
             raise PolicyError(f"draft.artifact: not a chooser of drafts: {what}; {_MEND}") from None
+
+
+def keeps_reading(policy: Policy, reader: str | None) -> bool:
+    """Whether the pass that read a prompt's perplexity is the prefill of the draft that then decodes. A router needs states that it does
+    not keep."""
+    return policy.draft == reader and not policy.shortlisted
 
 
 _MEND: Final = "`fit chooser --recording ID` fits one"
@@ -552,68 +607,3 @@ def require_weights(drafts: Collection[str], fitted: Collection[str]) -> None:
                 f"draft.artifact: the chooser has no weights for draft {name!r} (it has: {known}); fit them: "
                 "`fit chooser --recording ID` with a recording that has panoramas of it"
             )
-
-
-# --------------------------------------------------------------------------------------------------------------------- hedge
-
-
-def hedge_eta(drafts: int, observations: int) -> float:
-    """The learning rate sqrt(8 ln K / T) that is best for T observations of K drafts when T is known."""
-    return math.sqrt(8.0 * math.log(drafts) / max(1, observations))
-
-
-def hedge_bound(drafts: int, observations: int, eta: float | None = None) -> float:
-    """What :class:`Hedge` can lose at most beyond the best single draft, in units of loss, after T ``observations``, whatever they are.
-
-    With a fixed ``eta``: ln K / eta + eta T / 8, at :func:`hedge_eta` sqrt(T ln K / 2). With the default rate, which knows no T:
-    2 sqrt(T ln K / 2) + sqrt(ln K / 8) (Cesa-Bianchi and Lugosi, "Prediction, Learning, and Games", theorems 2.2 and 2.3).
-    """
-    log_k = math.log(drafts)
-    if eta is not None:
-        return log_k / eta + eta * observations / 8.0
-    return 2.0 * math.sqrt(observations * log_k / 2.0) + math.sqrt(log_k / 8.0)
-
-
-@dataclass(frozen=True, eq=False)
-class Hedge:
-    """Follow the leader with exponential weights: draft k has weight exp(-eta L_k), L_k the sum of its losses so far. An immutable value.
-
-    Losses are in [0, 1] and are known of *every* draft, not only of the one used: the text does not depend on the draft, so each can be
-    scored on it. ``losses`` float64 [K] are the sums, ``observations`` how many. ``eta`` None takes sqrt(8 ln K / t) at the t-th choice.
-    The regret of choosing at random by :attr:`weights` is bounded (:func:`hedge_bound`); that of always taking the :attr:`leader` is not:
-    an adversary that hurts the leader makes it lose every time.
-    """
-
-    losses: FloatArray
-    observations: int = 0
-    eta: float | None = None
-
-    @classmethod
-    def over(cls, drafts: int, eta: float | None = None) -> Hedge:
-        """Without evidence: equal weights. Raises ValueError for no draft, or a rate that is not above 0."""
-        if drafts < 1 or (eta is not None and not eta > 0):
-            raise ValueError(f"hedge needs at least one draft and a rate above 0, not {drafts} and {eta}")
-        return cls(np.zeros(drafts), 0, eta)
-
-    @property
-    def weights(self) -> FloatArray:
-        """The chance of each draft in the next choice, float64 [K]."""
-        eta = self.eta if self.eta is not None else hedge_eta(len(self.losses), self.observations + 1)
-        raw = np.exp(-eta * (self.losses - self.losses.min()))
-        return np.asarray(raw / raw.sum(), dtype=np.float64)
-
-    @property
-    def leader(self) -> int:
-        """The draft with the least loss so far; the first where several tie."""
-        return int(np.argmin(self.losses))
-
-    def pick(self, u: float) -> int:
-        """The draft that a uniform number ``u`` in [0, 1) draws by the weights."""
-        return min(int(np.searchsorted(np.cumsum(self.weights), u, side="right")), len(self.losses) - 1)
-
-    def observed(self, losses: npt.ArrayLike) -> Hedge:
-        """With the losses [K] of all drafts on one more observation. Raises ValueError for another shape, or a loss outside [0, 1]."""
-        given = np.asarray(losses, dtype=np.float64)
-        if given.shape != self.losses.shape or not ((given >= 0) & (given <= 1)).all():
-            raise ValueError(f"hedge needs {len(self.losses)} losses from 0 to 1, not {given}")
-        return Hedge(self.losses + given, self.observations + 1, self.eta)

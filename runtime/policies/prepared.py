@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from runtime.policies.document import CacheFsmWindow, Policy
+from runtime.policies.document import CacheFsmWindow, ChooserPolicy, Policy
 from runtime.policies.shortlist_costs import shortlist_seconds
 from runtime.policies.stops import CompiledStop, compile_stop
 from runtime.policies.windows import WindowController, WindowCosts, compile_window
@@ -17,9 +17,10 @@ from traces.errors import PolicyError
 from traces.schema import LatencyProfile, Sampling, Verifier
 
 if TYPE_CHECKING:
+    from runtime.policies.prepared_chooser import PreparedChooser
     from runtime.policies.tree_rules import Artifacts
     from runtime.policies.trees import TreeRule
-    from runtime.shortlists import HeadHashes, ShortlistRule
+    from runtime.shortlists import HeadHashes, ShortlistRule, Shortlists
 
 REFERENCE_CONTEXT = 256
 """Context at which a profile's costs are read for a window that wants one number per gamma."""
@@ -40,6 +41,15 @@ class PreparedPolicy:
     label: str = field(default="", compare=False)
     rules: tuple[TreeRule, TreeRule] | None = field(default=None, compare=False)
     shortlist: ShortlistRule | None = field(default=None, compare=False)
+    shortlists: Shortlists | None = field(default=None, compare=False)
+    """:attr:`shortlist` for the pair as it is loaded, made aside (:func:`runtime.decoder.prepare_for`)."""
+    chooser: PreparedChooser | None = field(default=None, compare=False)
+    """Set where each request is decoded under a candidate of a chooser; then nothing else here is run."""
+
+    @property
+    def candidates(self) -> tuple[PreparedPolicy, ...]:
+        """The policies that may decode: a chooser's candidates, or this one."""
+        return (self,) if self.chooser is None else tuple(self.chooser.candidates.values())
 
     def rule(self, sampling: Sampling) -> TreeRule:
         """How trees grow at a sampling temperature. A chain is a tree of width 1."""
@@ -169,8 +179,14 @@ def prepare(
     ``q_tables`` finds stored Q-tables for windows that name an artifact, ``artifacts`` whatever trees and shortlists need. With
     ``head_hashes``, the hashes of the drafts' output heads, a router that was fitted on another head is refused here and not by the
     decoder. Raises PolicyError when the draft is unknown, the window needs costs and there is no profile, or an artifact cannot be had,
-    has another shape or was fitted on another draft.
+    has another shape or was fitted on another draft. Of a chooser all that holds for each of its candidates.
     """
+    if isinstance(policy, ChooserPolicy):
+        from runtime.policies.prepared_chooser import prepare_chooser
+
+        return prepare_chooser(
+            policy, drafts, profile=profile, version=version, q_tables=q_tables, artifacts=artifacts, head_hashes=head_hashes
+        )
     if policy.draft != "none" and policy.draft not in drafts:
         known = ", ".join(sorted(drafts))
         raise PolicyError(f"draft: this pair has no draft {policy.draft!r}; it has: {known}")

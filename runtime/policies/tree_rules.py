@@ -59,7 +59,7 @@ def compile_tree(policy: Policy, *, sampled: bool, artifacts: Artifacts | None =
     common["coupled"] = growth.score == "coupled" or (growth.score == "auto" and sampled and growth.proposals == "coupled")
     common["sharpness"] = growth.sharpness
     if policy.stratify is not None:
-        bins = _artifact(policy, policy.stratify.artifact, BINS, "stratify", artifacts)
+        bins = find_artifact(policy, policy.stratify.artifact, BINS, "stratify", artifacts)
         assert policy.select.top_n is not None
         common["thresholds"] = tuple(int(t) for t in bins.document["thresholds"])
         common["fitted_depth"] = int(bins.document["depth"])
@@ -68,7 +68,7 @@ def compile_tree(policy: Policy, *, sampled: bool, artifacts: Artifacts | None =
     if isinstance(growth, TopKGrowth):
         return TreeRule(width=growth.width, frontier=growth.width, **common)
     assert isinstance(growth, ClassifierGrowth)
-    found = _artifact(policy, growth.artifact, CLASSIFIER, "growth", artifacts)
+    found = find_artifact(policy, growth.artifact, CLASSIFIER, "growth", artifacts)
     try:
         table = torch.from_numpy(confidence_table(read_weights(found.arrays)).astype(np.int32))
     except ValueError as error:
@@ -102,11 +102,12 @@ def static_levels(paths: Sequence[Sequence[int]]) -> tuple[int, tuple[StaticLeve
 
 def _static_paths(policy: Policy, growth: StaticGrowth, artifacts: Artifacts | None) -> tuple[tuple[int, ...], ...]:
     assert growth.artifact is not None
-    found = _artifact(policy, growth.artifact, STATIC_TREE, "growth", artifacts)
+    found = find_artifact(policy, growth.artifact, STATIC_TREE, "growth", artifacts)
     return tuple(tuple(int(r) for r in path) for path in found.document["paths"])
 
 
-def _artifact(policy: Policy, name: str, kind: str, block: str, artifacts: Artifacts | None) -> Fitted:
+def find_artifact(policy: Policy, name: str, kind: str, block: str, artifacts: Artifacts | None) -> Fitted:
+    """The artifact that a policy's ``block`` names. Raises PolicyError when it is missing, of another kind, or fitted on another draft."""
     if artifacts is None:
         raise PolicyError(f"{block}.artifact: {name!r} cannot be looked up here; give a database that holds it")
     try:

@@ -1,0 +1,274 @@
+"""The check of the joint space behind ``bench/acceptance.py``: what each paper adds, alone, with another, and with all."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tree_checks import CATEGORIES, stored
+
+from optimizer.artifacts import fitted, q_tables
+from optimizer.chooser_fits import ChooserSource, fit_source, keep_chooser
+from optimizer.execute import DROP_LEVEL, Comparison, DecodeOptions, encode_recorded, race
+from optimizer.fits.chooser import read_prompts
+from optimizer.inputs import load_workload
+from optimizer.record import RecordRequest, record, split
+from optimizer.replay import ReplayTrace, run_replay
+from optimizer.search import Kinds, Study, Trial, search
+from optimizer.shortlist_tuning import fit_shortlists, routing_of
+from optimizer.tree_tuning import fit_trees
+from optimizer.tune import expected_seconds, finite
+from runtime.loading import LoadedPair, load_pair
+from runtime.loop import StaticSource
+from runtime.pair import read_pair
+from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
+from runtime.policies.prepared import prepare
+from runtime.profiler import measure_profile
+from traces.errors import TraceError
+from traces.schema import LatencyProfile, Sampling
+from traces.store import TraceStore
+
+ADAPTIVE = ("fsm", "cache_fsm", "analytic", "q_learning")
+PAPERS = ("on-the-fly", "HeteroSpec", "C2T", "DynaSpec")
+SUBSPACES = (*((p,) for p in PAPERS), *itertools.combinations(PAPERS, 2), PAPERS)
+"""Each paper alone, each pair, all together."""
+BASELINES: dict[str, Callable[[Policy], bool]] = {
+    "best fixed gamma": lambda p: not used(p) and p.growth.kind == "chain",
+    "EAGLE-2": lambda p: not used(p) and p.growth.kind == "top_k",
+}
+DRAFTS = ("medium", "head")
+REQUESTS, TOKENS = 24, 64
+WIDTH, DEPTH, GAMMA = 8, 8, 12
+TRIALS, TRIALS_EACH = 300, 60
+BUDGET_S, PASSES = 120.0, 3
+
+
+def used(policy: Policy) -> frozenset[str]:
+    """The papers whose mechanisms a policy uses: adaptive windows; entropy bins; a classifier's growth; a shortlist."""
+    flags = (
+        policy.window.kind in ADAPTIVE,
+        policy.stratify is not None,
+        policy.growth.kind == "classifier",
+        policy.shortlisted,
+    )
+    return frozenset(paper for paper, there in zip(PAPERS, flags, strict=True) if there)
+
+
+def kinds_of(papers: Sequence[str]) -> Kinds:
+    """What policies of these papers may be made of, beside chains and EAGLE-2's trees of fixed windows."""
+    return Kinds(
+        windows=("fixed", *(ADAPTIVE if "on-the-fly" in papers else ())),
+        stops=("none",),
+        growths=("chain", "top_k", *(("classifier",) if "C2T" in papers else ())),
+        bins="HeteroSpec" in papers,
+        shortlists=("full", "frequency", "position_frequency", "clusters") if "DynaSpec" in papers else ("full",),
+    )
+
+
+@dataclass(frozen=True)
+class Winner:
+    """The best policy of a subspace by replay: its predicted tokens/s, and the papers whose mechanisms it uses."""
+
+    policy: Policy
+    value: float
+    uses: frozenset[str]
+
+    @classmethod
+    def of(cls, trial: Trial) -> Winner:
+        return cls(trial.policy, trial.value, used(trial.policy))
+
+
+def best_of(study: Study, papers: Sequence[str]) -> Winner | None:
+    """The fastest trial that uses some of these papers and no other."""
+    return next((Winner.of(t) for t in study.trials if used(t.policy) and used(t.policy) <= set(papers)), None)
+
+
+def ablation(state: Path) -> dict[str, Any]:
+    """Each paper alone, each pair and all together, every subspace searched by replay, the best of each executed on other requests.
+
+    A subspace holds the policies that use one of its papers at least and no other, so a pair's winner may use one alone
+    (``combines`` says whether it uses all). Every one may use any draft, chains and EAGLE-2's trees. On-the-fly adaptation is its windows
+    and, where its fit predicts a gain beyond noise, its choice of a draft for each prompt.
+    """
+    return _ablation(state, CATEGORIES, REQUESTS, TOKENS, TRIALS, TRIALS_EACH, BUDGET_S)
+
+
+def _ablation(
+    state: Path, workloads: Sequence[str], requests: int, tokens: int, trials: int, each: int, budget_s: float
+) -> dict[str, Any]:
+    pair = load_pair(read_pair("demo"), device="cpu", drafts=DRAFTS)
+    path = state / "ablation.db"
+    path.unlink(missing_ok=True)
+    store = stored(path)
+    profile = measure_profile(pair, gamma_max=GAMMA)
+    rows: list[dict[str, Any]] = []
+    for category in workloads:
+        chosen, trace, rest = _searched(store, pair, profile, category, requests, tokens, trials, each)
+        rows += _executed(store, pair, profile, category, chosen, trace, rest, budget_s)
+    joint = [r for r in rows if r["space"] == " + ".join(PAPERS)]
+    behind = [r for r in rows if r["joint_ahead"] == "no"]
+    compared = sum(r["space"] != j["space"] and r["workload"] == j["workload"] for r in rows for j in joint)
+    speeds = ", ".join(f"{r['workload']} {r['speedup']:.2f}" for r in joint)
+    least = min(r["joint_over_it"][0] for r in rows if r["space"] in PAPERS)
+    return {
+        "holds": not behind,
+        "summary": f"all papers together over autoregression: {speeds}; {least:.3f} times the best single paper or more; "
+        f"{len(behind)} of {compared} subspaces and baselines are faster beyond noise",
+        "least_over_single_paper": least,
+        "profile_check": dict(profile.check),
+        "rows": rows,
+    }
+
+
+def _searched(
+    store: TraceStore,
+    pair: LoadedPair,
+    profile: LatencyProfile,
+    category: str,
+    requests: int,
+    tokens: int,
+    trials: int,
+    each: int,
+) -> tuple[dict[str, Winner], ReplayTrace, Sequence[int]]:
+    """The best policy of every subspace and baseline by replay of the search part, the trace, and which of its requests are the rest."""
+    workload = load_workload(["demo"], categories=[category])
+    workload = replace(workload, requests=workload.requests[:requests])
+    plain = StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names))
+    wanted = RecordRequest(workload, DecodeOptions(Sampling(), tokens), DRAFTS, GAMMA, WIDTH, DEPTH)
+    recording = record(store, pair, wanted, plain).id
+    loaded = store.load(recording, DRAFTS, trees=True)
+    texts = loaded.trajectories
+    stored_profile = store.put_profile(profile)
+    limits = fit_trees(store, recording, DRAFTS, profile=stored_profile)
+    shortlists = fit_shortlists(store, pair, recording, DRAFTS)
+    trace = ReplayTrace(
+        texts,
+        {d: loaded.panoramas(d) for d in DRAFTS if d not in pair.heads},
+        trees={(d, "coupled"): loaded.trees(d) for d in DRAFTS},
+        routed=routing_of(store, pair, recording, shortlists),
+    )
+    part, rest = split([t.request_id for t in texts], [t.category for t in texts])
+    seen, find = trace.select(part), fitted(store)
+    source = ChooserSource(trace, read_prompts(pair, texts), {"recording": recording, "profile": stored_profile})
+
+    def within(papers: Sequence[str], trials: int, known: Sequence[Trial] = ()) -> Study:
+        kinds = kinds_of(papers)
+        return search(
+            seen,
+            profile,
+            DRAFTS,
+            gamma_max=GAMMA,
+            trials=trials,
+            trees=limits,
+            shortlists=shortlists,
+            artifacts=find,
+            known=[t for t in known if kinds.hold(t.policy)],
+            kinds=kinds,
+            bounded=False,
+        )
+
+    shared = within(PAPERS, trials)
+    # Who may use more has also seen what those who may use less have found.
+    found: list[Trial] = list(shared.trials)
+    chosen: dict[str, Winner] = {}
+    for papers in SUBSPACES:
+        study = within(papers, each, found)
+        found = list({t.policy.id: t for t in (*found, *study.trials)}.values())
+        best = best_of(study, papers)
+        if "on-the-fly" in papers:
+            choosing = _choosing(store, pair, source, study, profile, part)
+            best = choosing if choosing and (best is None or choosing.value > best.value) else best
+        if best is not None:
+            chosen[" + ".join(papers)] = best
+        print(f"  {category} {' + '.join(papers)}: {best.policy.label() if best else 'nothing'}", flush=True)
+    for name, match in BASELINES.items():
+        fitting = [t for t in found if t.policy.speculates and match(t.policy)]
+        chosen[name] = Winner.of(max(fitting, key=lambda t: t.value))
+    chosen["autoregressive"] = next(Winner.of(t) for t in found if not t.policy.speculates)
+    return chosen, trace, rest
+
+
+def _choosing(
+    store: TraceStore, pair: LoadedPair, source: ChooserSource, study: Study, profile: LatencyProfile, part: Sequence[int]
+) -> Winner | None:
+    """A chooser over the best policy of each draft of a study; None where it is not predicted to gain beyond noise."""
+    best: dict[str, Policy] = {}
+    for trial in study.trials:
+        best.setdefault(trial.policy.draft, trial.policy)
+    try:
+        chooser = fit_source(store, pair, source, best, profile)
+    except TraceError:
+        return None
+    if not chooser.chooses:
+        return None
+    policy = parse_policy(keep_chooser(store, pair, source, chooser, profile).policy)
+    total = run_replay(source.trace.select(part), policy, profile, artifacts=fitted(store), approximate=True).total
+    return Winner(policy, total.tokens_per_s, frozenset({"on-the-fly"}).union(*(used(p) for p in best.values())))
+
+
+def _executed(
+    store: TraceStore,
+    pair: LoadedPair,
+    profile: LatencyProfile,
+    category: str,
+    chosen: Mapping[str, Winner],
+    trace: ReplayTrace,
+    rest: Sequence[int],
+    budget_s: float,
+) -> list[dict[str, Any]]:
+    """Executes what was chosen on the requests ``rest``, interleaved, and says how it compares with autoregression and, projected to all
+    requests, with all papers together."""
+    policies = {w.policy.id: w.policy for w in chosen.values()}
+    compared = race(
+        pair,
+        list(policies.values()),
+        encode_recorded(pair, [trace.trajectories[i] for i in rest]),
+        kept=set(policies),
+        expected=expected_seconds(trace, rest, policies.values(), profile, q_tables(store), fitted(store)),
+        profile=profile,
+        passes=PASSES,
+        budget_s=budget_s,
+        q_tables=q_tables(store),
+        artifacts=fitted(store),
+    )
+    joint, rows = chosen[" + ".join(PAPERS)].policy, []
+    for name, winner in chosen.items():
+        policy, total = winner.policy, compared.outcomes[winner.policy.id].total
+        speedup = compared.ratio(policy.id, AUTOREGRESSIVE.id)
+        rows.append(
+            {
+                "workload": category,
+                "space": name,
+                "uses": sorted(winner.uses),
+                "combines": winner.uses == set(name.split(" + ")),
+                "policy": policy.label(),
+                "predicted_tokens_per_s": winner.value,
+                "speedup": speedup[0],
+                "speedup_interval": finite(speedup[1:]),
+                "tau": total.mean_accepted_length,
+                "verified_tokens": total.verified_tokens,
+                "rounds": total.rounds,
+                "requests": total.requests,
+                "texts_differ": compared.texts_differ,
+                "joint_over_it": finite(compared.ratio(joint.id, policy.id, projected=True)),
+                "joint_ahead": _ahead(compared, joint, policy),
+            }
+        )
+        print(f"  {category} {name}: {speedup[0]:.3f} x autoregression, tau {total.mean_accepted_length:.2f}", flush=True)
+    return rows
+
+
+def _ahead(compared: Comparison, joint: Policy, other: Policy) -> str:
+    """Whether the joint winner is faster: ``yes`` or ``no`` beyond noise (the level at which a race drops a policy), ``same`` policy, or
+    ``open``."""
+    if joint.id == other.id:
+        return "same"
+    assert compared.timings is not None
+    _, low, high = compared.timings.ratio(joint.id, other.id, projected=True, level=DROP_LEVEL)
+    return "yes" if low > 1.0 else "no" if high < 1.0 else "open"
+
+
+CHECKS = {"ablation": ablation}

@@ -1,0 +1,224 @@
+"""Fitting a chooser of drafts to a recording, and keeping it as the artifact that ``"draft": {"kind": "ols"}`` names.
+
+It is fitted to the requests that a search may see (:func:`optimizer.record.split`) and scored on the others. Like the fits of shortlists it
+needs the pair itself: its smallest draft reads the prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from optimizer.artifacts import fitted, q_tables
+from optimizer.chooser_replay import trace_for
+from optimizer.fit import Progress, StoredFit, hash_of
+from optimizer.fits.chooser import Ridge, fit_chooser, read_prompts
+from optimizer.record import split
+from optimizer.replay import ReplayTrace, run_replay
+from runtime.loading import LoadedPair
+from runtime.policies.document import AUTOREGRESSIVE, ChooserPolicy, Policy
+from runtime.policies.draft_choice import DRAFT_CHOOSER, NO_DRAFT, Chooser, Prompt, Rule, prompt_reader
+from runtime.policies.prepared import prepare
+from runtime.policies.prepared_chooser import PREDICTED, prompt_key
+from traces.errors import PolicyError, TraceError
+from traces.schema import LatencyProfile
+from traces.store import RecordingInfo, TraceStore
+
+TRIED: Final = 3
+"""Policies of each draft that are taken from a recording's studies, the fastest."""
+
+
+@dataclass(frozen=True)
+class ChooserSource:
+    """What a chooser is fitted to: recorded texts as a trace, their prompts as read by the pair's :func:`prompt_reader`, in order, and
+    what the artifact's document says of them."""
+
+    trace: ReplayTrace
+    prompts: tuple[Prompt, ...]
+    about: Mapping[str, Any]
+
+
+def fit_chooser_artifact(
+    store: TraceStore,
+    recording: str,
+    pair: LoadedPair,
+    candidates: Mapping[str, Policy] | None = None,
+    *,
+    profile: LatencyProfile | str | None = None,
+    rule: Rule = "throughput",
+    ridge: Ridge = "cv",
+    scalars: Sequence[str] = ("length", "perplexity"),
+    seed: int = 0,
+    progress: Progress = lambda *_: None,
+) -> StoredFit:
+    """Fits a chooser of ``candidates`` (a policy by draft; by default :func:`best_by_draft`) to a recording of this pair and stores it.
+
+    ``profile``: costs, or the id of a stored profile; by default the latest of the pair and its device. ``scalars``: features beside
+    TF-IDF (:data:`runtime.policies.draft_choice.SCALARS`). The document has :func:`optimizer.fits.chooser.evaluate`'s scores on the
+    requests held out, and the choice for each recorded request. Raises PolicyError for candidates that cannot be weighed, TraceError where
+    the recording is another pair's, or lacks a draft, or there is no profile.
+    """
+    costs, profile_id = _costs(store, pair, profile)
+    info = _recording(store, recording, pair)
+    if candidates is None:
+        tried = _tried(store, info, pair)
+        chains = [Policy.model_validate({"draft": d}) for d in pair.draft_names if d in info.drafts]
+        trace, _ = trace_for(store, info, [*chains, *(p for found in tried.values() for p in found)], skip_corrupted=True)
+        candidates = best_by_draft(store, trace, pair, tried, costs, progress=progress)
+    else:
+        unknown = sorted(candidates.keys() - {NO_DRAFT, *pair.draft_names})
+        if unknown:
+            raise PolicyError(f"draft: this pair has no draft {unknown[0]!r}; it has: {', '.join(sorted(pair.draft_names))}")
+        trace, _ = trace_for(store, info, candidates.values(), skip_corrupted=True)
+    progress("reading prompts", 0, 1)
+    source = ChooserSource(
+        trace,
+        read_prompts(pair, trace.trajectories),
+        {"recording": info.id, "profile": profile_id, "sampling": asdict(info.sampling), "seed": seed},
+    )
+    progress("reading prompts", 1, 1)
+    chooser = fit_source(store, pair, source, candidates, costs, rule=rule, ridge=ridge, scalars=scalars, seed=seed)
+    return keep_chooser(store, pair, source, chooser, costs)
+
+
+def fit_source(
+    store: TraceStore,
+    pair: LoadedPair,
+    source: ChooserSource,
+    candidates: Mapping[str, Policy],
+    profile: LatencyProfile,
+    *,
+    rule: Rule = "throughput",
+    ridge: Ridge = "cv",
+    scalars: Sequence[str] = ("length", "perplexity"),
+    seed: int = 0,
+) -> Chooser:
+    """:func:`optimizer.fits.chooser.fit_chooser`, guarded, of a source. Raises what that raises."""
+    return fit_chooser(
+        source.trace,
+        source.prompts,
+        candidates,
+        profile,
+        reader=prompt_reader(pair),
+        rule=rule,
+        ridge=ridge,
+        scalars=scalars,
+        guarded=True,
+        seed=seed,
+        q_tables=q_tables(store),
+        artifacts=fitted(store, pair.id),
+    )
+
+
+def keep_chooser(
+    store: TraceStore, pair: LoadedPair, source: ChooserSource, chooser: Chooser, profile: LatencyProfile
+) -> StoredFit:
+    """Stores a chooser with what it predicts, and by ``profile`` chooses, for every prompt of a source, and the candidates as policies."""
+    # One by one, as a decoder does: a product of matrices need not have the same last bits.
+    predicted = np.concatenate([chooser.accuracies(chooser.features.transform([p])) for p in source.prompts])
+    described, arrays = chooser.to_document()
+    document = {
+        **source.about,
+        "pair": pair.id,
+        **described,
+        PREDICTED: [
+            {"request": t.request_id, "prompt": prompt_key(t.prompt_ids), "draft": draft}
+            for t, draft in zip(source.trace.trajectories, _choices(store, pair, source, chooser, predicted, profile), strict=True)
+        ],
+    }
+    provenance = {"recording": source.about.get("recording"), "fitted_to": hash_of([predicted])}
+    artifact = store.put_artifact(DRAFT_CHOOSER, document, arrays | {PREDICTED: predicted}, pair_id=pair.id, provenance=provenance)
+    for policy in chooser.candidates.values():  # rounds name the candidate that drafted
+        store.put_policy(policy.id, policy.spelled_out(), policy.label())
+    return StoredFit(artifact, DRAFT_CHOOSER, document, ChooserPolicy.of(artifact).spelled_out())
+
+
+def best_by_draft(
+    store: TraceStore,
+    trace: ReplayTrace,
+    pair: LoadedPair,
+    tried: Mapping[str, Sequence[Policy]],
+    profile: LatencyProfile,
+    *,
+    progress: Progress = lambda *_: None,
+) -> dict[str, Policy]:
+    """The fastest policy of every draft by replay of the requests that a search may see: of all chains that
+    :func:`optimizer.search.enumerated` has, and of those in ``tried``. ``none`` comes first.
+
+    Policies that the recording or the profile is not enough for are passed over, and drafts of which nothing is left. Raises TraceError
+    where no draft is.
+    """
+    from optimizer.search import enumerated  # optuna takes a while to import
+
+    tables, find = q_tables(store), fitted(store, pair.id)
+    trace = trace.select(split([t.request_id for t in trace.trajectories], [t.category for t in trace.trajectories])[0])
+    found = {NO_DRAFT: AUTOREGRESSIVE}
+    drafts = dict.fromkeys([*trace.chains, *(draft for draft, _ in trace.forests)])
+    for n, draft in enumerate(drafts):
+        chains = trace.chains.get(draft)
+        depth = chains.gamma_max if chains is not None else max(f.depth for (d, _), f in trace.forests.items() if d == draft)
+        seconds: dict[str, tuple[float, Policy]] = {}
+        for policy in [*(p for p in enumerated((draft,), depth) if p.speculates), *tried.get(draft, ())]:
+            try:
+                replayed = run_replay(trace, policy, profile, q_tables=tables, artifacts=find)
+            except (PolicyError, TraceError):
+                continue
+            seconds[policy.id] = float(replayed.seconds.sum()), policy
+        if seconds:
+            found[draft] = min(seconds.values(), key=lambda s: (s[0], s[1].id))[1]
+        progress("replaying drafts", n + 1, len(drafts))
+    if len(found) == 1:
+        raise TraceError("the recording has nothing that a draft's policy could be replayed from; `record --resume ID` makes it")
+    return found
+
+
+def _tried(store: TraceStore, info: RecordingInfo, pair: LoadedPair) -> dict[str, list[Policy]]:
+    """The fastest few policies of each draft in the recording's studies. Heads have no chain panorama, so their chains are named here."""
+    from optimizer.tree_sources import tried_on
+
+    found = {draft: [policy for policy, _ in tried_on(store, info, draft)][:TRIED] for draft in pair.draft_names}
+    for head in pair.heads:
+        if head in info.trees and not found[head]:
+            found[head] = [Policy.model_validate({"draft": head, "window": {"kind": "fixed", "gamma": 2}})]
+    return found
+
+
+def _recording(store: TraceStore, recording: str, pair: LoadedPair) -> RecordingInfo:
+    info = store.get_recording(recording)
+    if info.pair_id != pair.id:
+        raise TraceError(f"recording {info.id} is of pair {info.pair_id}, this is pair {pair.id}; name one of this pair")
+    return info
+
+
+def _costs(store: TraceStore, pair: LoadedPair, profile: LatencyProfile | str | None) -> tuple[LatencyProfile, str | None]:
+    """(profile, its id where it is stored)."""
+    if isinstance(profile, LatencyProfile):
+        return profile, None
+    found = store.get_profile(profile) if profile else store.latest_profile(pair.id, pair.device.type)
+    if found is None:
+        raise TraceError(f"there is no latency profile of pair {pair.id} on {pair.device.type}: run `profile`")
+    return found.profile, found.id
+
+
+def _choices(
+    store: TraceStore,
+    pair: LoadedPair,
+    source: ChooserSource,
+    chooser: Chooser,
+    predicted: npt.NDArray[np.float64],
+    profile: LatencyProfile,
+) -> list[str]:
+    """The draft for every recorded request."""
+    find, tables, trace = fitted(store, pair.id), q_tables(store), source.trace
+    ready = {
+        d: prepare(p, pair.draft_names, profile=profile, artifacts=find, q_tables=tables) for d, p in chooser.candidates.items()
+    }
+    options = [chooser.options(profile, sampled=sampled, ready=ready) for sampled in (False, True)]
+    return [
+        chooser.drafts[int(chooser.decide(row[None], options[int(hot)], [prompt], [budget])[0])]
+        for row, hot, prompt, budget in zip(predicted, trace.sampled > 0, trace.prompts, trace.budgets, strict=True)
+    ]

@@ -1,0 +1,147 @@
+"""A chooser of drafts made ready to decode with: its candidates prepared, its costs resolved, its choice for one prompt.
+
+Fitting predicts the accuracies of every recorded prompt and keeps them with the artifact, so that a replay decides as a decoder does,
+by the same costs, without a model to read prompts with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from runtime.policies.document import FixedWindow, Policy
+from runtime.policies.draft_choice import DRAFT_CHOOSER, TARGET, Chooser, Option, Prompt
+from runtime.policies.prepared import PreparedPolicy, QTables, prepare
+from runtime.policies.stops import compile_stop
+from runtime.policies.windows import WindowController, compile_window
+from traces.errors import PolicyError, TraceError
+from traces.schema import LatencyProfile, Sampling
+
+if TYPE_CHECKING:
+    from runtime.policies.tree_rules import Artifacts
+    from runtime.shortlists import HeadHashes
+
+PREDICTED: Final = "recorded"
+"""The array, float64 [prompts, drafts], of accuracies predicted when it was fitted; the document's list of this name says of whom."""
+
+
+def prompt_key(ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
+    """What a recorded prompt is found again by: 16 hex digits of a hash of its token ids."""
+    return hashlib.sha256(np.asarray(ids, dtype="<i4").tobytes()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedChooser:
+    """What the runtime and a replay choose by.
+
+    ``candidates``: those that may decode, prepared, by draft. ``options``: what they cost at temperature 0 and above; empty where the
+    chooser does not choose. ``predicted``: float64 [drafts] by :func:`prompt_key`.
+    """
+
+    chooser: Chooser
+    candidates: Mapping[str, PreparedPolicy]
+    options: tuple[tuple[Option, ...], ...]
+    predicted: Mapping[str, npt.NDArray[np.float64]]
+
+    def of_prompt(self, prompt: Prompt, new_tokens: int, sampling: Sampling) -> PreparedPolicy:
+        """The candidate for a prompt that is to be answered with up to ``new_tokens`` tokens."""
+        return self._decided(self.chooser.accuracies(self.chooser.features.transform([prompt])), prompt.tokens, new_tokens, sampling)
+
+    def of_recorded(self, ids: Sequence[int] | npt.NDArray[np.integer], new_tokens: int, sampling: Sampling) -> PreparedPolicy:
+        """The same for a prompt of the recording that the chooser was fitted to. Raises TraceError for any other."""
+        if not self.chooser.chooses:
+            return self.candidates[self.chooser.single]
+        found = self.predicted.get(prompt_key(ids))
+        if found is None:
+            raise TraceError(
+                "the chooser was fitted to another recording, and only the pair's models can tell what it chooses for prompts of this one: "
+                "`fit chooser --recording ID` on this one, or execute the policy (`run`)"
+            )
+        return self._decided(found[None], len(ids), new_tokens, sampling)
+
+    def _decided(self, alphas: npt.NDArray[np.float64], tokens: int, new_tokens: int, sampling: Sampling) -> PreparedPolicy:
+        options = self.options[int(not sampling.greedy)]
+        return self.candidates[self.chooser.drafts[int(self.chooser.decide(alphas, options, [tokens], [new_tokens])[0])]]
+
+
+def stored_chooser(policy: Policy, artifacts: Artifacts | None) -> tuple[Chooser, dict[str, npt.NDArray[np.float64]]]:
+    """The chooser that a policy names, and what it predicted of recorded prompts (:attr:`PreparedChooser.predicted`).
+
+    Raises PolicyError where there is none, or it lacks a candidate's weights.
+    """
+    from runtime.policies.tree_rules import find_artifact
+
+    found = find_artifact(policy, policy.artifacts[0], DRAFT_CHOOSER, "draft", artifacts)
+    chooser = Chooser.from_document(found.document, found.arrays)
+    names = [str(row["prompt"]) for row in found.document.get(PREDICTED, ())]
+    predicted = np.asarray(found.arrays.get(PREDICTED, np.zeros((0, len(chooser.drafts)))), dtype=np.float64)
+    if predicted.shape != (len(names), len(chooser.drafts)):
+        raise PolicyError(
+            f"draft.artifact: {policy.artifacts[0]}: {len(names)} recorded prompts and predictions of shape {predicted.shape} do not go "
+            "together; `fit chooser --recording ID` fits another"
+        )
+    return chooser, dict(zip(names, predicted, strict=True))
+
+
+def prepare_chooser(
+    policy: Policy,
+    drafts: Collection[str],
+    *,
+    profile: LatencyProfile | None = None,
+    version: int = 0,
+    q_tables: QTables | None = None,
+    artifacts: Artifacts | None = None,
+    head_hashes: HeadHashes | None = None,
+) -> PreparedPolicy:
+    """:func:`runtime.policies.prepared.prepare` for a chooser: every candidate that may decode is prepared.
+
+    Raises PolicyError where the artifact is missing or no chooser, a candidate cannot be prepared, the pair lacks the draft that reads
+    prompts, or there is no profile to weigh the drafts by.
+    """
+    chooser, predicted = stored_chooser(policy, artifacts)
+    if chooser.reader not in (None, TARGET, *drafts):
+        raise PolicyError(
+            f"draft.artifact: the chooser reads prompts with draft {chooser.reader!r}, which this pair lacks (it has: "
+            f"{', '.join(sorted(drafts))}); fit one for it: `fit chooser --recording ID`"
+        )
+    if chooser.chooses and profile is None:
+        raise PolicyError("draft.ols weighs drafts by measured costs: run `profile` for this pair and device first")
+    ready: dict[str, PreparedPolicy] = {}
+    for name, candidate in chooser.used.items():
+        try:
+            ready[name] = prepare(
+                candidate,
+                drafts,
+                profile=profile,
+                version=version,
+                q_tables=q_tables,
+                artifacts=artifacts,
+                head_hashes=head_hashes,
+            )
+        except PolicyError as error:
+            raise PolicyError(f"draft.artifact: candidate {name!r}: {error}") from None
+    options: tuple[tuple[Option, ...], ...] = ()
+    if chooser.chooses:
+        assert profile is not None
+        options = tuple(chooser.options(profile, sampled=sampled, ready=ready) for sampled in (False, True))
+    return PreparedPolicy(
+        policy=policy,
+        policy_id=policy.id,
+        controller=WindowController(compile_window(FixedWindow(gamma=0), None)),
+        stop=compile_stop(policy.stop),
+        needs_cache=False,
+        version=version,
+        label=policy.label(),
+        chooser=PreparedChooser(chooser, ready, options, predicted),
+    )
+
+
+def with_candidates(prepared: PreparedPolicy, candidates: Mapping[str, PreparedPolicy]) -> PreparedPolicy:
+    """A prepared chooser with its candidates replaced, by draft."""
+    assert prepared.chooser is not None
+    return replace(prepared, chooser=replace(prepared.chooser, candidates=dict(candidates)))

@@ -1,0 +1,529 @@
+"""A draft for each prompt as a policy: documents, fitting, decoding, replay, hot reload, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from doors import Door, lines, put_profile, write_workload
+from pairs import make_pair, tiny_model, tokenizer
+from synthetic import flat_profile
+from test_draft_choice import CANDIDATES, PROFILE, chain, planted_trace
+from test_heads import HIDDEN, LAYERS, VOCAB, _eagle1
+from test_lossless import PROMPTS
+
+from db import open_database
+from optimizer.artifacts import fitted
+from optimizer.chooser_fits import ChooserSource, fit_chooser_artifact, keep_chooser
+from optimizer.execute import DecodeOptions, compare, encode, encode_recorded, race
+from optimizer.export import engine_settings
+from optimizer.fits.chooser import Measured, evaluate, fit_chooser, fit_features, read_prompts
+from optimizer.oracle import replay_rounds
+from optimizer.record import RecordRequest, record
+from optimizer.replay import ReplayTrace, replay, run_replay
+from optimizer.serving import watch
+from optimizer.tune import expected_seconds
+from runtime.decoder import Decoder, prepare_for
+from runtime.loading import LoadedPair, load_pair
+from runtime.loop import DecodeRequest, StaticSource
+from runtime.pair import read_pair
+from runtime.policies.document import AUTOREGRESSIVE, ChooserPolicy, Policy, differences, parse_policy, policy_schema
+from runtime.policies.draft_choice import DRAFT_CHOOSER, Chooser, LinearAccuracy, Prompt, prompt_reader
+from runtime.policies.prepared import PreparedPolicy, prepare
+from runtime.policies.tree_rules import Fitted
+from traces.errors import PolicyError, TraceError
+from traces.schema import LatencyProfile, Request, Sampling, Step, Workload
+from traces.store import TraceStore
+
+TOKENS = 14
+SAMPLINGS = [Sampling(), Sampling(temperature=1.0, seed=4)]
+CHAINS = {
+    "none": AUTOREGRESSIVE,
+    "ngram": chain("ngram", {"kind": "fsm", "gamma_max": 6}),
+    "near": chain("near", {"kind": "analytic", "gamma_max": 6}),
+    "far": parse_policy(
+        {"draft": "far", "window": {"kind": "fixed", "gamma": 5}, "stop": {"kind": "max_prob", "threshold": 0.05}}
+    ),
+}
+TREES = {
+    "near": parse_policy(
+        {"draft": "near", "growth": {"kind": "top_k", "width": 3}, "window": {"kind": "fixed", "gamma": 3}, "select": {"top_n": 8}}
+    ),
+    "head": parse_policy(
+        {"draft": "head", "growth": {"kind": "top_k", "width": 2}, "window": {"kind": "fixed", "gamma": 3}, "select": {"top_n": 5}}
+    ),
+}
+OLS = {"draft": {"kind": "ols", "artifact": "0123456789ab"}}
+
+
+# -- documents -----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_document_round_trips() -> None:
+    """It is its own spelled out form; id, label, schema and differences know it, and no plain policy equals it."""
+    policy = parse_policy(OLS)
+    assert isinstance(policy, ChooserPolicy)
+    assert policy.spelled_out() == OLS
+    again = parse_policy(json.loads(policy.canonical()))
+    assert again == policy
+    assert again.id == policy.id != parse_policy({"draft": {"kind": "ols", "artifact": "0123456789ac"}}).id
+    assert policy.label() == "ols(0123456789ab)"
+    assert policy.artifacts == ("0123456789ab",)
+    assert policy != Policy(draft=policy.draft)
+    name, ols = policy_schema()["properties"]["draft"]["anyOf"]
+    assert name["type"] == "string"
+    assert ols["required"] == ["kind", "artifact"]
+    assert {r["key"] for r in differences(policy, chain("near"))} >= {"draft", "draft.kind", "window.kind"}
+    with pytest.raises(PolicyError, match="cannot choose a draft for each prompt; export one of the candidates"):
+        engine_settings(policy, read_pair("demo"), "vllm")
+
+
+@pytest.mark.parametrize(
+    ("document", "says"),
+    [
+        ({**OLS, "window": {"kind": "fsm"}}, "has every other block in the candidates of its artifact; leave 'window' out"),
+        ({**OLS, "stop": {"kind": "none"}}, "leave 'stop' out"),
+        ({**OLS, "windw": {}}, "'windw'; did you mean 'window'"),
+        ({"draft": {"kind": "old", "artifact": "a"}}, "draft.kind must be one of: ols; or give a draft's name alone"),
+        ({"draft": {"artifact": "a"}}, "draft.kind must be one of: ols"),
+        ({"draft": {"kind": "ols"}}, "draft.artifact: Field required"),
+        ({"draft": {"kind": "ols", "artefact": "a"}}, "draft.artifact: Field required"),
+        ({"draft": {"kind": "ols", "artifact": "a", "rul": 1}}, "unknown key 'draft.rul'; known keys: artifact, kind"),
+        ({"draft": {"kind": "ols", "artifact": 3}}, "draft.artifact: Input should be a valid string (given: 3)"),
+        ({"draft": {"kind": "ols", "artifact": ""}}, "draft.artifact: String should have at least 1 character"),
+        ({"draft": 4}, "draft: Input should be a valid string"),
+    ],
+)
+def test_mistakes_in_the_document_are_told_in_one_line(document: Any, says: str) -> None:
+    with pytest.raises(PolicyError) as error:
+        parse_policy(document, where="p.json")
+    assert str(error.value).startswith("p.json: ")
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+# -- a pair with everything, its recordings, and planted choosers ---------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedPair]:
+    folder: Path = tmp_path_factory.mktemp("chooser")
+    file = make_pair(folder)
+    vocab = len(tokenizer(VOCAB))
+    tiny_model("llama", vocab, hidden=HIDDEN, layers=LAYERS).save_pretrained(folder / "target")
+    case = _eagle1()
+    case.config |= {"vocab_size": vocab}
+    case.write(folder / "head")
+    document = json.loads(file.read_text())
+    document["drafts"]["head"] = "head"
+    file.write_text(json.dumps(document))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield load_pair(read_pair(str(file)), device="cpu")
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def profile(pair: LoadedPair) -> LatencyProfile:
+    return flat_profile(pair.id, pair.drafts, pair.heads)
+
+
+@pytest.fixture(scope="module")
+def place(pair: LoadedPair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TraceStore]:
+    with open_database(str(tmp_path_factory.mktemp("place") / "spectune.db"), create=True) as database:
+        store = TraceStore(database)
+        store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
+        yield store
+
+
+def workload() -> Workload:
+    """Prompts of a few tokens to some 30."""
+    texts = [p + " and so on" * (i % 4) for i, p in enumerate(PROMPTS[:6])]
+    return Workload("w", tuple(Request(f"r{i}", "ab"[i % 2], (t,)) for i, t in enumerate(texts)))
+
+
+@pytest.fixture(scope="module", params=SAMPLINGS, ids=lambda s: f"T{s.temperature}")
+def source(request: pytest.FixtureRequest, pair: LoadedPair, place: TraceStore) -> ChooserSource:
+    """A recording with chains, as a chooser is fitted to it."""
+    plain = StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names))
+    info = record(place, pair, RecordRequest(workload(), DecodeOptions(request.param, TOKENS), ("near", "far", "ngram"), 6), plain)
+    loaded = place.load(info.id)
+    trace = ReplayTrace(loaded.trajectories, {d: loaded.panoramas(d) for d in ("near", "far", "ngram")})
+    return ChooserSource(trace, read_prompts(pair, trace.trajectories), {"recording": info.id})
+
+
+def planted(pair: LoadedPair, prompts: Any, candidates: Mapping[str, Policy], **fields: Any) -> Chooser:
+    """A chooser that takes each draft for some length of prompts: with accuracies that rise, fall, or lie in between."""
+    features = fit_features(prompts, reader=prompt_reader(pair), components=0)
+    slopes = {"near": 0.45, "far": -0.45, "head": -0.45}
+    weights = {d: LinearAccuracy(np.array([0.5, slopes.get(d, 0.0), 0.0]), np.eye(3), 8) for d in candidates if d != "none"}
+    return Chooser(features, weights, dict(candidates), **fields)
+
+
+def decoded(pair: LoadedPair, ready: PreparedPolicy, source: ChooserSource) -> list[tuple[list[int], tuple[Step, ...]]]:
+    decoder, out = Decoder(pair, StaticSource(ready)), []
+    for t in source.trace.trajectories:
+        request = decoder.request(Request(t.request_id, "a", ("x",)), t.prompt_ids.tolist(), t.sampling, t.max_new_tokens)
+        found = decoder.decode(request)
+        out.append((found.trajectory.output_ids.tolist(), found.steps))
+    return out
+
+
+def shape(step: Step) -> tuple[Any, ...]:
+    """What must agree of a round: all but its times."""
+    return (
+        *(step.start, step.drafted, step.verified, step.accepted, step.emitted, step.draft_steps, step.draft, step.policy),
+        step.lag * (step.draft_steps > 0),
+    )
+
+
+# -- decoding and replay -------------------------------------------------------------------------------------------------------
+
+
+def test_chains_change_no_text_and_replay_round_by_round(
+    pair: LoadedPair, place: TraceStore, profile: LatencyProfile, source: ChooserSource
+) -> None:
+    """Texts are autoregression's; the replay, the plain loop over the trace, and the runtime choose alike and do the same rounds."""
+    policy = ChooserPolicy.of(keep_chooser(place, pair, source, planted(pair, source.prompts, CHAINS), profile).artifact)
+    ready = prepare_for(pair, policy, profile=profile, artifacts=fitted(place, pair.id))
+    done = decoded(pair, ready, source)
+    replayed = run_replay(source.trace, policy, profile, per_round=True, artifacts=fitted(place, pair.id))
+    for t, (tokens, steps), imagined in zip(source.trace.trajectories, done, replayed.steps(), strict=True):
+        assert tokens == t.output_ids.tolist()
+        assert [shape(s) for s in steps] == [shape(s) for s in imagined]
+        (draft,) = {s.draft for s in steps}
+        assert {s.policy for s in steps} == {CHAINS[draft].id}
+        view = None if draft == "none" else place.load(source.about["recording"], [draft]).panoramas(draft)
+        place_of = [x.request_id for x in source.trace.trajectories].index(t.request_id)
+        oracle = replay_rounds(t, view and view[place_of], policy, ready)
+        assert [shape(r.step)[:4] for r in oracle] == [shape(s)[:4] for s in steps]
+    assert len({steps[0].draft for _, steps in done}) >= 2
+    assert replayed.rounds is not None
+    assert len(replayed.rounds) == sum(len(steps) for _, steps in done)
+    assert replay(source.trace, policy, profile, artifacts=fitted(place, pair.id)).total == replayed.total
+
+
+def test_choosing_is_charged_unless_the_reader_drafts(
+    pair: LoadedPair, place: TraceStore, profile: LatencyProfile, source: ChooserSource
+) -> None:
+    reader = prompt_reader(pair)
+    kept = keep_chooser(place, pair, source, planted(pair, source.prompts, CHAINS), profile)
+    find = fitted(place, pair.id)
+    replayed = run_replay(source.trace, ChooserPolicy.of(kept.artifact), profile, artifacts=find)
+    chosen = [row["draft"] for row in kept.document["recorded"]]
+    assert {True, False} == {draft == reader for draft in chosen}
+    for i, draft in enumerate(chosen):
+        alone = run_replay(source.trace.select([i]), CHAINS[draft], profile).seconds[0]
+        read = int(source.trace.prompts[i]) - 1
+        charge = profile.draft_prefill[reader].at(read, 0) if draft != reader and read else 0.0
+        assert replayed.seconds[i] == pytest.approx(alone + charge)
+        assert replayed.counts[i].tolist() == run_replay(source.trace.select([i]), CHAINS[draft], profile).counts[0].tolist()
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: f"T{s.temperature}")
+def test_trees_and_heads_change_no_text(
+    pair: LoadedPair, place: TraceStore, profile: LatencyProfile, sampling: Sampling
+) -> None:
+    """Both candidates decode, after a prompt that another draft, or the one chosen, has read; a head beside a reader that is not chosen."""
+    encoded = encode(pair, workload(), DecodeOptions(sampling, TOKENS))
+    prompts = [Prompt.of(pair.text(r.prompt_ids), r.prompt_ids, 2.0) for _, r in encoded.items]
+    artifacts = memory(planted(pair, prompts, TREES))
+    done = compare(pair, [AUTOREGRESSIVE, parse_policy(OLS)], encoded, profile=profile, artifacts=artifacts)
+    assert done.texts_differ == 0
+    ready = prepare_for(pair, parse_policy(OLS), profile=profile, artifacts=artifacts)
+    used = set()
+    for _, request in encoded.items:
+        used |= {r.step.policy for r in Decoder(pair, StaticSource(ready)).rounds(request) if r.step.drafted}
+    assert used == {p.id for p in TREES.values()}
+
+
+def memory(chooser: Chooser, **changes: Any) -> Any:
+    """Artifacts that hold one chooser."""
+    document, arrays = chooser.to_document()
+    return lambda name: Fitted(DRAFT_CHOOSER, document | changes, arrays)
+
+
+def test_the_target_reads_where_no_draft_can(pair: LoadedPair, profile: LatencyProfile) -> None:
+    """It then reads twice, which is charged; the text is the same."""
+    encoded = encode(pair, workload(), DecodeOptions(Sampling(), TOKENS))
+    prompts = [Prompt.of(pair.text(r.prompt_ids), r.prompt_ids, 2.0) for _, r in encoded.items]
+    chooser = planted(pair, prompts, CHAINS)
+    chooser = replace(chooser, features=replace(chooser.features, reader="target"))
+    done = compare(pair, [AUTOREGRESSIVE, parse_policy(OLS)], encoded, profile=profile, artifacts=memory(chooser))
+    assert done.texts_differ == 0
+    assert chooser.reading_seconds(profile, [9], ["near"])[0] == profile.prefill.at(8, 0)
+
+
+def test_a_chooser_that_does_not_choose_is_its_single_draft(
+    pair: LoadedPair, place: TraceStore, profile: LatencyProfile, source: ChooserSource
+) -> None:
+    """Nothing is read or charged, no profile is needed, and any recording can be replayed."""
+    chooser = planted(pair, source.prompts, CHAINS, single="far", chooses=False, reason="noise")
+    policy = ChooserPolicy.of(keep_chooser(place, pair, source, chooser, profile).artifact)
+    find = fitted(place, pair.id)
+    replayed = run_replay(source.trace, policy, profile, artifacts=find)
+    np.testing.assert_array_equal(replayed.seconds, run_replay(source.trace, CHAINS["far"], profile).seconds)
+    t = source.trace.trajectories[0]
+    view = place.load(source.about["recording"], ["far"]).panoramas("far")[0]
+    other = ReplayTrace([replace(t, prompt_ids=t.prompt_ids + 1)], {"far": [view]})
+    np.testing.assert_array_equal(
+        run_replay(other, policy, profile, artifacts=find).seconds, run_replay(other, CHAINS["far"], profile).seconds
+    )
+    ready = prepare_for(pair, policy, artifacts=find)
+    assert [p.policy for p in ready.candidates] == [CHAINS["far"]]
+    for t, (tokens, steps) in zip(source.trace.trajectories, decoded(pair, ready, source), strict=True):
+        assert tokens == t.output_ids.tolist()
+        assert {s.policy for s in steps} == {CHAINS["far"].id}
+
+
+def test_races_and_predictions_take_a_chooser_as_any_policy(
+    pair: LoadedPair, place: TraceStore, profile: LatencyProfile, source: ChooserSource
+) -> None:
+    policy = ChooserPolicy.of(keep_chooser(place, pair, source, planted(pair, source.prompts, CHAINS), profile).artifact)
+    find = fitted(place, pair.id)
+    expected = expected_seconds(source.trace, [0, 2], [policy, CHAINS["near"]], profile, artifacts=find)
+    encoded = encode_recorded(pair, [source.trace.trajectories[i] for i in (0, 2)])
+    raced = race(pair, [policy, CHAINS["near"]], encoded, expected=expected, profile=profile, passes=1, artifacts=find)
+    assert raced.texts_differ == 0
+    assert raced.policies[policy.id] == policy
+    replayed = run_replay(source.trace.select([0, 2]), policy, profile, artifacts=find).total
+    done = raced.outcomes[policy.id].total
+    assert (done.rounds, done.accepted_tokens, done.verified_tokens) == (
+        replayed.rounds,
+        replayed.accepted_tokens,
+        replayed.verified_tokens,
+    )
+    assert len(expected.requests[policy.id]) == 2
+    assert 0 < expected.requests[policy.id].sum() < expected.whole[policy.id]
+    t = source.trace.trajectories[0]
+    stranger = ReplayTrace([replace(t, prompt_ids=t.prompt_ids + 1)], {})
+    with pytest.raises(TraceError, match=r"fitted to another recording.*`fit chooser --recording ID` on this one, or execute") as error:
+        run_replay(stranger, policy, profile, artifacts=find)
+    assert "\n" not in str(error.value)
+
+
+# -- hot reload ----------------------------------------------------------------------------------------------------------------
+
+
+def a_request(decoder: Decoder, sampling: Sampling) -> DecodeRequest:
+    ids = decoder.pair.encode("def add(a, b): and so on")
+    return decoder.request(Request("r", "a", ("x",)), ids, sampling, 30)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: f"T{s.temperature}")
+def test_publications_take_effect_between_two_rounds(
+    pair: LoadedPair, place: TraceStore, profile: LatencyProfile, sampling: Sampling
+) -> None:
+    """To a chooser in the middle of a request, which chooses for its prompt, and from one; acknowledged, and refused with a reason."""
+    device = pair.device.type
+    place.put_profile(profile)
+    prompts = [Prompt("x" * n, n, 2.0) for n in (3, 10, 40)]
+    plain = chain("near", {"kind": "fixed", "gamma": 2})
+    alone = Decoder(pair, StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names)))
+    wanted = alone.decode(a_request(alone, sampling)).trajectory.output_ids.tolist()
+
+    def stored(chooser: Chooser, **changes: int) -> ChooserPolicy:
+        document, arrays = chooser.to_document()
+        return ChooserPolicy.of(place.put_artifact(DRAFT_CHOOSER, document | changes, arrays, pair_id=pair.id, provenance={}))
+
+    chains, trees = (stored(planted(pair, prompts, of)) for of in (CHAINS, TREES))
+
+    def publish(policy: Policy) -> int:
+        place.put_policy(policy.id, policy.spelled_out(), policy.label())
+        return place.publish(pair.id, device, policy.id, actor="test").version
+
+    first = publish(plain)
+    with watch(place, pair, None, profile, sampling=sampling, interval_s=600, node="here:1") as following:
+        decoder, order = Decoder(pair, following), [chains, plain, trees, chains]
+        tokens, used, versions = [], [], []
+        for n, item in enumerate(decoder.rounds(a_request(decoder, sampling))):
+            tokens += item.tokens
+            used.append(item.step.policy)
+            if n % 2 == 1 and order:
+                versions.append(publish(order.pop(0)))
+                assert following.poll()
+        assert tokens == wanted
+        assert not order
+        of_chains, of_trees = ({p.id for p in of.values()} for of in (CHAINS, TREES))
+        assert set(used[:2]) == {plain.id} == set(used[4:6])
+        assert len(set(used[2:4])) == len(set(used[6:8])) == 1
+        assert used[2] in of_chains
+        assert used[6] in of_trees
+        assert following.current().policy == chains
+        bad = stored(planted(pair, prompts, CHAINS | {"gone": chain("gone")}), seed=sampling.seed)
+        refused = publish(bad)
+        assert not following.poll()
+        assert following.current().policy == chains
+    said = {a.version: (a.status, a.reason) for a in place.acknowledgements() if a.version >= first}
+    assert [said[v][0] for v in versions] == ["applied"] * 4
+    assert said[refused][0] == "refused"
+    assert "candidate 'gone': draft: this pair has no draft 'gone'" in said[refused][1]
+
+
+def test_a_lossy_candidate_is_refused(pair: LoadedPair, place: TraceStore, profile: LatencyProfile) -> None:
+    """Under the rejection verifier, by a decoder before its first token."""
+    chooser = planted(pair, [Prompt("x" * n, n, 2.0) for n in (3, 10, 40)], TREES)
+    ready = prepare_for(pair, parse_policy(OLS), profile=profile, artifacts=memory(chooser))
+    decoder = Decoder(pair, StaticSource(ready), "rejection")
+    with pytest.raises(PolicyError, match="the rejection verifier is for chains"):
+        decoder.rounds(a_request(decoder, Sampling(1.0)))
+
+
+# -- what cannot be prepared ---------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_prepared_is_refused_in_one_line(pair: LoadedPair, profile: LatencyProfile) -> None:
+    chooser = planted(pair, [Prompt("x" * n, n, 2.0) for n in (3, 10, 40)], CHAINS)
+    document, arrays = chooser.to_document()
+    drafts, policy = pair.draft_names, parse_policy(OLS)
+    lacks = {k: v for k, v in arrays.items() if k != "weights.far"}
+    nested = document["candidates"] | {"far": OLS}
+    needs = document["candidates"] | {"far": {"draft": "far", "window": {"kind": "q_learning", "artifact": "ab"}}}
+    reader = replace(chooser, features=replace(chooser.features, reader="gone"))
+
+    def gone(name: str) -> Fitted:
+        raise PolicyError(f"no artifact {name!r}")
+
+    for artifacts, costs, says in (
+        (None, profile, "draft.artifact: '0123456789ab' cannot be looked up here"),
+        (gone, profile, "draft.artifact: no artifact '0123456789ab'"),
+        (lambda name: Fitted("bins", {}, {}), profile, "draft.artifact: artifact 0123456789ab is a bins, not a draft_chooser"),
+        (lambda name: Fitted(DRAFT_CHOOSER, document, lacks), profile, "the chooser has no weights for draft 'far'"),
+        (memory(chooser, candidates=nested), profile, "draft 'far': its policy chooses drafts itself"),
+        (memory(chooser, candidates=needs), profile, "candidate 'far': window.artifact: the Q-table 'ab' cannot be looked up"),
+        (memory(reader), profile, "reads prompts with draft 'gone', which this pair lacks"),
+        (memory(chooser), None, "draft.ols weighs drafts by measured costs: run `profile`"),
+        (memory(chooser, chooses=False, single="medium"), profile, "it keeps to draft 'medium', which is none of its candidates"),
+        (memory(chooser, recorded=[{"prompt": "0"}]), profile, "1 recorded prompts and predictions of shape (0, 4)"),
+    ):
+        with pytest.raises(PolicyError) as error:
+            prepare(policy, drafts, profile=costs, artifacts=artifacts)
+        assert says in str(error.value)
+        assert "\n" not in str(error.value)
+
+
+# -- the guard -----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_guard_chooses_only_where_choosing_gains() -> None:
+    """Cross-validation on the requests fitted to tells the trace whose prompts speak from the one whose prompts all read alike."""
+    trace, prompts = planted_trace()
+    told = fit_chooser(trace, prompts, CANDIDATES, PROFILE, reader="near", guarded=True)
+    assert told.chooses
+    assert told.metrics["cross_validated"]["interval"][0] > 0
+    assert "beyond noise" in told.reason
+    held = told.metrics["held_out"]
+    assert held["tokens_per_s"]["guarded"] == held["tokens_per_s"]["throughput"]
+    trace, prompts = planted_trace(mute=True)
+    mute = fit_chooser(trace, prompts, CANDIDATES, PROFILE, reader="near", guarded=True)
+    assert not mute.chooses
+    assert mute.reason.endswith("not beyond noise")
+    assert mute.reader is None
+    held = mute.metrics["held_out"]
+    assert held["tokens_per_s"]["guarded"] == held["tokens_per_s"][mute.single]
+    assert held["picks"]["guarded"] == {d: 36 * (d == mute.single) for d in CANDIDATES}
+    few = fit_chooser(*planted_trace(9), CANDIDATES, PROFILE, reader="near", guarded=True)
+    assert not few.chooses
+    assert "6 requests are too few" in few.reason
+    again = Chooser.from_document(json.loads(json.dumps(mute.to_document()[0], allow_nan=False)), mute.to_document()[1])
+    assert (again.chooses, again.single, again.reason) == (False, mute.single, mute.reason)
+
+
+def test_any_candidate_is_weighed_by_what_its_levels_accept(pair: LoadedPair, place: TraceStore, profile: LatencyProfile) -> None:
+    """A tree candidate's accuracy is equation 2 over its replayed rounds; by default the candidates are the fastest of each draft, heads
+    included."""
+    plain = StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names))
+    wanted = RecordRequest(workload(), DecodeOptions(Sampling(), TOKENS), ("near", "head", "ngram"), 6, 3, 3)
+    info = record(place, pair, wanted, plain, fresh=True)
+    candidates = {"ngram": CHAINS["ngram"], "near": TREES["near"]}
+    made = fit_chooser_artifact(place, info.id, pair, candidates, profile=profile)
+    loaded = place.load(info.id, ["near", "ngram"], trees=True)
+    trees = {("near", "coupled"): loaded.trees("near", "coupled")}
+    trace = ReplayTrace(loaded.trajectories, {d: loaded.panoramas(d) for d in ("near", "ngram")}, trees=trees)
+    measured = Measured.of(trace, candidates, profile)
+    steps = run_replay(trace, TREES["near"], profile, per_round=True).steps()
+    for alpha, rounds in zip(measured.alphas[:, 1], steps, strict=True):
+        accepted = sum(s.accepted for s in rounds)
+        rejected = sum(s.accepted < s.depth and s.emitted > s.accepted for s in rounds)
+        assert alpha == pytest.approx(accepted / max(1, accepted + rejected))
+    chooser = Chooser.from_document(made.document, place.get_artifact(made.artifact).arrays)
+    assert evaluate(chooser, measured, read_prompts(pair, trace.trajectories), profile).tokens_per_s["near"] > 0
+    assert not made.document["chooses"]
+    best = fit_chooser_artifact(place, info.id, pair, profile=profile).document["candidates"]
+    assert set(best) == {"none", "near", "head", "ngram"}
+    seconds = run_replay(trace, parse_policy(best["near"]), profile).seconds.sum()
+    assert seconds <= min(run_replay(trace, chain("near", {"kind": "fixed", "gamma": g}), profile).seconds.sum() for g in (1, 2, 4))
+    assert place.get_policy(TREES["near"].id).label == TREES["near"].label()
+
+
+# -- by command ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def door(tmp_path_factory: pytest.TempPathFactory, tiny_pair: Path) -> Door:
+    """A database with a recording and a profile."""
+    folder = tmp_path_factory.mktemp("commands")
+    door = Door(str(folder / "spectune.db"), str(tiny_pair))
+    prompts = ("def add(a, b):", "The quick brown fox and the dog", "x")
+    args = ("--pair", tiny_pair, "--workload", write_workload(folder / "w.jsonl", 20, prompts), "--max-new-tokens", 12)
+    door.json("record", *args, "--gamma-max", 6)
+    put_profile(door.db, tiny_pair)
+    return door
+
+
+def test_fit_simulate_run_and_publish(door: Door, tiny_pair: Path, tmp_path: Path) -> None:
+    made = door.json("fit", "chooser", "--pair", tiny_pair)
+    assert set(made["candidates"]) == {"none", "near", "far", "ngram"}
+    assert made["kind"] == DRAFT_CHOOSER
+    assert isinstance(made["chooses"], bool)
+    assert made["reason"]
+    assert {"oracle", "throughput", "theorem_3", "guarded"} <= set(made["metrics"]["held_out"]["tokens_per_s"])
+    assert len(made["recorded"]) == 20
+    file = tmp_path / "ols.json"
+    file.write_text(json.dumps(made["policy"]))
+    simulated = door.json("simulate", "--policy", file, "--per-round", tmp_path / "s.jsonl")
+    assert simulated["policy"] == made["policy"]
+    assert sum(simulated["picks"].values()) == simulated["requests"] == 20
+    chosen = [row["draft"] for row in made["recorded"]]
+    assert simulated["picks"] == {d: chosen.count(d) for d in set(chosen)}
+    where = ("--pair", tiny_pair, "--workload", Path(door.db).parent / "w.jsonl", "--max-new-tokens", 12)
+    ran = door.json("run", "--policy", file, *where, "--per-round", tmp_path / "r.jsonl", "--outputs", tmp_path / "o.jsonl")
+    assert lines(tmp_path / "r.jsonl") == lines(tmp_path / "s.jsonl")
+    assert ran["policy_id"] == simulated["policy_id"]
+    assert ran["rounds"] == simulated["rounds"]
+    door.json("run", "--policy", "autoregressive", *where, "--outputs", tmp_path / "a.jsonl")
+    assert lines(tmp_path / "o.jsonl") == lines(tmp_path / "a.jsonl")
+    published = door.json("policies", "activate", file, "--pair", tiny_pair)
+    assert published["policy"] == simulated["policy_id"]
+    assert door.json("run", *where, "--no-store")["policy"] == made["policy"]
+    with open_database(door.db) as database:
+        assert [a.status for a in TraceStore(database).acknowledgements()] == ["applied"]
+    shown = door.call("fit", "chooser", "--pair", tiny_pair, "--rule", "theorem_3")
+    assert shown.exit_code == 0
+    assert "over" in shown.output
+    assert "oracle" in shown.output
+
+
+def test_commands_refuse_in_one_line(door: Door, tiny_pair: Path, tmp_path: Path) -> None:
+    door.json("record", "--pair", tiny_pair, "--workload", write_workload(tmp_path / "w.jsonl", 2, ("zz",)), "--max-new-tokens", 4)
+    near = '{"draft": "near"}'
+    empty = Door(str(tmp_path / "empty.db"))
+    empty.json("record", "--pair", tiny_pair, "--workload", tmp_path / "w.jsonl", "--max-new-tokens", 4)
+    for at, arguments, says in (
+        (door, ("fit", "chooser", "--policies", near, "--policies", near), "two policies of one draft"),
+        (door, ("fit", "chooser", "--policies", '{"draft": "gone"}'), "this pair has no draft 'gone'; it has: far, near, ngram"),
+        (door, ("fit", "chooser", "--policies", near, "--recording", "nothing"), "nothing"),
+        (empty, ("fit", "chooser", "--policies", near), "no latency profile"),
+        (door, ("policies", "activate", json.dumps(OLS)), "draft.artifact: there is no artifact '0123456789ab'"),
+    ):
+        found = at.call(*arguments, "--pair", tiny_pair)
+        assert found.exit_code == 2, found.output
+        (line,) = [x for x in found.stderr.splitlines() if x.startswith("error: ")]
+        assert says in line
+        assert not found.stdout

@@ -1,0 +1,512 @@
+"""Captured passes, proven without a GPU: a recorder that replays torch's operations on fixed memory, as a CUDA graph does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pairs import make_pair, tiny_model, tokenizer
+from test_heads import HIDDEN, VOCAB, _eagle1, _eagle3_without_lm_head
+from test_shortlists import artifacts as shortlist_artifacts
+from test_tree_parity import STATIC, artifacts, shape
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from optimizer.execute import DecodeOptions, encode, run
+from runtime import graphs
+from runtime.decoder import Decoder, prepare_for
+from runtime.graphs import RUNGS, Kind, bucket, pass_sizes, prepare_graphs, use_graphs, views_up_to, wanted
+from runtime.loading import LoadedPair, load_pair
+from runtime.loop import PolicySource, Round, StaticSource
+from runtime.measuring import Bench
+from runtime.pair import read_pair
+from runtime.policies.document import Policy, parse_policy
+from runtime.policies.prepared import PreparedPolicy, prepare
+from traces.schema import Request, Sampling, Workload
+
+TOKENS = 16
+DEEP = 3
+"""Layers of the heads' target."""
+GREEDY, HOT, FILTERED = Sampling(), Sampling(temperature=1.0, seed=4), Sampling(temperature=0.9, top_p=0.9, seed=5)
+PROMPT = "def add(a, b):\n    return a + b\n"
+
+
+class Tape(TorchDispatchMode):
+    """Records every operation with the very tensors it read and wrote."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+        self.before: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.made: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
+            raise RuntimeError("operation not permitted when stream is capturing")
+        if func._schema.is_mutable:
+            changed = args[0] if "out" not in kwargs else kwargs["out"]
+            self.before.append((changed, changed.clone()))
+        out = func(*args, **kwargs)
+        read = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        results = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+        if func._schema.is_mutable:
+            self.ops.append((func, args, kwargs, None))
+        elif any(t.untyped_storage().data_ptr() not in read for t in results):  # else a view, which stays what it is
+            self.ops.append((func, args, kwargs, out))
+            self.made += results
+        return out
+
+
+class FakeRecorder:
+    """What CUDA does, on a CPU: capturing changes nothing, a replay repeats the operations on the same memory without any Python of the
+    pass, and the memory of a pass is another's as soon as it has ended. ``captured`` counts."""
+
+    def __init__(self) -> None:
+        self.captured = 0
+
+    def capture(self, run: Callable[[], None], rehearse: Callable[[], None]) -> Callable[[], None]:
+        rehearse()
+        with Tape() as tape:
+            run()
+        for tensor, old in reversed(tape.before):
+            tensor.copy_(old)
+        self.captured += 1
+
+        def replay() -> None:
+            for func, args, kwargs, out in tape.ops:
+                again = func(*args, **kwargs)
+                if out is not None:
+                    for old, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
+                        if isinstance(old, torch.Tensor):
+                            old.copy_(new)
+            clobber()
+
+        def clobber() -> None:
+            for tensor in tape.made:
+                if tensor.is_floating_point():
+                    tensor.fill_(torch.nan)
+
+        clobber()
+        return replay
+
+
+def pair_of(folder: Path, *heads: str) -> Path:
+    """A tiny pair, with random heads on the target."""
+    file = make_pair(folder)
+    if heads:
+        vocab = len(tokenizer(VOCAB))
+        tiny_model("llama", vocab, hidden=HIDDEN, layers=DEEP).save_pretrained(folder / "target")
+        document = json.loads(file.read_text())
+        for name in heads:
+            case = _eagle1() if name == "eagle1" else _eagle3_without_lm_head()
+            case.config |= {"vocab_size": vocab, "eagle_aux_hidden_state_layer_ids": [0, 2, DEEP]}
+            case.write(folder / name)
+            document["drafts"][name] = name
+        file.write_text(json.dumps(document))
+    return file
+
+
+class Twins:
+    """One pair loaded twice: ``plain``, and ``fast``, which replays captured passes."""
+
+    def __init__(self, file: Path) -> None:
+        self.plain, self.fast = (load_pair(read_pair(str(file)), device="cpu", threads=1) for _ in range(2))
+        self.recorder = FakeRecorder()
+        use_graphs(self.fast, self.recorder)
+
+    @property
+    def models(self) -> list[Any]:
+        return [self.fast.target, *self.fast.drafts.values(), *self.fast.heads.values()]
+
+    def forget(self) -> None:
+        for model in self.models:
+            model.graphs.forget()
+            model.graphs.reach = 0
+            model.graphs.eager.clear()
+            model.graphs.replayed.clear()
+
+    def missed(self) -> dict[str, Any]:
+        """Passes of the kinds that were captured which ran eagerly, by model."""
+        found = {}
+        for model in self.models:
+            kinds = {s.kind for s in model.graphs.shapes}
+            missed = {key: n for key, n in model.graphs.eager.items() if key[1] in kinds}
+            if missed:
+                found[model.name] = missed
+        return found
+
+
+@pytest.fixture(scope="module")
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def twins(tmp_path_factory: pytest.TempPathFactory, threads: None) -> Twins:
+    return Twins(pair_of(tmp_path_factory.mktemp("graphs"), "eagle3", "eagle1"))
+
+
+def decoded(
+    pair: LoadedPair, source: PolicySource, sampling: Sampling, prompt: str = PROMPT, tokens: int = TOKENS
+) -> list[Round]:
+    decoder = Decoder(pair, source)
+    request = decoder.request(Request("r", "c", ("x",)), pair.encode(prompt), sampling, tokens)
+    return list(decoder.rounds(request))
+
+
+def seen(rounds: list[Round]) -> list[Any]:
+    """All that rounds say but for their times."""
+    return [(shape(r.step), r.step.policy, r.tokens, r.drafted, r.path, r.finish) for r in rounds]
+
+
+def same(twins: Twins, policy: Policy, sampling: Sampling, **more: Any) -> list[Round]:
+    """Decodes with and without graphs; the rounds must agree."""
+    rounds = []
+    for pair in (twins.plain, twins.fast):
+        prepared = prepare(policy, pair.draft_names, artifacts=artifacts(policy.draft))
+        rounds.append(decoded(pair, StaticSource(prepared), sampling, **more))
+    assert seen(rounds[0]) == seen(rounds[1]), policy.label()
+    return rounds[1]
+
+
+def top_k(draft: str, width: int, gamma: int, top_n: int, **more: Any) -> dict[str, Any]:
+    return {
+        "draft": draft,
+        "growth": {"kind": "top_k", "width": width},
+        "window": {"kind": "fixed", "gamma": gamma},
+        "select": {"top_n": top_n},
+        **more,
+    }
+
+
+BINS = {"stratify": {"artifact": "bins", "alpha": 3, "fractions": [0.3, 0.6, 1.0]}}
+GROWER = {"kind": "classifier", "width": 5, "cap": 5, "beta": 0.5, "artifact": "grower"}
+DOCUMENTS: list[dict[str, Any]] = [
+    {"draft": "none"},
+    {"draft": "ngram", "window": {"kind": "fixed", "gamma": 3}},
+    {"draft": "near", "window": {"kind": "fixed", "gamma": 4}},
+    {"draft": "near", "window": {"kind": "fsm", "gamma_max": 6}, "stop": {"kind": "max_prob", "threshold": 0.3}},
+    {"draft": "far", "window": {"kind": "cache_fsm", "gamma_max": 5}},
+    {"draft": "near", "window": {"kind": "q_learning", "gamma_max": 3, "gamma_min": 0, "epsilon": 0.6}},
+    top_k("near", 6, 5, 20),
+    top_k("near", 4, 4, 12, **BINS),
+    top_k("near", 4, 4, 30, stop={"kind": "joint_prob", "threshold": 0.02}),
+    {"draft": "near", "growth": {"kind": "static", "paths": STATIC}},
+    {"draft": "near", "growth": GROWER, "window": {"kind": "fixed", "gamma": 5}},
+    {"draft": "eagle3", "window": {"kind": "fixed", "gamma": 3}},
+    top_k("eagle3", 4, 4, 12, **BINS),
+    top_k("eagle1", 5, 3, 9),
+    {"draft": "eagle1", "growth": GROWER, "window": {"kind": "fixed", "gamma": 4}},
+]
+POLICIES = [parse_policy(d) for d in DOCUMENTS]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, HOT, FILTERED], ids=["greedy", "hot", "filtered"])
+def test_decoding_with_graphs_is_decoding(twins: Twins, sampling: Sampling) -> None:
+    """The same texts and rounds; all that rounds needed was captured before the first, and nothing in them."""
+    for policy in POLICIES if sampling is not FILTERED else POLICIES[6:11]:
+        twins.forget()
+        source = StaticSource(prepare(policy, twins.fast.draft_names, artifacts=artifacts(policy.draft)))
+        decoder = Decoder(twins.fast, source)
+        request = decoder.request(Request("r", "c", ("x",)), twins.fast.encode(PROMPT), sampling, TOKENS)
+        going = decoder.rounds(request)
+        rounds = [next(going)]
+        captured = twins.recorder.captured
+        rounds += going
+        assert twins.recorder.captured == captured
+        plain = StaticSource(prepare(policy, twins.plain.draft_names, artifacts=artifacts(policy.draft)))
+        assert seen(rounds) == seen(decoded(twins.plain, plain, sampling)), policy.label()
+        assert twins.missed() == {}, policy.label()
+        assert sum(twins.fast.target.graphs.replayed.values()) == len(rounds)  # type: ignore[union-attr]
+        if policy.speculates and policy.draft != "ngram":
+            draft = {**twins.fast.drafts, **twins.fast.heads}[policy.draft]
+            assert sum(draft.graphs.replayed.values()) == sum(r.step.draft_steps for r in rounds)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("draft", "sampling"), [("near", GREEDY), ("near", HOT), ("eagle3", HOT)])
+def test_shortlisted_drafts_leave_the_head_out_of_the_graph(twins: Twins, draft: str, sampling: Sampling) -> None:
+    find = shortlist_artifacts(twins.plain)
+    router = {"kind": "clusters", "k0": 3, "k1": 2, "k_min": 1, "artifact": f"router-{draft}"}
+    few = {"kind": "frequency", "size": 40, "artifact": "order"}
+    for document in (
+        {"draft": draft, "window": {"kind": "fixed", "gamma": 3}, "shortlist": few},
+        {"draft": draft, "window": {"kind": "fixed", "gamma": 3}, "shortlist": router},
+        top_k(draft, 4, 3, 9, shortlist=router),
+    ):
+        twins.forget()
+        policy = parse_policy(document)
+        plain, fast = (
+            decoded(pair, StaticSource(prepare(policy, pair.draft_names, artifacts=find)), sampling) for pair in (twins.plain, twins.fast)
+        )
+        assert seen(plain) == seen(fast)
+        assert twins.missed() == {}
+        model = {**twins.fast.drafts, **twins.fast.heads}[draft]
+        assert {kind.head for _, kind in model.graphs.replayed} == {False}  # type: ignore[union-attr]
+
+
+def poisoned(pair: LoadedPair) -> None:
+    """NaN in all scratch slots of a pair."""
+    for model in (pair.target, *pair.drafts.values(), *pair.heads.values()):
+        for layer in model.cache.layers:
+            layer.keys[:, :, layer.capacity :] = torch.nan
+            layer.values[:, :, layer.capacity :] = torch.nan
+
+
+def test_scratch_slots_are_never_read(twins: Twins) -> None:
+    """NaN in them reaches nothing, though every round fills up its passes."""
+    policy = parse_policy(top_k("near", 4, 4, 12, **BINS))
+    prepared = prepare(policy, twins.fast.draft_names, artifacts=artifacts("near"))
+    decoder = Decoder(twins.fast, StaticSource(prepared))
+    request = decoder.request(Request("r", "c", ("x",)), twins.fast.encode(PROMPT), HOT, TOKENS)
+    twins.forget()
+    rounds = []
+    for item in decoder.rounds(request):
+        rounds.append(item)
+        poisoned(twins.fast)
+    target = twins.fast.target
+    assert any(n not in RUNGS for n, _ in target.graphs.replayed)  # type: ignore[union-attr]
+    assert seen(rounds) == seen(decoded(twins.plain, StaticSource(prepared), HOT))
+    layer = target.cache.layers[0]
+    assert layer.keys.shape[2] == layer.capacity + RUNGS[-1]
+    assert layer.keys[:, :, : layer.capacity].isfinite().all()
+
+
+def test_logits_are_those_of_eager_passes(twins: Twins) -> None:
+    """To the last bit where the shapes are the same, else to rounding; results last beyond the next pass, other slots stay as they are."""
+    twins.forget()
+    plain, fast = twins.plain.target, twins.fast.target
+    text = torch.randint(1, 250, (300,), generator=torch.Generator().manual_seed(0))
+    assert fast.graphs is not None
+    fast.graphs.hold(400, 400)
+    plain.reserve(400)
+    assert plain.cache.capacity == fast.cache.capacity == 512
+    fast.graphs.capture({Kind(True): range(1, 17), Kind(False): [3]}, 16)
+    assert {s.tokens for s in fast.graphs.shapes if s.kind.head} == {1, 2, 4, 8, 16}
+    assert {s.view for s in fast.graphs.shapes} == {256, 512}
+    for model in (plain, fast):
+        model.read(text, 0)
+    poisoned(twins.fast)
+    kept: list[tuple[torch.Tensor, torch.Tensor, bool]] = []
+    generator = torch.Generator().manual_seed(1)
+    for start, width in ((20, 3), (20, 8), (23, 1), (24, 5), (250, 4), (254, 7), (300, 2), (30, 16), (252, 4)):
+        ids = torch.randint(1, 250, (width,), generator=generator)
+        before = fast.cache.layers[1].values.clone()
+        one, other = plain.chain(ids, start, logits=min(width, 4)), fast.chain(ids, start, logits=min(width, 4))
+        alike = width in RUNGS and start + width > 192 and (start + width <= 256 or start + width > 448)
+        kept.append((one, other, alike))
+        changed = (fast.cache.layers[1].values != before).any(-1).any(1)[0, : fast.cache.capacity].nonzero()[:, 0]
+        assert set(changed.tolist()) <= set(range(start, start + width))
+        inputs, view = fast.graphs._table.buffers[next(r for r in RUNGS if r >= width), Kind()][0], bucket(start + width, 512)
+        assert inputs.mask(view)[width:].nonzero()[:, 1].tolist() == [0] * (len(inputs.ids) - width)  # nothing to divide by zero
+    for width in (1, 3, 8, 12):
+        start, view = 130, 192
+        ids = torch.randint(1, 250, (width,), generator=generator)
+        slots = start + torch.randperm(40, generator=generator)[:width]
+        mask = torch.zeros(width, view, dtype=torch.bool)
+        mask[:, :start] = torch.rand(width, start, generator=generator) < 0.7
+        mask[torch.arange(width), slots] = True
+        positions = torch.randint(100, 200, (width,), generator=generator)
+        kept.append((plain.scattered(ids, positions, slots, mask), fast.scattered(ids, positions, slots, mask), False))
+        tree = torch.ones(width, start + width, dtype=torch.bool).tril(start)
+        kept.append((plain.tree(ids, positions, start, tree), fast.tree(ids, positions, start, tree), False))
+    kept.append((plain.chain_states(ids[:3], 40), fast.chain_states(ids[:3], 40), False))
+    assert sum(fast.graphs.replayed.values()) == len(kept)
+    assert not fast.graphs.eager
+    for one, other, alike in kept:
+        assert one.shape == other.shape
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other) if alike else torch.allclose(one, other, rtol=0, atol=2e-5)
+    assert sum(alike for *_, alike in kept) >= 2
+    with pytest.raises(IndexError, match="exceeds the cache's 512 slots"):
+        fast.chain(text[:4], 510, logits=1)
+
+
+def test_features_of_a_replayed_pass_are_the_taps(twins: Twins) -> None:
+    twins.forget()
+    plain, fast = twins.plain.target, twins.fast.target
+    ids = torch.arange(5, 45)
+    assert fast.graphs is not None
+    fast.graphs.hold(100, 100)
+    for model in (plain, fast):
+        model.reserve(100)
+        model.read(ids, 0)
+    layer, before = fast.cache.layers[0], fast.tapped
+    fast.graphs.capture({Kind(): [3, 6]}, 6)
+    assert torch.equal(fast.tapped, before)  # capturing aside leaves the last pass alone, and where the next one writes
+    assert (layer.start, layer.view, layer.slots) == (0, 64, None)
+    for width in (6, 3):
+        for model in (plain, fast):
+            model.chain(ids[:width], 40, logits=1)
+        assert plain.tapped.shape == fast.tapped.shape == (width, len(plain.taps) * plain.hidden_size)
+        assert torch.allclose(plain.tapped, fast.tapped, rtol=0, atol=2e-5)
+        fast.canonical([5, 6, 7])
+        assert torch.allclose(plain.tapped, fast.tapped, rtol=0, atol=2e-5)  # the canonical pass leaves them
+    assert sum(fast.graphs.replayed.values()) == 2
+    fast.taps = fast.taps
+    assert not fast.graphs.shapes  # they hold the old taps
+
+
+def test_growing_forgets_graphs_and_a_request_captures_what_it_needs(twins: Twins, tmp_path: Path) -> None:
+    """A short text, a long one that grows the caches and reads over a border of views, and the short one again."""
+    fresh = Twins(pair_of(tmp_path))
+    policy = parse_policy(top_k("near", 4, 3, 9))
+    long = (PROMPT * 30)[:374]
+    assert 240 < len(fresh.fast.encode(long)) < 256 - 5
+    captured = []
+    for prompt in (PROMPT, long, PROMPT):
+        same(fresh, policy, HOT, prompt=prompt)
+        captured.append(fresh.recorder.captured)
+        assert fresh.missed() == {}
+    target, draft = fresh.fast.target.graphs, fresh.fast.drafts["near"].graphs
+    assert target is not None
+    assert draft is not None
+    assert captured[0] < captured[1] == captured[2]
+    assert {s.view for s in target.shapes} == {256, 512}
+    capacity = fresh.fast.target.cache.capacity
+    fresh.fast.target.reserve(capacity + 1)
+    assert not target.shapes
+    eager = sum(target.eager.values())
+    ids = torch.arange(5, 10)  # a shape that the old cache's graphs have
+    assert torch.equal(fresh.fast.target.chain(ids, 0, logits=5), fresh.plain.target.chain(ids, 0, logits=5))
+    assert sum(target.eager.values()) == eager + 1
+
+
+class Swapped:
+    """Another policy from round ``at`` on, prepared aside at the round before, while the text is being decoded."""
+
+    def __init__(self, first: PreparedPolicy, make: Callable[[], PreparedPolicy], at: int) -> None:
+        self.now, self.make, self.at, self.asked = first, make, at, 0
+
+    def current(self) -> PreparedPolicy:
+        self.asked += 1
+        if self.asked == self.at + 1:
+            self.now = self.make()
+        return self.now
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, HOT], ids=["greedy", "hot"])
+def test_a_policy_prepared_aside_is_captured_before_its_first_round(twins: Twins, sampling: Sampling) -> None:
+    first = parse_policy({"draft": "far", "window": {"kind": "fixed", "gamma": 2}})
+    for then in (top_k("near", 4, 4, 12, **BINS), top_k("eagle3", 4, 3, 10), {"draft": "near", "window": {"kind": "fixed", "gamma": 6}}):
+        twins.forget()
+        policy, rounds = parse_policy(then), []
+        for pair in (twins.plain, twins.fast):
+
+            def make(pair: LoadedPair = pair, policy: Policy = policy) -> PreparedPolicy:
+                return prepare_for(pair, policy, artifacts=artifacts(policy.draft), sampling=sampling)
+
+            rounds.append(decoded(pair, Swapped(prepare(first, pair.draft_names), make, 4), sampling))
+        assert seen(rounds[0]) == seen(rounds[1])
+        assert {r.step.policy for r in rounds[1]} == {first.id, policy.id}
+        assert twins.missed() == {}
+
+
+def test_execution_captures_before_the_clock_runs(tmp_path: Path, threads: None) -> None:
+    fresh = Twins(pair_of(tmp_path))
+    items = tuple(Request(str(i), "c", (PROMPT * (1 + 4 * i),)) for i in range(3))
+    encoded = encode(fresh.fast, Workload("w", items), DecodeOptions(max_new_tokens=8))
+    source = StaticSource(prepare(parse_policy(top_k("near", 3, 3, 8)), fresh.fast.draft_names))
+    times: list[int] = []
+
+    def clock() -> float:
+        times.append(fresh.recorder.captured)
+        return float(len(times))
+
+    assert len(list(run(fresh.fast, source, encoded, clock=clock))) == 3
+    assert times[0] == times[-1] > 0
+    assert fresh.missed() == {}
+
+
+def sizes(document: dict[str, Any], sampling: Sampling | None = GREEDY, *, head: bool = False) -> graphs.PassSizes:
+    policy = parse_policy(document)
+    return pass_sizes(prepare(policy, [policy.draft], artifacts=artifacts(policy.draft)), 300, sampling, head=head)
+
+
+def test_what_a_policy_can_make_of_a_round() -> None:
+    """By hand, from the policies' own words."""
+    assert sizes({"draft": "none"}) == graphs.PassSizes(frozenset({1}))
+    chain = sizes({"draft": "d", "window": {"kind": "fixed", "gamma": 4}})
+    assert (chain.verify, chain.first, chain.later, chain.drafted) == ({1, 2, 3, 4, 5}, {1, 2}, {1}, 0)
+    assert sizes({"draft": "d", "window": {"kind": "fixed", "gamma": 1}}).later == set()
+    assert sizes({"draft": "ngram", "window": {"kind": "fixed", "gamma": 2}}) == graphs.PassSizes(frozenset({1, 2, 3}))
+    # A window that may choose 0 leaves the draft behind: one round (fsm), as long as its history reaches (analytic), any time.
+    fsm = {"kind": "fsm", "gamma_max": 3}
+    assert sizes({"draft": "d", "window": fsm}).first == {1, 2, 3}
+    assert sizes({"draft": "d", "window": {**fsm, "gamma_min": 1}}).first == {1, 2}
+    assert max(sizes({"draft": "d", "window": {"kind": "q_learning", "gamma_max": 3, "gamma_min": 0}}).first) == 64
+    assert max(sizes({"draft": "d", "window": {"kind": "analytic", "gamma_max": 3, "costs": "recent", "history": 5}}).first) == 7
+    # EAGLE-2: the first level has k nodes, later ones k * k, of which N are kept; passes read k.
+    tree = sizes(top_k("d", 8, 6, 60))
+    assert (tree.verify, tree.first, tree.later, tree.drafted) == ({1, 9, 61}, {1, 2}, {8}, 40)
+    # HeteroSpec with N = 60: N' = 18 + 3, 36 + 2, 60 + 1, at up to three levels more.
+    bins = sizes(top_k("d", 8, 6, 60, **BINS))
+    assert (bins.verify, bins.later, bins.drafted) == ({1, 9, 22, 39, 61, 62}, {8}, 64)
+    assert sorted({next(r for r in RUNGS if r >= n) for n in bins.verify}) == [1, 16, 32, 48, 64]
+    # Filters take children away, and so may a stop's or a sampling's that is not known.
+    for sampling in (FILTERED, None):
+        assert sizes(top_k("d", 3, 2, 7), sampling).verify == set(range(1, 9))
+        assert sizes(top_k("d", 3, 2, 7), sampling).later == {1, 2, 3}
+    assert sizes(top_k("d", 3, 2, 7), HOT).verify == {1, 4, 8}
+    # A classifier expands and verifies what passes, 2 of a level at most.
+    grower = sizes({"draft": "d", "growth": {**GROWER, "width": 3, "cap": 2}, "window": {"kind": "fixed", "gamma": 3}})
+    assert (grower.verify, grower.later) == (set(range(1, 8)), {1, 2})
+    # A static tree is what it is; its levels here have 3, 3, 2 and 1 nodes, of which 2, 1 and 1 are expanded.
+    static = sizes({"draft": "d", "growth": {"kind": "static", "paths": STATIC}})
+    assert (static.verify, static.later, static.drafted) == ({1, 4, 7, 9, 10}, {1, 2}, 4)
+    # A head reads again all that a round emitted, and its chains are trees of width 1.
+    head = sizes({"draft": "d", "window": {"kind": "fixed", "gamma": 4}}, head=True)
+    assert (head.verify, head.first, head.later, head.drafted) == ({1, 2, 3, 4, 5}, {1, 2, 3, 4, 5}, {1}, 3)
+    assert sizes(top_k("d", 8, 6, 60, **BINS), head=True).first == set(range(1, 11))
+
+
+def test_a_profile_times_replayed_passes_of_every_shape(twins: Twins) -> None:
+    twins.forget()
+    bench = Bench(twins.fast, gamma_max=4, repeats=1, progress=lambda *_: None)
+    bench.begin(20, parse_policy(top_k("near", 4, 3, 9)))
+    target, draft = twins.fast.target.graphs, twins.fast.drafts["near"].graphs
+    assert target is not None
+    assert draft is not None
+    assert {s.tokens for s in target.shapes} == set(RUNGS)
+    assert {s.tokens for s in draft.shapes} == {r for r in RUNGS if r <= 64}
+
+
+def test_buckets() -> None:
+    assert [bucket(n, 1280) for n in (1, 256, 257, 1000, 1025, 1280)] == [256, 256, 512, 1024, 1280, 1280]
+    assert views_up_to(600, 1280) == [256, 512, 1024]
+    assert views_up_to(1280, 1280) == [256, 512, 1024, 1280]
+    assert views_up_to(200, 256) == [256]
+
+
+def test_a_pass_that_cannot_be_captured_runs_eagerly(tmp_path: Path, threads: None, caplog: pytest.LogCaptureFixture) -> None:
+    fresh = Twins(pair_of(tmp_path))
+    near = fresh.fast.drafts["near"]
+    near._decoder.register_forward_pre_hook(lambda *_: bool(torch.ones(1).sum() > 0) and None)  # waits for the device
+    policy = parse_policy({"draft": "near", "window": {"kind": "fixed", "gamma": 3}})
+    same(fresh, policy, HOT)
+    assert near.graphs is not None
+    assert not near.graphs.shapes
+    assert near.graphs.problem == "operation not permitted when stream is capturing"
+    assert caplog.messages == [f"near: passes run without CUDA graphs: {near.graphs.problem}"]
+    assert fresh.fast.target.graphs is not None
+    assert fresh.fast.target.graphs.replayed
+
+
+def test_only_cuda_has_graphs_and_may_go_without(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not wanted(torch.device("cpu"))
+    assert wanted(torch.device("cuda"))
+    monkeypatch.setenv(graphs.SWITCH, "0")
+    assert not wanted(torch.device("cuda"))
+    plain = twins.plain
+    assert all(m.graphs is None for m in (plain.target, *plain.drafts.values(), *plain.heads.values()))
+    prepare_graphs(plain, prepare(Policy(), plain.draft_names), GREEDY, 1 << 40)  # reserves nothing
+    assert plain.target.cache.capacity < 1 << 20
+    layer = plain.target.cache.layers[0]
+    assert layer.keys.shape[2] == layer.capacity

@@ -1,0 +1,347 @@
+"""Routed shortlists in replay: chains round by round as executed, trees nearly, what passes cost, and how cluster ranks are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from pairs import make_pair
+from synthetic import flat_profile
+from test_lossless import PROMPTS
+from test_shortlists import M, routing
+from test_store import damage
+from test_tree_parity import shape
+from test_tree_tabulation import COLUMNS, random_forest
+
+import optimizer.routing as ranking
+import runtime.shortlists as shortlisting
+from db import CorruptedChunkError, open_database, upgrade
+from db.models import ArtifactRow
+from optimizer.artifacts import fitted
+from optimizer.replay import ReplayTrace, run_replay
+from optimizer.routing import budget_grid, cluster_ranks
+from optimizer.shortlist_replay import ClusterRanks, digest, stored_ranks
+from optimizer.tree_outcomes import NO_UNION, ClusterUnion, GrowthTable, ShortlistRanks, _tabulate_chunk, tabulate_growth
+from runtime.decoder import Decoded, Decoder, output_hashes
+from runtime.loading import LoadedPair, load_pair
+from runtime.loop import StaticSource
+from runtime.pair import read_pair
+from runtime.panorama import record_panorama
+from runtime.policies.document import Policy, parse_policy
+from runtime.policies.dynaspec import ROUTER
+from runtime.policies.prepared import prepare
+from runtime.policies.trees import TreeRule
+from runtime.tree_panorama import record_tree_panorama
+from traces.errors import PolicyError, TraceError
+from traces.schema import CostCurve, LatencyProfile, Request, Sampling, Trajectory
+from traces.store import TraceStore
+
+TOKENS, WIDTH, DEPTH, GAMMA = 16, 4, 4, 10
+SAMPLINGS = [Sampling(), Sampling(temperature=1.0, seed=4)]
+DRAFTS = ("near", "far")
+WINDOWS: list[dict[str, Any]] = [
+    {"kind": "fixed", "gamma": 1},
+    {"kind": "fixed", "gamma": 6},
+    {"kind": "fsm", "gamma_max": 8},
+    {"kind": "cache_fsm", "gamma_max": 6},
+    {"kind": "heuristic", "gamma_max": 10},
+    {"kind": "q_learning", "gamma_max": 6, "seed": 2},
+    {"kind": "analytic", "gamma_max": 8, "history": 3},
+]
+BUDGETS = [(1, 1, 1), (3, 2, 1), (5, 3, 3), (M, M, M)]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> LoadedPair:
+    return load_pair(read_pair(str(make_pair(tmp_path_factory.mktemp("pair"), "llama"))), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory, pair: LoadedPair) -> Iterator[TraceStore]:
+    url = f"sqlite:///{tmp_path_factory.mktemp('routing') / 'spectune.db'}"
+    upgrade(url)
+    with open_database(url) as database:
+        found = TraceStore(database)
+        found.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
+        yield found
+
+
+@pytest.fixture(scope="module")
+def routers(store: TraceStore, pair: LoadedPair) -> dict[str, str]:
+    """A router of random clusters for each draft, one of which is empty."""
+    made = {}
+    for draft in DRAFTS:
+        document, arrays = routing(pair, draft).to_document()
+        made[draft] = store.put_artifact(ROUTER, {**document, "draft": draft}, arrays, pair_id=pair.id, provenance={})
+    return made
+
+
+@pytest.fixture(scope="module")
+def recording(store: TraceStore, pair: LoadedPair) -> str:
+    """Texts at temperature 0 and 1, prompts of one token among them, with chain and tree panoramas of both drafts."""
+    info = store.create_recording(pair.id, None, SAMPLINGS[0], max_new_tokens=TOKENS)
+    for n, sampling in enumerate(SAMPLINGS):
+        keep(store, pair, info.id, PROMPTS[1:5], sampling, first=4 * n)
+    return info.id
+
+
+def keep(store: TraceStore, pair: LoadedPair, recording: str, prompts: Sequence[str], sampling: Sampling, first: int) -> None:
+    decoder = Decoder(pair, StaticSource(prepare(Policy(), pair.draft_names)))
+    for n, prompt in enumerate(prompts):
+        name = f"{n} {sampling.temperature}"
+        text = decoder.decode(decoder.request(Request(name, "x", (prompt,)), pair.encode(prompt), sampling, TOKENS)).trajectory
+        store.append_trajectory(recording, first + n, text)
+        store.put_panoramas(recording, [(first + n, record_panorama(pair, text, d, GAMMA)) for d in DRAFTS])
+        store.put_tree_panoramas(recording, [(first + n, record_tree_panorama(pair, text, d, WIDTH, DEPTH)) for d in DRAFTS])
+
+
+def trace_of(store: TraceStore, recording: str, ranks: dict[tuple[str, str], ClusterRanks]) -> ReplayTrace:
+    loaded = store.load(recording, trees=True)
+    return ReplayTrace(
+        loaded.trajectories,
+        {d: loaded.panoramas(d) for d in DRAFTS},
+        trees={(d, "coupled"): loaded.trees(d) for d in DRAFTS},
+        routed=ranks,
+    )
+
+
+@pytest.fixture(scope="module")
+def trace(store: TraceStore, pair: LoadedPair, recording: str, routers: dict[str, str]) -> ReplayTrace:
+    return trace_of(store, recording, {(d, r): cluster_ranks(store, pair, recording, d, r) for d, r in routers.items()})
+
+
+@pytest.fixture(scope="module")
+def profile(pair: LoadedPair) -> LatencyProfile:
+    """A pass takes 1 us a token of its head."""
+    vocab = pair.target.vocab_size
+
+    def curve(*sizes: int) -> CostCurve:
+        return CostCurve(sizes, (0,), tuple((1e-4 + 1e-6 * s,) for s in sizes), ((0.0,),) * len(sizes))
+
+    curves = {"full": curve(vocab), "fixed": curve(8, vocab), "routed": curve(8, 64, vocab)}
+    return replace(flat_profile("p", DRAFTS), shortlist_s=dict.fromkeys(DRAFTS, curves))
+
+
+def policy_of(draft: str, router: str, budgets: tuple[int, int, int], **blocks: Any) -> Policy:
+    k0, k1, k_min = budgets
+    shortlist = {"kind": "clusters", "k0": k0, "k1": k1, "k_min": k_min, "artifact": router}
+    return parse_policy({"draft": draft, "shortlist": shortlist, **blocks})
+
+
+def executed(
+    store: TraceStore, pair: LoadedPair, policy: Policy, texts: Sequence[Trajectory], profile: LatencyProfile | None = None
+) -> Iterator[tuple[Decoder, Decoded]]:
+    """The texts decoded again under a policy, by one decoder."""
+    prepared = prepare(policy, pair.draft_names, profile=profile, artifacts=fitted(store), head_hashes=output_hashes(pair))
+    decoder = Decoder(pair, StaticSource(prepared))
+    for text in texts:
+        request = decoder.request(Request(text.request_id, "x", ("",)), text.prompt_ids.tolist(), text.sampling, text.max_new_tokens)
+        done = decoder.decode(request)
+        assert done.trajectory.output_ids.tolist() == text.output_ids.tolist()
+        yield decoder, done
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_routed_chains_replay_exactly(
+    store: TraceStore, pair: LoadedPair, trace: ReplayTrace, routers: dict[str, str], profile: LatencyProfile, draft: str
+) -> None:
+    """Every round of every window at every budget, at temperatures 0 and 1; routed shortlists do cost acceptance here."""
+    differ = set()
+    mine = [(w, b) for n, w in enumerate(WINDOWS) for m, b in enumerate(BUDGETS[:3]) if ((n + m) % 3 > 0) == (draft == "near")]
+    policies = [policy_of(draft, routers[draft], b, window=w) for w, b in [*mine, (WINDOWS[1], BUDGETS[3])]]
+    for policy in policies:
+        replayed = run_replay(trace, policy, profile, artifacts=fitted(store), per_round=True)
+        runs = executed(store, pair, policy, trace.trajectories, profile)
+        for (_, done), rounds in zip(runs, replayed.steps(), strict=True):
+            assert [shape(s) for s in done.steps] == [shape(s) for s in rounds], (policy.label(), done.trajectory.request_id)
+        full = run_replay(trace, policy.model_copy(update={"shortlist": Policy().shortlist}), profile)
+        if policy is policies[-1]:  # all clusters
+            assert replayed.total == full.total
+        differ.add(replayed.total.rounds != full.total.rounds)
+    assert differ == {True, False}
+
+
+def test_a_text_beyond_the_recorded_children_is_known(trace: ReplayTrace) -> None:
+    """Where the text's token is none of the children, a shortlist may still propose it: ranks come from whole laws."""
+    found = 0
+    for (draft, _), routed in trace.routed.items():
+        forest = trace.forests[draft, "coupled"]
+        beyond = (routed.text_row >= 0) & (forest.text_slot == 255) & (routed.better > routed.own)
+        assert (routed.better[beyond] < M).all(), "a token that is best of all is a child"
+        found += int(beyond.sum())
+    assert found > 0
+
+
+def test_ranks_are_those_of_canonical_states(
+    store: TraceStore, pair: LoadedPair, recording: str, routers: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a margin so wide that every prefix is settled, or so narrow that none is, ranks are the same."""
+    found = []
+    for margin in (0.0, 1e9):
+        monkeypatch.setattr(shortlisting, "ROUTER_MARGIN", margin)
+        ranker = ranking._Ranker(pair, ranking._shortlists(store, pair, "near", routers["near"]))
+        text = next(store.iterate(recording, ["near"], trees=True, ordinals=[5]))
+        found.append(ranker.rank(text.trajectory, text.trees["near"]))
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_what_is_kept_of_a_budget(pair: LoadedPair, trace: ReplayTrace) -> None:
+    """All clusters keep all of the head and every token it has; fewer keep less; sizes between the kept budgets lie between theirs."""
+    assert budget_grid(M) == (*range(1, 9), M)
+    assert budget_grid(64)[-3:] == (32, 45, 64)
+    for routed in trace.routed.values():
+        kept = routed.source.kept(routed.source.budgets)
+        for name in ("true_tokens", "mass", "tokens"):
+            values = [k[name] for k in kept]
+            assert values == sorted(values)
+        assert kept[-1]["true_tokens"] == 1.0
+        assert kept[-1]["mass"] == pytest.approx(1.0)
+        assert (routed.tokens(M) == pair.target.vocab_size).all()
+        assert (routed.tokens(1) < routed.tokens(2)).all()
+
+
+def test_passes_are_charged_by_the_sizes_of_their_shortlists(
+    store: TraceStore, pair: LoadedPair, trace: ReplayTrace, routers: dict[str, str], profile: LatencyProfile
+) -> None:
+    """While a chain is on the text, what its passes save is the tokens that the runtime's shortlists of that round left out."""
+    policy = policy_of("near", routers["near"], (7, 5, 3), window={"kind": "fixed", "gamma": 2})
+    flat = {"near": dict.fromkeys(("full", "fixed", "routed"), profile.shortlist_s["near"]["full"])}
+    cheap = run_replay(trace, policy, profile, artifacts=fitted(store), per_round=True).steps()
+    dear = run_replay(trace, policy, replace(profile, shortlist_s=flat), artifacts=fitted(store), per_round=True).steps()
+    prepared = prepare(policy, pair.draft_names, artifacts=fitted(store))
+    checked = 0
+    for text, ours, full in zip(trace.trajectories, cheap, dear, strict=True):
+        decoder = Decoder(pair, StaticSource(prepared))
+        request = decoder.request(Request(text.request_id, "x", ("",)), text.prompt_ids.tolist(), text.sampling, text.max_new_tokens)
+        for item, here, whole in zip(decoder.rounds(request), ours, full, strict=True):
+            shortlists = decoder.backend.shortlists(prepared)
+            assert shortlists is not None
+            if item.step.draft_steps and item.step.accepted >= item.step.draft_steps - 1:
+                saved = sum(pair.target.vocab_size - s.size for s in shortlists.chosen[: item.step.draft_steps])
+                assert whole.draft_s - here.draft_s == pytest.approx(1e-6 * saved)
+                checked += 1
+    assert checked > 20
+    with pytest.raises(PolicyError, match="no costs of shortlists for draft 'near'"):
+        run_replay(trace, policy, replace(profile, shortlist_s={}), artifacts=fitted(store))
+
+
+def test_trees_replay_nearly(
+    store: TraceStore, pair: LoadedPair, trace: ReplayTrace, routers: dict[str, str], profile: LatencyProfile
+) -> None:
+    """Tokens a round within a few percent of what is executed; exactly, where all clusters are taken."""
+    growth = {"growth": {"kind": "top_k", "width": 3}, "window": {"kind": "fixed", "gamma": 4}, "select": {"top_n": 10}}
+    for draft, budgets in (("near", (4, 3, 2)), ("far", (5, 3, 1)), ("near", (M, M, M))):
+        policy = policy_of(draft, routers[draft], budgets, **growth)
+        rounds = sum(len(done.steps) for _, done in executed(store, pair, policy, trace.trajectories))
+        replayed = run_replay(trace, policy, profile, artifacts=fitted(store)).total
+        assert replayed.rounds == rounds if budgets[0] == M else replayed.rounds == pytest.approx(rounds, rel=0.05)
+        full = run_replay(trace, policy.model_copy(update={"shortlist": Policy().shortlist}), profile).total
+        if budgets[0] == M:
+            assert replayed == full
+        else:
+            assert replayed.seconds / replayed.rounds < full.seconds / full.rounds
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_compiled_and_tensor_unions_are_equal(seed: int) -> None:
+    """Every column, the shortlists' sizes among them, where a level's nodes add clusters to each other's shortlists."""
+    forest, rng = random_forest(seed), np.random.default_rng(seed)
+    order = np.argsort(rng.random((len(forest.child), 12)), axis=1).astype(np.uint16)
+    cluster = rng.integers(0, 13, forest.child.shape).astype(np.uint16)  # 12: in none
+    place = np.concatenate([np.argsort(order, axis=1), np.full((len(order), 1), 12)], axis=1)
+    ranks = np.take_along_axis(place, cluster.astype(np.int64), 1).astype(np.int32)
+    union = ClusterUnion(cluster, np.ascontiguousarray(order[:, :5]), np.append(rng.integers(0, 40, 12), 0))
+    shortlist = ShortlistRanks(ranks, np.array([8, 6, 3, 2, 1, 1, 1, 1]), union)
+    starts = np.arange(len(forest.root))
+    for width, depth in ((1, 5), (4, 4), (5, 8)):
+        rule = TreeRule(width=width, frontier=width, coupled=bool(seed % 2), sharpness=1.5)
+        made = tabulate_growth(forest, [(rule, starts)], depth, shortlist)
+        expected = GrowthTable.empty(len(forest.root), depth, routed=True)
+        _tabulate_chunk(forest, replace(rule, kept=(0,)), expected, starts, shortlist)
+        for name in (*COLUMNS, "size"):
+            np.testing.assert_array_equal(getattr(made, name), getattr(expected, name), err_msg=f"{name}, width {width}")
+        assert made.size.max() <= union.sizes.sum()
+        alone = tabulate_growth(forest, [(rule, starts)], depth, shortlist._replace(union=NO_UNION))
+        more = made.pool.sum(dtype=np.int64) - alone.pool.sum(dtype=np.int64)
+        assert more == 0 if width == 1 else more > 0, "the union adds children"
+
+
+def test_stored_ranks_are_found_grown_and_mended(
+    store: TraceStore, pair: LoadedPair, routers: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Made once; of a recording that grew only what is new is ranked; a damaged artifact is named, and made anew."""
+    asked: list[str] = []
+    plain = ranking._Ranker.rank
+
+    def rank(self: Any, trajectory: Trajectory, panorama: Any) -> Any:
+        asked.append(trajectory.request_id)
+        return plain(self, trajectory, panorama)
+
+    monkeypatch.setattr(ranking._Ranker, "rank", rank)
+    name = store.create_recording(pair.id, None, SAMPLINGS[0], max_new_tokens=TOKENS).id
+    router = routers["near"]
+    with pytest.raises(TraceError, match=r"no trees of draft 'near'.*record --resume"):
+        cluster_ranks(store, pair, name, "near", router)
+    keep(store, pair, name, PROMPTS[:2], SAMPLINGS[0], 0)
+    assert stored_ranks(store, name, "near", router) is None
+    first = cluster_ranks(store, pair, name, "near", router[:8])
+    again = cluster_ranks(store, pair, name, "near", router)
+    assert first.artifact == again.artifact
+    assert first.router == router
+    assert len(asked) == 2
+    keep(store, pair, name, PROMPTS[:3], SAMPLINGS[1], 2)
+    with pytest.raises(TraceError, match=r"no cluster ranks of it.*grown since.*`fit ranks"):
+        trace_of(store, name, {("near", router): first})
+    grown = cluster_ranks(store, pair, name, "near", router)
+    assert asked[2:] == [f"{n} 1.0" for n in range(3)]
+    assert grown.digests[:2] == first.digests
+    np.testing.assert_array_equal(grown.ranks[: len(first.ranks)], first.ranks)
+    found = stored_ranks(store, name, "near", router)
+    assert found is not None
+    assert found.artifact == grown.artifact
+    asked.clear()
+    damage(store, ArtifactRow, grown.artifact)
+    mended = cluster_ranks(store, pair, name, "near", router)
+    assert len(asked) == 3, "what the first one holds is taken from there"
+    assert mended.artifact != grown.artifact
+    for part in (first, mended):
+        damage(store, ArtifactRow, part.artifact)
+    with pytest.raises(CorruptedChunkError, match=r"artifact \w+ \(cluster_ranks\) cannot be used.*`fit ranks --recording"):
+        stored_ranks(store, name, "near", router)
+    mended = cluster_ranks(store, pair, name, "near", router)
+    assert len(asked) == 3 + 5
+    found = stored_ranks(store, name, "near", router)
+    assert found is not None
+    assert found.artifact == mended.artifact
+    np.testing.assert_array_equal(found.ranks, grown.ranks)
+    loaded = store.load(name, ["near"], trees=True)
+    assert list(found.requests) == [digest(t, p) for t, p in zip(loaded.trajectories, loaded.trees("near"), strict=True)]
+
+
+def test_what_cannot_be_ranked_or_replayed_is_said(
+    store: TraceStore, pair: LoadedPair, recording: str, trace: ReplayTrace, routers: dict[str, str]
+) -> None:
+    """No ranks of the router; a router of another draft; ranks without trees; texts of the other verifier. A selection keeps in step."""
+    bare = trace_of(store, recording, {})
+    policy = policy_of("near", routers["near"], (3, 2, 1))
+    with pytest.raises(TraceError, match=rf"hidden states.*no cluster ranks of router {routers['near']}.*`fit ranks"):
+        run_replay(bare, policy, artifacts=fitted(store))
+    with pytest.raises(PolicyError, match="was fitted on draft 'far'"):
+        cluster_ranks(store, pair, recording, "near", routers["far"])
+    (key, routed), *_ = trace.routed.items()
+    with pytest.raises(TraceError, match="without its trees"):
+        ReplayTrace(trace.trajectories, {}, routed={key: routed.source})
+    loaded = store.load(recording, ["near"], trees=True)
+    drawn = [replace(t, verifier="rejection") for t in loaded.trajectories]
+    other = ReplayTrace(
+        drawn, {"near": loaded.panoramas("near")}, trees={("near", "coupled"): loaded.trees("near")}, routed={key: routed.source}
+    )
+    with pytest.raises(TraceError, match="rejection verifier"):
+        run_replay(other, policy, artifacts=fitted(store))
+    whole = run_replay(trace, policy, artifacts=fitted(store))
+    part = run_replay(trace.select([6, 1]), policy, artifacts=fitted(store))
+    np.testing.assert_array_equal(part.counts, whole.counts[[6, 1]])

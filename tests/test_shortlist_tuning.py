@@ -1,0 +1,269 @@
+"""Shortlists as a dimension of the search: where the head costs much they win, where it does not they are left out; `tune` fits them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import optuna
+import pytest
+from doors import write_workload
+from pairs import make_pair
+from synthetic import flat_profile
+
+import optimizer.shortlist_tuning as shortlist_tuning
+from db import open_database
+from optimizer.artifacts import fitted
+from optimizer.chooser_fits import fit_chooser_artifact
+from optimizer.execute import DecodeOptions
+from optimizer.fits.chooser import Gained
+from optimizer.inputs import load_workload
+from optimizer.record import RecordRequest, record
+from optimizer.replay import ReplayTrace, run_replay
+from optimizer.search import (
+    SHORTLIST_ORDER,
+    TIE,
+    Kinds,
+    ShortlistLimit,
+    ShortlistSpace,
+    Space,
+    Study,
+    TreeLimit,
+    TreeSpace,
+    Trial,
+    complexity,
+    search,
+    shortlist_bounds,
+    worth_trying,
+)
+from optimizer.shortlist_tuning import fit_shortlists, routing_of
+from optimizer.tune import TuneOptions, publish, tune
+from runtime.loading import LoadedPair, load_pair
+from runtime.loop import StaticSource
+from runtime.pair import read_pair
+from runtime.policies.document import AUTOREGRESSIVE, ChooserPolicy, parse_policy
+from runtime.policies.dynaspec import ROUTER
+from runtime.policies.prepared import prepare
+from runtime.profiler import environment
+from traces.errors import TraceError
+from traces.schema import CostCurve, LatencyProfile, Sampling, Workload
+from traces.store import TraceStore
+
+ROWS, CLUSTERS, GAMMA = 300, 16, 6
+LIMIT = ShortlistLimit(ROWS, "f" * 12, "r" * 12, CLUSTERS)
+OPTIONS = DecodeOptions(Sampling(), 24)
+
+
+def priced(profile: LatencyProfile, rows: int, fixed: float, routed: float) -> LatencyProfile:
+    """A pass of ``near`` takes 1 ms with its whole head; over a 64th of it that much of it less, and linearly between."""
+
+    def curve(saved: float) -> CostCurve:
+        return CostCurve((max(1, rows // 64), rows), (0,), ((1e-3 * (1 - saved),), (1e-3,)), ((0.0,), (0.0,)))
+
+    full = CostCurve((rows,), (0,), ((1e-3,),), ((0.0,),))
+    return replace(profile, shortlist_s={"near": {"full": full, "fixed": curve(fixed), "routed": curve(routed)}})
+
+
+@dataclass(frozen=True)
+class Recorded:
+    store: TraceStore
+    pair: LoadedPair
+    workload: Workload
+    recording: str
+    limits: dict[str, ShortlistLimit]
+    trace: ReplayTrace
+
+    def search(self, profile: LatencyProfile, **how: object) -> Study:
+        given = {"gamma_max": GAMMA, "trials": 30, "seed": 2, "shortlists": self.limits, "artifacts": fitted(self.store)}
+        return search(self.trace, profile, ["near"], **{**given, **how})  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
+    """A tiny pair, texts with trees of ``near``, and what shortlists need."""
+    folder = tmp_path_factory.mktemp("tuning")
+    pair = load_pair(read_pair(str(make_pair(folder))), device="cpu", drafts=("near",))
+    workload = load_workload([str(write_workload(folder / "w.jsonl", 8))])
+    with open_database(str(folder / "spectune.db")) as database:
+        store = TraceStore(database)
+        plain = StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names))
+        recording = record(store, pair, RecordRequest(workload, OPTIONS, ("near",), GAMMA, 6, 3), plain).id
+        limits = fit_shortlists(store, pair, recording, ["near", "ngram"], seed=1)
+        loaded = store.load(recording, trees=True)
+        trace = ReplayTrace(
+            loaded.trajectories,
+            {"near": loaded.panoramas("near")},
+            trees={("near", "coupled"): loaded.trees("near")},
+            routed=routing_of(store, pair, recording, limits),
+        )
+        yield Recorded(store, pair, workload, recording, limits, trace)
+
+
+@pytest.mark.parametrize("trees", [{}, {"near": TreeLimit(6, 4, bins="b" * 12, fitted_depth=3)}], ids=["chains", "trees"])
+def test_shortlists_are_a_dimension_of_the_space(trees: dict[str, TreeLimit]) -> None:
+    """Every kind is suggested; what is suggested comes back from its parameters; other artifacts and other drafts are outside."""
+    inner = TreeSpace(("near", "far"), 8, Kinds(), trees) if trees else Space(("near", "far"), 8)
+    space = ShortlistSpace(inner, {"near": LIMIT})
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    kinds = set()
+    for _ in range(200):
+        policy = space.suggest(study.ask())
+        params = space.params(policy)
+        assert params is not None
+        again = space.inner.policy(params)
+        assert (again if policy.draft == "far" else space.policy(again, params)) == policy
+        assert policy.draft == "near" or not policy.shortlisted
+        kinds.add(policy.shortlist.kind)
+    assert kinds == set(SHORTLIST_ORDER)
+    chain = {"draft": "near", "window": {"kind": "fixed", "gamma": 3}}
+    assert space.params(parse_policy({**chain, "shortlist": {"kind": "frequency", "size": 20, "artifact": "other"}})) is None
+    assert (
+        ShortlistSpace(inner, {"near": LIMIT.only(["fixed"])}).params(
+            parse_policy({**chain, "shortlist": {"kind": "clusters", "k0": 4, "k1": 2, "k_min": 1, "artifact": LIMIT.router}})
+        )
+        is None
+    )
+
+
+def test_parameters_are_lowered_to_what_the_draft_has() -> None:
+    """Sizes beyond the head are the whole head, budgets of clusters decay, and the papers' settings are parts of rows and clusters."""
+    assert LIMIT.block({"shortlist": "frequency", "size": ROWS}) is None
+    assert LIMIT.block({"shortlist": "clusters", "k0": 99, "k1": 99, "k_min": 99}) is None
+    assert LIMIT.block({"shortlist": "clusters", "k0": 5, "k1": 9, "k_min": 7}) == {
+        "kind": "clusters", "k0": 5, "k1": 5, "k_min": 5, "artifact": LIMIT.router,
+    }  # fmt: skip
+    fr, pa, dyna = LIMIT.papers(4)
+    assert (fr["size"], pa["k_max"], dyna["k0"], dyna["k1"], dyna["k_min"]) == (75, 75, 4, 2, 1)
+    assert [b["kind"] for b in LIMIT.only(["routed"]).papers(4)] == ["clusters"]
+
+
+def test_a_shortlist_is_more_elaborate() -> None:
+    """Than the same policy without, and than any window; trees are more so."""
+    chain = {"draft": "near", "window": {"kind": "fixed", "gamma": 3}}
+    short = parse_policy({**chain, "shortlist": {"kind": "frequency", "size": 20, "artifact": "a"}})
+    adaptive = parse_policy({"draft": "near", "window": {"kind": "q_learning", "gamma_max": 3}})
+    tree = parse_policy({**chain, "growth": {"kind": "top_k", "width": 2}, "select": {"top_n": 4}})
+    chooser = parse_policy({"draft": {"kind": "ols", "artifact": "a"}})
+    assert complexity(parse_policy(chain)) < complexity(adaptive) < complexity(short) < complexity(tree) < complexity(chooser)
+
+
+def test_the_bound_is_what_the_smallest_shortlist_would_give() -> None:
+    """Half of each second goes to 500 passes of 1 ms: saving 0.6 ms of each gives 1 / 0.7; where nothing is saved, nothing is gained."""
+    policy = parse_policy({"draft": "near", "window": {"kind": "fixed", "gamma": 3}})
+    trials = [Trial(policy, 100.0, "x", 500.0), Trial(AUTOREGRESSIVE, 80.0, "x")]
+    profile = priced(flat_profile("p", ["near"]), ROWS, 0.6, -0.2)
+    bounds = shortlist_bounds(trials, profile)
+    assert bounds["near"] == {"fixed": pytest.approx(1 / 0.7), "routed": pytest.approx(1.0)}
+    assert worth_trying(bounds) == {"near": ("fixed",)}
+    slower = [replace(trials[0], value=50.0), trials[1]]
+    assert shortlist_bounds(slower, profile)["near"]["fixed"] == pytest.approx(50 / 0.7 / 80)
+    assert shortlist_bounds(trials, flat_profile("p", ["near"])) == {}
+
+
+def test_where_the_head_dominates_a_shortlist_wins(recorded: Recorded) -> None:
+    """The winner restricts the head and beats all that do not beyond a tie; values are the replay's, and the search repeats itself."""
+    profile = priced(flat_profile("p", ["near"]), recorded.limits["near"].rows, 0.9, 0.8)
+    study = recorded.search(profile)
+    best = study.best()
+    assert best is not None
+    assert best.policy.shortlisted
+    assert best.value > max(t.value for t in study.trials if not t.policy.shortlisted) * (1 + TIE)
+    assert {t.policy.shortlist.kind for t in study.trials} == set(SHORTLIST_ORDER)
+    assert study.shortlists == {"near": ("frequency", "position_frequency", "clusters")}
+    for trial in study.trials[::41]:
+        replayed = run_replay(recorded.trace, trial.policy, profile, artifacts=fitted(recorded.store), approximate=True)
+        assert replayed.total.tokens_per_s == pytest.approx(trial.value)
+    assert recorded.search(profile) == study
+
+
+def test_where_no_shortlist_saves_anything_they_are_left_out(recorded: Recorded) -> None:
+    """And the study says so; a kind that saves nothing is left out by itself; asked for all the same they are tried."""
+    rows = recorded.limits["near"].rows
+    dear = priced(flat_profile("p", ["near"]), rows, -0.1, -0.5)
+    study = recorded.search(dear)
+    assert not any(t.policy.shortlisted for t in study.trials)
+    said = study.on_shortlists()
+    assert said["searched"] == {}
+    assert max(said["most_gained"]["near"].values()) <= said["least_worth"]
+    assert {t.policy.shortlist.kind for t in recorded.search(dear, bounded=False).trials} == set(SHORTLIST_ORDER)
+    half = recorded.search(priced(flat_profile("p", ["near"]), rows, 0.9, -0.5))
+    assert {t.policy.shortlist.kind for t in half.trials} == {"full", "frequency", "position_frequency"}
+
+
+def test_what_is_known_is_not_tried_again_and_kinds_are_kept_to(recorded: Recorded) -> None:
+    """A search that goes on from an enumeration finds what one search finds; kinds leave the others out."""
+    profile = priced(flat_profile("p", ["near"]), recorded.limits["near"].rows, 0.9, 0.8)
+    first = recorded.search(profile, trials=0, shortlists=None)
+    assert not any(t.policy.shortlisted for t in first.trials)
+    assert recorded.search(profile, known=first.trials).trials == recorded.search(profile).trials
+    kinds = Kinds(windows=("fixed", "fsm"), stops=("none",), shortlists=("full", "frequency"))
+    kept = recorded.search(profile, kinds=kinds)
+    assert all(kinds.hold(t.policy) for t in kept.trials)
+    assert {t.policy.shortlist.kind for t in kept.trials} == {"full", "frequency"}
+
+
+def test_a_router_is_found_again(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same recording, head and seed: no second fit. Another seed, or none wanted: another router, or none."""
+    again = (recorded.store, recorded.pair, recorded.recording, ["near"])
+    assert recorded.limits.keys() == {"near"}
+    assert recorded.limits["near"].kinds == SHORTLIST_ORDER[1:]
+    assert recorded.limits["near"].rows == recorded.pair.target.vocab_size
+
+    def refuse(*_: object, **__: object) -> None:
+        raise TraceError("fitted again")
+
+    monkeypatch.setattr(shortlist_tuning, "fit_router_artifact", refuse)
+    assert fit_shortlists(*again, seed=1) == recorded.limits
+    assert fit_shortlists(*again, seed=9)["near"].router is None
+    assert fit_shortlists(*again, routed=[], seed=1)["near"].kinds == SHORTLIST_ORDER[1:3]
+
+
+@pytest.mark.parametrize("saved", [0.9, -0.5], ids=["head dear", "head cheap"])
+def test_tune_fits_and_executes_shortlists_where_they_may_win(recorded: Recorded, tmp_path: Path, saved: float) -> None:
+    """With a profile in which the head dominates, a shortlist is among those executed; in one where it does not, nothing is fitted."""
+    pair = recorded.pair
+    profile = replace(flat_profile(pair.id, pair.drafts), environment=environment(pair))
+    with open_database(str(tmp_path / "spectune.db")) as database:
+        store = TraceStore(database)
+        store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
+        store.put_profile(priced(profile, recorded.limits["near"].rows, saved, saved))
+        wanted = TuneOptions(
+            OPTIONS, ("near",), GAMMA, 5, finalists=2, rivals=0, passes=1, budget_s=4, tree_width=4, tree_depth=3
+        )
+        tuned = tune(store, pair, recorded.workload, wanted)
+        document = store.get_study(tuned.study).document
+        routers = store.list_artifacts(ROUTER)
+    said = document["shortlists"]
+    assert "too few to tell whether choosing gains" in document["chooser"]
+    assert not any(isinstance(c.policy, ChooserPolicy) for c in tuned.candidates)
+    executed = {c.policy.shortlist.kind for c in tuned.candidates}
+    if saved > 0:
+        assert set(said["searched"]["near"]) == {"frequency", "position_frequency", "clusters"}
+        assert executed & {"frequency", "position_frequency", "clusters"}
+        assert len(routers) == 1
+    else:
+        assert (said["searched"], executed, routers) == ({}, {"full"}, ())
+    assert tuned.texts_differ == 0
+
+
+def test_a_chooser_is_raced_where_it_is_predicted_to_gain(
+    recorded: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that the tuning fits, and the incumbent: one that was fitted to other prompts, and whose choices for these are worked out."""
+    monkeypatch.setattr(Gained, "holds", property(lambda self: True))
+    store, pair = recorded.store, recorded.pair
+    store.put_profile(replace(flat_profile(pair.id, pair.drafts), environment=environment(pair)))
+    single = {"none": AUTOREGRESSIVE, "near": parse_policy({"draft": "near", "window": {"kind": "fixed", "gamma": 3}})}
+    incumbent = parse_policy(fit_chooser_artifact(store, recorded.recording, pair, single).policy)
+    publish(store, pair, incumbent, {}, reason="test", actor="test")
+    others = load_workload([str(write_workload(tmp_path / "w.jsonl", 6, ("for i in", "Ann has 3 apples")))])
+    wanted = TuneOptions(OPTIONS, ("near",), GAMMA, 3, finalists=1, rivals=0, passes=1, budget_s=4, tree_width=0, publish=False)
+    tuned = tune(store, pair, others, wanted)
+    raced = {c.role: c for c in tuned.candidates if isinstance(c.policy, ChooserPolicy)}
+    assert set(raced) == {"finalist 2", "incumbent"}
+    assert raced["incumbent"].policy == incumbent
+    assert tuned.incumbent.policy == incumbent
+    for candidate in raced.values():
+        assert candidate.predicted.total.rounds == candidate.executed.total.rounds
+    assert tuned.texts_differ == 0
