@@ -207,7 +207,7 @@ def shortlists_parity(state: Path) -> dict[str, Any]:
     median, worst = float(np.median(errors)), float(errors.max())
     met = worst <= TAU_TARGET
     return {
-        "holds": wrong == 0 and len(exact) >= 30,
+        "holds": wrong == 0 and len(exact) >= 40,
         "tau_target_met": met,
         "tau_target_met_by": float((errors <= TAU_TARGET).mean()),
         "summary": f"{wrong} mismatches in {sum(r['rounds'] for r in exact)} rounds ({len(exact)} chains x 32 requests) where replay is "

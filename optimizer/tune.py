@@ -470,12 +470,19 @@ def expected_seconds(
     tables: QTables | None = None,
     artifacts: Artifacts | None = None,
 ) -> Expected:
-    """What replay predicts for the requests of a trace that are executed (indices), and for all of it."""
+    """What replay predicts for the requests of a trace that are executed (indices), and for all of it.
+
+    Where a shortlist or a chooser is among the policies, those executed are all: it was fitted to the others' texts, on which it accepts
+    more than on any to come.
+    """
+    policies = list(policies)
+    fitted_to_texts = any(p.shortlisted or isinstance(p, ChooserPolicy) for p in policies)
+    over = list(executed) if fitted_to_texts else range(len(trace.order))
     requests, whole = {}, {}
     for policy in policies:
         predicted = replay(trace, policy, profile, q_tables=tables, artifacts=artifacts, approximate=True)
         seconds = np.array([r.counts.seconds for r in predicted.per_request])
-        requests[policy.id], whole[policy.id] = seconds[list(executed)], float(seconds.sum())
+        requests[policy.id], whole[policy.id] = seconds[list(executed)], float(seconds[list(over)].sum())
     return Expected(requests, whole)
 
 

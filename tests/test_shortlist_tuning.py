@@ -38,7 +38,7 @@ from optimizer.search import (
     worth_trying,
 )
 from optimizer.shortlist_tuning import fit_shortlists, routing_of
-from optimizer.tune import TuneOptions, publish, tune
+from optimizer.tune import TuneOptions, expected_seconds, publish, tune
 from runtime.loading import LoadedPair, load_pair
 from runtime.loop import StaticSource
 from runtime.pair import read_pair
@@ -217,6 +217,21 @@ def test_a_router_is_found_again(recorded: Recorded, monkeypatch: pytest.MonkeyP
     assert fit_shortlists(*again, seed=1) == recorded.limits
     assert fit_shortlists(*again, seed=9)["near"].router is None
     assert fit_shortlists(*again, routed=[], seed=1)["near"].kinds == SHORTLIST_ORDER[1:3]
+
+
+def test_shortlists_are_not_projected_to_the_texts_they_were_fitted_to(recorded: Recorded) -> None:
+    """With a shortlist among the policies those executed stand for the whole; without one all requests do."""
+    profile = priced(flat_profile("p", ["near"]), recorded.limits["near"].rows, 0.9, 0.8)
+    chain = {"draft": "near", "window": {"kind": "fixed", "gamma": 3}}
+    block = recorded.limits["near"].block({"shortlist": "frequency", "size": 20})
+    plain, short = parse_policy(chain), parse_policy({**chain, "shortlist": block})
+    some = [0, 2]
+    for policies, over in (([plain, AUTOREGRESSIVE], None), ([plain, short], some)):
+        found = expected_seconds(recorded.trace, some, policies, profile, artifacts=fitted(recorded.store))
+        for policy in policies:
+            each = run_replay(recorded.trace, policy, profile, artifacts=fitted(recorded.store), approximate=True).seconds
+            assert found.whole[policy.id] == pytest.approx(each.sum() if over is None else each[over].sum())
+            assert found.requests[policy.id] == pytest.approx(each[some])
 
 
 @pytest.mark.parametrize("saved", [0.9, -0.5], ids=["head dear", "head cheap"])
