@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from optimizer.execute import DecodeOptions
+    from optimizer.fit import StoredFit
     from optimizer.schedule import Ended, Fire
     from optimizer.shortlist_replay import ClusterRanks
     from runtime.loading import LoadedPair
     from runtime.loop import PolicySource
     from runtime.policies.document import ChooserPolicy, Policy
-    from runtime.policies.prepared import PreparedPolicy
     from traces.schema import LatencyProfile, Outcome, Proposals
     from traces.store import RecordingInfo, TraceStore
 
@@ -725,19 +725,18 @@ def _source(
     """A policy source: the policy named for ever, or for ``active`` whatever is published, now and later."""
     from optimizer.artifacts import fitted, q_tables
     from runtime.loop import StaticSource
-    from runtime.policies.prepared import prepare
 
     if name != "active":
         policy = _policy(store, name, pair.id, pair.device.type)
-        from runtime.decoder import output_hashes
+        from runtime.decoder import prepare_for
 
-        prepared = prepare(
+        prepared = prepare_for(
+            pair,
             policy,
-            pair.draft_names,
             profile=profile,
             q_tables=q_tables(store),
             artifacts=fitted(store, pair.id),
-            head_hashes=output_hashes(pair),
+            sampling=options.sampling,
         )
         yield StaticSource(prepared)
         return
@@ -838,7 +837,6 @@ def generate(ctx: click.Context, as_json: bool, prompt: str, **kw: Any) -> None:
         from optimizer.artifacts import fitted, q_tables
         from optimizer.execute import encode
         from optimizer.generate import generate as do_generate
-        from runtime.policies.prepared import prepare
         from traces.schema import Request, Workload
 
         encode(
@@ -846,15 +844,10 @@ def generate(ctx: click.Context, as_json: bool, prompt: str, **kw: Any) -> None:
         )  # refused before anything else is said
         _, found = _profile(store, None, pair.id, pair.device.type)
         policy = _policy(store, kw["policy_name"], pair.id, pair.device.type)
-        from runtime.decoder import output_hashes
+        from runtime.decoder import prepare_for
 
-        prepared: PreparedPolicy = prepare(
-            policy,
-            pair.draft_names,
-            profile=found,
-            q_tables=q_tables(store),
-            artifacts=fitted(store, pair.id),
-            head_hashes=output_hashes(pair),
+        prepared = prepare_for(
+            pair, policy, profile=found, q_tables=q_tables(store), artifacts=fitted(store, pair.id), sampling=options.sampling
         )
     console = _console(stderr=as_json)
     console.width = 10_000 if not console.is_terminal else console.width
@@ -890,6 +883,15 @@ sample_options = _options(
 )
 
 
+def _emit_fit(as_json: bool, made: StoredFit, view: Callable[[dict[str, Any]], Any]) -> None:
+    """Shows what was fitted, and the policy to begin with unless that is a draft alone."""
+    data = made.to_json()
+    _emit(as_json, data, lambda: view(data))
+    if not as_json:
+        start = "" if made.policy.keys() == {"draft"} and isinstance(made.policy["draft"], str) else json.dumps(made.policy)
+        click.echo(f"artifact {made.artifact}" + (f"; a policy with it: {start}" if start else ""))
+
+
 def _fitted(ctx: click.Context, as_json: bool, which: str, kw: dict[str, Any], view: Callable[[dict[str, Any]], Any]) -> None:
     """Runs one of optimizer.fit's functions on what was asked for and shows what came of it."""
     with _store(ctx, create=False) as store, Meter() as meter:
@@ -898,12 +900,7 @@ def _fitted(ctx: click.Context, as_json: bool, which: str, kw: dict[str, Any], v
         recording = store.resolve_recording(kw.pop("recording"))
         given = {key: value for key, value in kw.items() if value is not None}
         made = getattr(fits, which)(store, recording, given.pop("draft"), progress=meter, **given)
-    data = made.to_json()
-    if as_json:
-        click.echo(json.dumps(data, ensure_ascii=False))
-        return
-    _console().print(view(data))
-    click.echo(f"artifact {made.artifact}; a policy with it: {json.dumps(made.policy)}")
+    _emit_fit(as_json, made, view)
 
 
 @fit.command("bins")
@@ -998,12 +995,7 @@ def _shortlist_fit(ctx: click.Context, as_json: bool, kw: dict[str, Any], which:
         given = {key: value for key, value in kw.items() if value not in (None, ())}
         arguments = [] if which == "fit_clusters_artifact" else [recording or ""]
         made = getattr(fits, which)(store, *arguments, pair, *named, progress=meter, **given)
-    data = made.to_json()
-    if as_json:
-        click.echo(json.dumps(data, ensure_ascii=False))
-        return
-    _console().print(shortlist_fit_table(data))
-    click.echo(f"artifact {made.artifact}" + (f"; a policy with it: {json.dumps(made.policy)}" if "shortlist" in made.policy else ""))
+    _emit_fit(as_json, made, shortlist_fit_table)
 
 
 @fit.command("chooser")
@@ -1045,12 +1037,7 @@ def fit_chooser(ctx: click.Context, as_json: bool, policies: tuple[str, ...], **
         store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
         given = {key: kw[key] for key in ("rule", "profile", "seed")}
         made = fit_chooser_artifact(store, recording, pair, candidates, progress=meter, **given)
-    data = made.to_json()
-    if as_json:
-        click.echo(json.dumps(data, ensure_ascii=False))
-        return
-    _console().print(chooser_table(data))
-    click.echo(f"artifact {made.artifact}; a policy with it: {json.dumps(made.policy)}")
+    _emit_fit(as_json, made, chooser_table)
 
 
 @fit.command("frequencies")
