@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from optimizer.execute import DecodeOptions
     from optimizer.fit import StoredFit
     from optimizer.schedule import Ended, Fire
-    from optimizer.shortlist_replay import ClusterRanks
+    from optimizer.shortlist_ranks import Ranks
     from runtime.loading import LoadedPair
     from runtime.loop import PolicySource
     from runtime.policies.document import ChooserPolicy, Policy
@@ -538,7 +538,7 @@ def simulate(ctx: click.Context, as_json: bool, **kw: Any) -> None:
                 f"{', '.join(sorted(info.drafts)) or 'none'}; `record --resume {recording}` makes those of every draft of its pair"
             )
         loaded = store.load(recording, drafts, trees=trees, skip_corrupted=kw["skip_corrupted"])
-        routed = _cluster_ranks(store, policy, recording, proposals) if policy.speculates and policy.shortlist.kind == "clusters" else None
+        ranks = _ranks(store, policy, recording, proposals) if policy.shortlisted else None
     for skipped in loaded.skipped:
         click.echo(f"left out: request {skipped.ordinal} of {skipped.recording}: {skipped.problem}", err=True)
     if found is None:
@@ -546,6 +546,7 @@ def simulate(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     from optimizer.artifacts import fitted, keep_q_table, q_tables
     from optimizer.replay import ReplayTrace, run_replay
     from optimizer.report import outcome_table
+    from optimizer.shortlist_ranks import how_to_rank
 
     chains = [] if as_tree else drafts
     if kw["skip_corrupted"]:
@@ -556,7 +557,7 @@ def simulate(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         loaded.trajectories,
         {d: loaded.panoramas(d) for d in chains},
         trees={(d, proposals): loaded.trees(d, proposals) for d in drafts} if trees else None,
-        routed=routed,
+        ranks=ranks,
     )
     if kw["limit"]:
         trace = trace.select(range(min(kw["limit"], len(loaded.requests))))
@@ -580,8 +581,9 @@ def simulate(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         data["approximate"] = True
     elif replayed.missing:
         click.echo(
-            f"approximate: in {replayed.missing} rounds the shortlist holds none of the recorded children (`record --resume {recording} "
-            "--tree-width K` records more)",
+            f"approximate: in {replayed.missing} rounds the shortlist holds none of the recorded children; "
+            + how_to_rank(recording, getattr(policy.shortlist, "artifact", "ID"), policy.draft, proposals, "frequencies")
+            + ", with which it is exact",
             err=True,
         )
         data["approximate"] = True
@@ -616,23 +618,23 @@ def _simulate_chosen(
     _emit(as_json, {**_outcome_json(outcome, policy), "picks": picks}, lambda: outcome_table(outcome))
 
 
-def _cluster_ranks(store: TraceStore, policy: Policy, recording: str, proposals: Proposals) -> dict[tuple[str, str], ClusterRanks]:
-    """What is stored of a routed policy's router over a recording, as a ReplayTrace takes it."""
+def _ranks(store: TraceStore, policy: Policy, recording: str, proposals: Proposals) -> dict[tuple[str, str], Ranks]:
+    """What is stored of a shortlist's order over a recording, as a ReplayTrace takes it. A router's must be there."""
     from optimizer.artifacts import fitted
-    from optimizer.shortlist_replay import how_to_rank, stored_ranks
+    from optimizer.shortlist_ranks import how_to_rank, stored_ranks
     from runtime.shortlists import compile_shortlist
     from traces.errors import PolicyError
 
     rule = compile_shortlist(policy, fitted(store))
     assert rule is not None
-    router = rule.block.artifact
-    found = stored_ranks(store, recording, policy.draft, router, proposals)
-    if found is None:
+    order = rule.block.artifact
+    found = stored_ranks(store, recording, policy.draft, order, proposals)
+    if found is None and rule.routed:
         raise PolicyError(
-            f"shortlist: recording {recording} has no cluster ranks of router {router}; "
-            + how_to_rank(recording, router, policy.draft, proposals)
+            f"shortlist: recording {recording} has no cluster ranks of router {order}; "
+            + how_to_rank(recording, order, policy.draft, proposals)
         )
-    return {(policy.draft, found.router): found}
+    return {} if found is None else {(policy.draft, found.fitted): found}
 
 
 def _outcome_json(outcome: Outcome, policy: Policy) -> dict[str, Any]:
@@ -1101,7 +1103,8 @@ def fit_router(ctx: click.Context, as_json: bool, **kw: Any) -> None:
 @pair_options
 @device_options
 @click.option("--recording", default="latest", show_default=True, help="One recorded with --tree-width and --tree-depth.")
-@click.option("--router", required=True, metavar="ID", help="A router that `fit router` made.")
+@click.option("--router", metavar="ID", help="A router that `fit router` made.")
+@click.option("--frequencies", metavar="ID", help="A frequency order that `fit frequencies` made.")
 @click.option(
     "--proposals",
     type=click.Choice(["coupled", "probability"]),
@@ -1112,11 +1115,12 @@ def fit_router(ctx: click.Context, as_json: bool, **kw: Any) -> None:
 @json_option
 @with_context
 def fit_ranks(ctx: click.Context, as_json: bool, **kw: Any) -> None:
-    """Where a router puts the clusters of everything recorded, so that `simulate` replays policies with it. `fit router` makes this for its
-    own recording; here it is made for another, or for requests recorded since.
+    """Where a router puts the clusters of everything recorded, or a frequency order its tokens, so that `simulate` replays policies with
+    it. `fit router` and `fit frequencies` make this for their own recording; here it is made for another, or for requests recorded since.
 
     \b
     Example:  cli.py fit ranks --draft small --router 7b41 --recording latest
+              cli.py fit ranks --draft small --frequencies 09ac
     """
     _shortlist_fit(ctx, as_json, kw, "fit_ranks_artifact", drafted=True)
 

@@ -39,10 +39,11 @@ def main() -> int:
     import large_vocab
     import shortlist_checks
     import shortlist_tables
+    import shortlist_theory
     import tree_checks
 
     CHECKS = {**checks.CHECKS, **tree_checks.CHECKS, **shortlist_checks.CHECKS, **shortlist_tables.CHECKS}
-    CHECKS |= {**choice_checks.CHECKS, **joint_checks.CHECKS, **large_vocab.CHECKS}
+    CHECKS |= {**shortlist_theory.CHECKS, **choice_checks.CHECKS, **joint_checks.CHECKS, **large_vocab.CHECKS}
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", metavar="NAME", choices=list(CHECKS), help="run these checks alone")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from checks import CATEGORIES, GAMMA_MAX, demo, stored
+from checks import CATEGORIES, GAMMA_MAX, demo, stored, typical_s
 
 from optimizer.artifacts import fitted
 from optimizer.chooser_fits import ChooserSource, fit_source, keep_chooser
@@ -21,6 +21,7 @@ from optimizer.inputs import load_workload
 from optimizer.record import split
 from optimizer.replay import ReplayTrace, run_replay
 from optimizer.tune import TuneOptions, finite, profile_for
+from runtime.decoder import Decoded
 from runtime.loading import LoadedPair
 from runtime.loop import StaticSource
 from runtime.panorama import record_panorama
@@ -32,7 +33,7 @@ from traces.store import TraceStore
 
 REQUESTS, TOKENS = 40, 48
 """Requests of each workload, 60% of them fitted to, and their output tokens."""
-PASSES = 2
+PASSES = 4
 """Executions of every policy on every request held out."""
 SHARE, WORSE = 0.97, 0.99
 """Share of the oracle's gain that is asked for; speed over the best single draft below which choosing does harm."""
@@ -118,37 +119,40 @@ def _workload(store: TraceStore, pair: LoadedPair, encoded: Encoded, profile: La
     _, held_out = split([t.request_id for t in texts], [t.category for t in texts])
     test = replace(encoded, items=tuple(encoded.items[i] for i in held_out))
     find = fitted(store, pair.id)
-    seconds: dict[str, list[list[float]]] = {name: [] for name in policies}
+    executed: dict[tuple[str, str], list[Decoded]] = {}
+
+    def keep(policy: Policy, decoded: Decoded) -> None:
+        executed.setdefault((policy.id, decoded.trajectory.request_id), []).append(decoded)
+
     differ = 0
     for _ in range(passes):
-        done = compare(pair, list(policies.values()), test, profile=profile, artifacts=find)
-        differ += done.texts_differ
-        for name, policy in policies.items():
-            seconds[name].append([r.counts.seconds for r in done.outcomes[policy.id].per_request])
-    timed = {name: np.array(found).T for name, found in seconds.items()}
+        differ += compare(pair, list(policies.values()), test, profile=profile, artifacts=find, each=keep).texts_differ
+    done = {name: [executed[policy.id, item.id] for item, _ in test.items] for name, policy in policies.items()}
+    timed = {name: np.array([[d.seconds for d in of] for of in found]) for name, found in done.items()}
+    typical = {name: np.array([typical_s(of) for of in found]) for name, found in done.items()}
     predicted = {n: run_replay(trace.select(held_out), p, profile, artifacts=find).seconds.sum() for n, p in policies.items()}
     return {
         "requests": len(texts),
         "held_out": len(held_out),
         "texts_differ": differ,
-        **figures(timed),
+        **figures(timed, typical),
         "hedge": _hedged(trace, held_out, profile),
         "replayed": {n: float(s / predicted[guarded.single]) for n, s in predicted.items()},
         "cause": _cause(guarded),
     }
 
 
-def figures(timed: Mapping[str, Seconds]) -> dict[str, Any]:
-    """Shares and ratios from measured seconds [requests, passes] by policy, the candidates among them.
+def figures(timed: Mapping[str, Seconds], each: Mapping[str, Seconds]) -> dict[str, Any]:
+    """Shares and ratios from measured seconds [requests, passes] by policy, the candidates among them, and from what a request typically
+    takes, [requests]: its rounds' medians over the passes.
 
-    ``oracle`` takes each request's fastest draft by the median of all passes, which noise flatters; ``oracle_apart`` takes it by one pass
+    ``oracle`` takes each request's fastest draft by the latter, which noise flatters; ``oracle_apart`` takes it by one pass
     and counts another, which does not. ``share``: of the oracle's gain; ``ratio``: speed over the best single draft, with its 95% interval.
     """
-    each = {name: np.median(found, axis=1) for name, found in timed.items()}
     single = min(CANDIDATES, key=lambda d: each[d].sum())
     best = float(each[single].sum())
     oracle = float(np.min([each[d] for d in CANDIDATES], axis=0).sum())
-    timings = Timings(timed)
+    timings = Timings({name: found[:, None] for name, found in each.items()})
     against = {name: timings.ratio(name, single) for name in timed if name not in CANDIDATES}
     apart = _apart(np.stack([timed[d] for d in CANDIDATES], axis=2), list(CANDIDATES).index(single))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from optimizer.execute import DecodeOptions, Encoded, compare, encode, run
 from optimizer.inputs import load_workload
 from optimizer.record import RecordRequest, cover_of, record, retrace_trees
 from optimizer.replay import ReplayTrace, run_replay
-from optimizer.shortlist_replay import ClusterRanks
+from optimizer.shortlist_ranks import RanksByPolicy
 from optimizer.tree_tuning import fit_trees
 from runtime.decoder import Decoded
 from runtime.loading import LoadedPair, load_pair
@@ -114,11 +114,11 @@ def traced(
     recording: str,
     chains: Sequence[str],
     drafts: Sequence[str],
-    routed: Mapping[tuple[str, str], ClusterRanks] | None = None,
+    ranks: RanksByPolicy | None = None,
 ) -> ReplayTrace:
     loaded = store.load(recording, trees=True)
     trees = {(d, "coupled"): loaded.trees(d) for d in drafts}
-    return ReplayTrace(loaded.trajectories, {d: loaded.panoramas(d) for d in chains}, trees=trees, routed=routed)
+    return ReplayTrace(loaded.trajectories, {d: loaded.panoramas(d) for d in chains}, trees=trees, ranks=ranks)
 
 
 def pairs_of(state: Path) -> Iterator[tuple[str, LoadedPair]]:
@@ -251,14 +251,17 @@ def trees_parity(state: Path) -> dict[str, Any]:
 
 
 def trees_fidelity(state: Path) -> dict[str, Any]:
-    """Predicted against measured tokens/s of 63 tree policies, a sweep of width and depth and every other kind, in three interleaved runs,
-    request by request the median of the three; costs measured in between."""
+    """Predicted against measured tokens/s of 63 tree policies, a sweep of width, depth and N and every other kind, in three interleaved
+    runs, round by round the median of the three; costs measured in between.
+
+    Near ties are rare and dear (0 to 4 canonical passes in 8 requests, each as long as a round): it takes requests to average them out.
+    """
     pair = load_pair(read_pair("demo"), device="cpu")
     drafts = ["small", "medium", *pair.heads]
     path = state / "trees-fidelity.db"
     path.unlink(missing_ok=True)
     store = stored(path)
-    workload = load_workload(["demo"], limit=8)
+    workload = load_workload(["demo"], limit=16)
     options = DecodeOptions(Sampling(), 48)
     _, trace, limits = prepared_trees(store, pair, workload, options, drafts)
     find = fitted(store)
@@ -266,7 +269,8 @@ def trees_fidelity(state: Path) -> dict[str, Any]:
     for draft in drafts:
         grower = {"kind": "classifier", "width": 8, "cap": 8, "beta": 0.5, "artifact": limits[draft].classifier}
         strata = {"artifact": limits[draft].bins, "alpha": 2, "fractions": [0.3, 0.6, 1.0]}
-        listed = [top_k(draft, width, depth, width * depth) for width in (2, 4, 8) for depth in (1, 2, 4, 6, 8)]
+        listed = [top_k(draft, width, depth, width * depth) for width in (2, 4, 8) for depth in (1, 2, 4, 8)]
+        listed += [top_k(draft, width, depth, 60) for width, depth in ((4, 8), (8, 2), (8, 4))]  # EAGLE-2's N
         listed += [
             top_k(draft, 6, 4, 24, stratify=strata),
             {"draft": draft, "growth": {"kind": "static", "paths": STATIC}},
@@ -284,7 +288,7 @@ def trees_fidelity(state: Path) -> dict[str, Any]:
         return run_replay(trace, policy, merged, artifacts=find, approximate=True).total
 
     encoded = encode(pair, workload, options)
-    return fidelity_report(pair, policies, encoded, measure, predict, what="tree policies", artifacts=find)
+    return fidelity_report(pair, policies, encoded, measure, predict, what="tree policies", artifacts=find, every=8)
 
 
 def trees_sampled(state: Path) -> dict[str, Any]:

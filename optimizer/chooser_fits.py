@@ -147,12 +147,12 @@ def best_by_draft(
     progress: Progress = lambda *_: None,
 ) -> dict[str, Policy]:
     """The fastest policy of every draft by replay of the requests that a search may see: of all chains that
-    :func:`optimizer.search.enumerated` has, and of those in ``tried``. ``none`` comes first.
+    :func:`optimizer.spaces.enumerated` has, and of those in ``tried``. ``none`` comes first.
 
     Policies that the recording or the profile is not enough for are passed over, and drafts of which nothing is left. Raises TraceError
     where no draft is.
     """
-    from optimizer.search import enumerated  # optuna takes a while to import
+    from optimizer.spaces import enumerated  # optuna takes a while to import
 
     tables, find = q_tables(store), fitted(store, pair.id)
     trace = trace.select(split([t.request_id for t in trace.trajectories], [t.category for t in trace.trajectories])[0])

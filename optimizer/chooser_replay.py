@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from optimizer.replay import ROUND_COLUMNS, Replay, ReplayTrace, run_replay
-from optimizer.shortlist_replay import ClusterRanks, stored_ranks
-from runtime.policies.document import ChooserPolicy, ClustersShortlist, Policy
+from optimizer.shortlist_ranks import Ranks, stored_ranks
+from runtime.policies.document import ChooserPolicy, FullShortlist, Policy
 from runtime.policies.prepared import QTables, prepare
 from runtime.policies.prepared_chooser import stored_chooser
 from runtime.policies.tree_rules import Artifacts
@@ -31,7 +31,7 @@ def trace_for(
     whose draft the recording does not hold, TraceError where no request is left."""
     chains: set[str] = set()
     grown: set[tuple[str, Proposals]] = set()
-    routed: dict[tuple[str, str], ClusterRanks] = {}
+    ranks: dict[tuple[str, str], Ranks] = {}
     for policy in (p for p in policies if p.speculates):
         draft = policy.draft
         proposals: Proposals = getattr(policy.growth, "proposals", "coupled")
@@ -46,9 +46,8 @@ def trace_for(
             chains.add(draft)
         if as_tree or policy.shortlisted:
             grown.add((draft, proposals))
-        if isinstance(policy.shortlist, ClustersShortlist):
-            ranks = stored_ranks(store, info.id, draft, policy.shortlist.artifact, proposals)
-            routed |= {} if ranks is None else {(draft, ranks.router): ranks}
+        if (found := ranks_of(store, info.id, policy)) is not None:
+            ranks[draft, found.fitted] = found
     loaded = store.load(info.id, sorted({*chains, *(d for d, _ in grown)}), trees=bool(grown), skip_corrupted=skip_corrupted)
     skipped = loaded.skipped
     loaded = loaded.having(chains)
@@ -58,7 +57,16 @@ def trace_for(
         raise TraceError(f"recording {info.id} has no usable request")
     panoramas = {d: loaded.panoramas(d) for d in sorted(chains)}
     forests: dict[tuple[str, str], Sequence[TreePanorama]] = {(d, kind): loaded.trees(d, kind) for d, kind in sorted(grown)}
-    return ReplayTrace(loaded.trajectories, panoramas, trees=forests, routed=routed or None), skipped
+    return ReplayTrace(loaded.trajectories, panoramas, trees=forests, ranks=ranks or None), skipped
+
+
+def ranks_of(store: TraceStore, recording: str, policy: Policy) -> Ranks | None:
+    """What is stored of a shortlisted policy's order over a recording, as a ReplayTrace takes it. Raises NotFoundError where its artifact
+    is unknown."""
+    shortlist = policy.shortlist
+    if not policy.speculates or isinstance(shortlist, FullShortlist):
+        return None
+    return stored_ranks(store, recording, policy.draft, shortlist.artifact, getattr(policy.growth, "proposals", "coupled"))
 
 
 @dataclass(frozen=True, eq=False)

@@ -185,10 +185,11 @@ class TreeCosts:
         draft: str,
         max_context: int,
         *,
+        width: int,
         kinds: Sequence[str] = (),
         shortlist: ShortlistRule | None = None,
     ) -> TreeCosts:
-        """Tables for contexts up to ``max_context`` and policies with blocks of these kinds
+        """Tables for contexts up to ``max_context`` and policies whose trees have roots of ``width`` children, with blocks of these kinds
         (:func:`runtime.policies.prepared.tree_kinds`) and a shortlist. Raises TraceError when the profile was measured without trees or
         this draft, PolicyError when it has no costs of the draft's shortlists."""
         trees = profile.trees
@@ -204,7 +205,7 @@ class TreeCosts:
             np.stack([_grid(c, nodes, contexts) for c in (trees.verify, trees.sampled_verify)]),
             np.stack([_grid(c[draft], lags, contexts) for c in (trees.first, trees.sampled_first)]) + per_pass + per_law,
             np.stack([_grid(c[draft], widths, contexts) for c in (trees.level, trees.sampled_level)]) + per_pass + widths * per_law,
-            np.array([trees.bend(draft, passes) for passes in range(GAMMA_LIMIT + 1)]) + _shortlisted(profile, shortlist),
+            np.array([trees.bend(draft, passes, width) for passes in range(GAMMA_LIMIT + 1)]) + _shortlisted(profile, shortlist),
             profile.overhead_s,
             profile.noise_s,
         )

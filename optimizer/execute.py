@@ -208,12 +208,14 @@ def compare(
     q_tables: QTables | None = None,
     artifacts: Artifacts | None = None,
     between: Callable[[int], None] = lambda done: None,
+    each: Callable[[Policy, Decoded], None] = lambda policy, decoded: None,
 ) -> Comparison:
     """Executes every policy on every request, request by request in rotating order, so that a slow minute of the machine falls on
     all of them alike.
 
     With ``repeats`` a request's seconds are its fastest. Windows that carry state keep one controller for the whole comparison.
-    ``between`` is called after every request, with how many are done (to measure costs in the same minutes, say).
+    ``between`` is called after every request, with how many are done (to measure costs in the same minutes, say), ``each`` with every
+    execution.
     After ``budget_s`` no further request is begun (at least one is executed). Raises PolicyError if a policy cannot run.
     """
     warm(pair, encoded)
@@ -229,6 +231,7 @@ def compare(
             turn = (n * repeats + repeat) % len(unique)
             for policy in unique[turn:] + unique[:turn]:
                 decoded = decoders[policy.id].decode(request, item.category, encoded.options.stop_strings)
+                each(policy, decoded)
                 before = best.get(policy.id)
                 if before is None or decoded.seconds < before[0]:
                     best[policy.id] = (decoded.seconds, decoded)

@@ -377,7 +377,7 @@ def _costs(store: TraceStore, source: TreeSource, profile: str | None) -> _Costs
             f"{otherwise}"
         )
     trace = source.trace
-    costs = TreeCosts.of(measured, draft, trace.max_context, kinds=("static",))
+    costs = TreeCosts.of(measured, draft, trace.max_context, width=1, kinds=("static",))  # of which passes are read, not bends
     lengths = np.diff(trace.offsets)[trace.order]
     context = float((trace.prompts[trace.order] + lengths / 2).mean())
     hot, bucket = int(source.sampled), min(int(context) // BUCKET, costs.level_s.shape[1] - 1)

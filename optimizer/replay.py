@@ -22,8 +22,9 @@ import optimizer.cost as cost
 import runtime.policies.machines as machines
 from optimizer.cost import BUCKET, LAG_LIMIT, CostModel, TreeCosts, request_seconds
 from optimizer.outcomes import Chains, Index, Words, check_reach, first_occurrences, join_chains, tabulate
+from optimizer.shortlist_ranks import RanksByPolicy
 from optimizer.shortlist_replay import (
-    ClusterRanks,
+    RankedForest,
     RoutedForest,
     chain_seconds,
     join_ranks,
@@ -60,9 +61,10 @@ class ReplayTrace:
 
     ``panoramas`` maps each draft to its panoramas, one per trajectory in the same order. Requests are replayed in order,
     which matters only to windows that carry their state from one to the next. ``seed`` chooses the draws of requests decoded
-    by the rejection verifier. ``trees`` maps (draft, proposals) to tree panoramas likewise. ``routed`` maps (draft, artifact of a
-    router) to what :func:`optimizer.routing.cluster_ranks` finds, for shortlists of kind ``clusters``; that draft's trees must be given as
-    well. Raises TraceError where panoramas do not match, or ranks lack a request.
+    by the rejection verifier. ``trees`` maps (draft, proposals) to tree panoramas likewise. ``ranks`` maps (draft, artifact of a
+    shortlist) to what :func:`optimizer.routing.cluster_ranks` or :func:`optimizer.frequency_ranks.frequency_ranks` finds; that draft's
+    trees must be given as well. Shortlists of kind ``clusters`` need them, chains under the others are exact with them. Raises TraceError
+    where panoramas do not match, or ranks lack a request.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class ReplayTrace:
         *,
         seed: int = 0,
         trees: Mapping[tuple[str, str], Sequence[TreePanorama]] | None = None,
-        routed: Mapping[tuple[str, str], ClusterRanks] | None = None,
+        ranks: RanksByPolicy | None = None,
     ) -> None:
         self.trajectories = tuple(trajectories)
         lengths = np.array([len(t.output_ids) for t in trajectories], dtype=np.int64)
@@ -86,12 +88,12 @@ class ReplayTrace:
         self._first_seen = np.concatenate([np.zeros(0, np.int32), *(first_occurrences(t) for t in trajectories)])
         self.chains: dict[str, Chains] = {d: join_chains(self.trajectories, p) for d, p in panoramas.items()}
         self.forests: dict[tuple[str, str], Forest] = {k: join_trees(self.trajectories, p) for k, p in (trees or {}).items()}
-        self.routed: dict[tuple[str, str], RoutedForest] = {}
-        for (draft, router), ranks in (routed or {}).items():
-            key = draft, ranks.proposals
+        self.ranked: dict[tuple[str, str], RankedForest] = {}
+        for (draft, fitted), source in (ranks or {}).items():
+            key = draft, source.proposals
             if key not in self.forests:
-                raise TraceError(f"cluster ranks of draft {draft!r} given without its trees ({ranks.proposals})")
-            self.routed[draft, router] = join_ranks(self.forests[key], self.trajectories, (trees or {})[key], ranks)
+                raise TraceError(f"ranks of draft {draft!r} given without its trees ({source.proposals})")
+            self.ranked[draft, fitted] = join_ranks(self.forests[key], self.trajectories, (trees or {})[key], source)
         self._growths: OrderedDict[tuple[object, ...], GrowthTable] = OrderedDict()
         self._tree_costs: OrderedDict[tuple[object, ...], tuple[LatencyProfile, TreeCosts, FloatArray]] = OrderedDict()
         self._lock = threading.Lock()
@@ -140,23 +142,23 @@ class ReplayTrace:
         with self._lock:
             found = self._tables.get(key)
         if found is None:
-            forest, routed = self._forest(policy, "coupled", 1), self._routed(policy, rule)
-            found, doubtful = restricted(words, forest, shortlist_ranks(forest, rule, GAMMA_LIMIT, routed), routed)
+            forest, ranked = self._forest(policy, "coupled", 1), self._ranked(policy, rule)
+            found, doubtful = restricted(words, forest, shortlist_ranks(forest, rule, GAMMA_LIMIT, ranked), stop, ranked)
             with self._lock:
                 self._doubtful[key] = doubtful
             self._keep(key, found)
         return found
 
     def doubtful(self, policy: Policy, stop: CompiledStop) -> Index:
-        """The step from which a shortlisted chain's outcome is not known, because none of the recorded children is in the shortlist, int64
-        [positions]; [0] where every outcome is. Asked after :meth:`outcomes`."""
+        """The step from which a shortlisted chain's outcome is not known, because none of the recorded children is in the shortlist and
+        nothing else says what the draft would propose, int64 [positions]; [0] where every outcome is. Asked after :meth:`outcomes`."""
         found = self._doubtful.get((policy.draft, stop, policy.shortlist.model_dump_json()))
         return np.zeros(0, np.int64) if found is None or (found >= GAMMA_LIMIT).all() else found
 
-    def _routed(self, policy: Policy, rule: ShortlistRule) -> RoutedForest | None:
-        """The ranks under a policy's router, if they were given; its artifact may be abbreviated."""
+    def _ranked(self, policy: Policy, rule: ShortlistRule) -> RankedForest | None:
+        """The ranks under a policy's shortlist, if they were given; its artifact may be abbreviated."""
         proposals, name = getattr(policy.growth, "proposals", "coupled"), rule.block.artifact
-        known = (v for (draft, router), v in self.routed.items() if draft == policy.draft and router.startswith(name))
+        known = (v for (draft, fitted), v in self.ranked.items() if draft == policy.draft and fitted.startswith(name))
         return next((v for v in known if v.source.proposals == proposals), None)
 
     def shortlist_costs(
@@ -164,8 +166,8 @@ class ReplayTrace:
     ) -> FloatArray:
         """What a policy's passes over routed shortlists take more than with the whole head, by the sizes that these have at each start:
         seconds float64 [positions, passes + 1]; [0, 1] for any other policy (:meth:`costs` has those). ``growth``: of a tree."""
-        routed = None if rule is None or profile is None else self._routed(policy, rule)
-        if rule is None or profile is None or routed is None:
+        routed = None if rule is None or profile is None else self._ranked(policy, rule)
+        if rule is None or profile is None or not isinstance(routed, RoutedForest):
             return np.zeros((0, 1))
         if growth is not None:
             return tree_seconds(growth, routed, rule, profile)
@@ -210,7 +212,7 @@ class ReplayTrace:
         hot = self._sampled_positions()
         ranks = None
         if shortlist is not None:
-            ranks = shortlist_ranks(forest, shortlist, depth, self._routed(policy, shortlist))
+            ranks = shortlist_ranks(forest, shortlist, depth, self._ranked(policy, shortlist))
         made = tabulate_growth(forest, [(rules[0], np.flatnonzero(~hot)), (rules[1], np.flatnonzero(hot))], depth, ranks)
         with self._lock:
             self._growths[key] = made
@@ -222,16 +224,16 @@ class ReplayTrace:
         return np.repeat(self.sampled > 0, np.diff(self.offsets))
 
     def tree_costs(
-        self, policy: Policy, profile: LatencyProfile, shortlist: ShortlistRule | None = None
+        self, policy: Policy, profile: LatencyProfile, width: int, shortlist: ShortlistRule | None = None
     ) -> tuple[TreeCosts, FloatArray]:
-        """:meth:`costs` for policies that are replayed from tree panoramas."""
+        """:meth:`costs` for policies that are replayed from tree panoramas; ``width``: children of a root."""
         kinds = tree_kinds(policy)
-        key = (id(profile), policy.draft, kinds, policy.shortlist.model_dump_json())
+        key = (id(profile), policy.draft, width, kinds, policy.shortlist.model_dump_json())
         with self._lock:
             found = self._tree_costs.get(key)
         if found is None:
             fixed = None if shortlist is None or shortlist.routed else shortlist
-            tables = TreeCosts.of(profile, policy.draft, self.max_context, kinds=kinds, shortlist=fixed)
+            tables = TreeCosts.of(profile, policy.draft, self.max_context, width=width, kinds=kinds, shortlist=fixed)
             found = (profile, tables, request_seconds(profile, policy.draft, self.prompts))
             with self._lock:
                 self._tree_costs[key] = found
@@ -421,7 +423,7 @@ def _run_trees(
     limits = TreeLimits.of(prepared.rules[0])
     costs, before = TreeCosts.free(), np.zeros(len(trace.trajectories))
     if profile is not None:
-        costs, before = trace.tree_costs(policy, profile, prepared.shortlist)
+        costs, before = trace.tree_costs(policy, profile, prepared.rules[0].places(1), prepared.shortlist)
     counts = np.zeros((len(trace.order), 7), dtype=np.int64)
     seconds = before[trace.order]
     size = trace.tokens if per_round else 0

@@ -191,10 +191,12 @@ def chooser_table(fitted: Mapping[str, Any]) -> RenderableType:
 
 
 def shortlist_fit_table(fitted: Mapping[str, Any]) -> RenderableType:
-    """Frequencies, clusters, a router or cluster ranks, as fitted."""
+    """Frequencies, clusters, a router or ranks, as fitted."""
     if "kept" in fitted:
-        title = f"{fitted['requests']} requests, {fitted['nodes']} laws of draft {fitted['draft']} under router {fitted['router']}"
-        return rows_table(fitted["kept"], ("clusters", "tokens", "mass", "true_tokens"), title)
+        order = f"router {fitted['router']}" if "router" in fitted else f"frequencies {fitted['frequencies']}"
+        title = f"{fitted['requests']} requests, {fitted['nodes']} laws of draft {fitted['draft']} under {order}"
+        columns = ("clusters", "tokens", "mass", "true_tokens") if "router" in fitted else ("tokens", "mass", "true_tokens")
+        return rows_table(fitted["kept"], columns, title)
     if "coverage" in fitted:
         table = Table(title=f"{fitted['tokens']} tokens counted, {fitted['distinct']} of {fitted['vocab']} occur", title_justify="left")
         table.add_column("size", justify="right")

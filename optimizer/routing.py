@@ -2,7 +2,7 @@
 
 A routed shortlist follows the draft's hidden states. Here the draft reads recorded texts, and the nodes of their tree panoramas, as
 it does while decoding; at each node the router orders the clusters, and of that order is kept what replays ask
-(:class:`optimizer.shortlist_replay.ClusterRanks`). At prefixes of the text near ties are settled by canonical states, as in
+(:class:`optimizer.shortlist_ranks.ClusterRanks`). At prefixes of the text near ties are settled by canonical states, as in
 :mod:`runtime.shortlists`: the first k clusters of a canonical order are what the runtime selects at every k. Nodes off the text serve
 trees, whose replay under shortlists is approximate; they are not settled.
 """
@@ -10,8 +10,7 @@ trees, whose replay under shortlists is approximate; they are not settled.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,107 +18,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from db.errors import CorruptedChunkError
 from optimizer.artifacts import fitted
 from optimizer.fit import Progress
-from optimizer.shortlist_replay import CLUSTER_RANKS, MASS_SCALE, ClusterRanks, digest, stored_ranks
+from optimizer.shortlist_ranks import ClusterRanks, budget_grid, keep_ranks, wanted_ranks
+from optimizer.whole_laws import States, WholeLaws, states_over
 from runtime.decoder import shortlisted_model
-from runtime.head_drafts import canonical_output, columns
 from runtime.loading import LoadedPair
-from runtime.models import CHUNK
 from runtime.policies.document import ClustersShortlist, Policy
 from runtime.policies.dynaspec import top_clusters
-from runtime.sampling import CHOICE_MARGIN, Noise, filters, log_law, scaled
 from runtime.shortlists import Shortlists, compile_shortlist
-from runtime.tree_panorama import OFF_TEXT, ROWS, HeadPasses, LanguageModelPasses
-from traces.errors import TraceError
-from traces.recording import TREE_DEPTH, TREE_WIDTH
-from traces.schema import Proposals, Trajectory, TreePanorama, request_seed
+from runtime.tree_panorama import OFF_TEXT, ROWS
+from traces.schema import Proposals, Trajectory, TreePanorama
 from traces.store import TraceStore
 
 KEPT: Final = 16
 """First clusters of the order at every node that are kept: what other nodes of a tree's level add to its shortlist."""
 GROUP: Final = 16
 """Starts whose drafted nodes are read together, so that what a pass sees stays short."""
-
-
-class _States(Protocol):
-    """A draft's states over one text and drafted nodes: what its output matrix reads."""
-
-    def text_states(self) -> Tensor:
-        """After every token of the text, [tokens, d]; zeros where the draft reads nothing."""
-
-    def node_states(
-        self, ids: Tensor, positions: Tensor, numbers: list[int], above: list[list[int]], starts: list[int]
-    ) -> Tensor:
-        """After drafted nodes, [n, d]; arguments as of the passes of :mod:`runtime.tree_panorama`."""
-
-    def canonical_before(self, length: int) -> Tensor | None:
-        """After the first ``length`` - 1 tokens of the text, by a canonical pass, [1, d]; None where the draft reads nothing there."""
-
-    def canonical(self, start: int, path: list[int]) -> Tensor:
-        """Float32 logits [vocab] after the first ``start`` output tokens and a drafted ``path``."""
-
-
-class _LanguageModelStates(LanguageModelPasses):
-    def text_states(self) -> Tensor:
-        self._reserve(ROWS)
-        ids = torch.tensor(self.text, device=self.device)
-        return torch.cat([self.model.chain_states(ids[at : at + CHUNK], at) for at in range(0, len(ids), CHUNK)])
-
-    def node_states(
-        self, ids: Tensor, positions: Tensor, numbers: list[int], above: list[list[int]], starts: list[int]
-    ) -> Tensor:
-        slots, mask = self._place(numbers, above, starts)
-        return self.model.scattered_states(ids, positions.clamp_max(self.model.max_positions - 1), slots, mask)
-
-    def canonical_before(self, length: int) -> Tensor | None:
-        return self.model.canonical_state(self.text[: length - 1]) if length > 1 else None
-
-
-class _HeadStates(HeadPasses):
-    def text_states(self) -> Tensor:
-        head, ids = self.head, torch.tensor(self.text, device=self.device)
-        self.target.reserve(len(ids))
-        self._reserve(ROWS)
-        out = torch.zeros(1, head.hidden_size, device=self.device, dtype=head.dtype)
-        if len(ids) > 1:
-            self.target.read(ids[:-1], 0)
-            features = self.target.tapped[:, columns(self.target, head)]
-            parts = [head.chain(ids[at : at + CHUNK], features[at - 1 : at + CHUNK - 1], at)[1] for at in range(1, len(ids), CHUNK)]
-            out = torch.cat([out, *parts])
-        self._root_hidden, self._hidden = out[self.prompt - 1 :], out.new_zeros(0, out.shape[1])
-        return torch.cat([out[:1], head.state(out[1:])])
-
-    def node_states(
-        self, ids: Tensor, positions: Tensor, numbers: list[int], above: list[list[int]], starts: list[int]
-    ) -> Tensor:
-        slots, mask = self._place(numbers, above, starts)
-        hidden = torch.stack([self._hidden[a[-1]] if a else self._root_hidden[s] for a, s in zip(above, starts, strict=True)])
-        out = self.head.scattered_outputs(ids, hidden, positions.clamp_max(self.head.max_positions - 1), slots, mask)
-        self._hidden = torch.cat([self._hidden[: numbers[0]], out])
-        return self.head.state(out)
-
-    def canonical_before(self, length: int) -> Tensor | None:
-        return self.head.state(canonical_output(self.target, self.head, self.text[: length - 1], [])) if length > 2 else None
-
-
-def _states_over(pair: LoadedPair, draft: str, text: list[int], prompt: int) -> _States:
-    if draft in pair.heads:
-        return _HeadStates(pair.target, pair.heads[draft], text, prompt)
-    return _LanguageModelStates(pair.drafts[draft], text, prompt)
-
-
-def text_states(pair: LoadedPair, draft: str, text: list[int]) -> Tensor:
-    """What the draft's output matrix reads after each token of a text, [tokens, d]. A head reads the target's features; its first row is
-    zeros."""
-    return _states_over(pair, draft, text, 1).text_states()
-
-
-def budget_grid(clusters: int) -> tuple[int, ...]:
-    """The numbers of clusters whose tokens and mass are kept: 1 to 8, then by steps of sqrt(2), and all."""
-    found = {*range(1, 9), *(round(2 ** (i / 2)) for i in range(6, 64))}
-    return (*sorted(k for k in found if k < clusters), clusters)
 
 
 def cluster_ranks(
@@ -132,50 +47,25 @@ def cluster_ranks(
     proposals: Proposals = "coupled",
     progress: Progress = lambda *_: None,
 ) -> ClusterRanks:
-    """The cluster ranks of all of a recording's laws of a draft under a stored router, for ``routed`` of a
+    """The cluster ranks of all of a recording's laws of a draft under a stored router, for ``ranks`` of a
     :class:`optimizer.replay.ReplayTrace`: stored ones where they hold every request, else made, the new requests alone, and stored.
 
     Nothing is fitted, so all requests are ranked. Raises TraceError for a recording of another pair or without trees of the draft,
     PolicyError where ``router`` is no router of this draft and head.
     """
-    info = store.get_recording(recording)
-    if info.pair_id != pair.id:
-        raise TraceError(f"recording {info.id} is of pair {info.pair_id}, this is pair {pair.id}; name one of this pair")
     router = store.get_artifact(router).id
+    wanted = wanted_ranks(store, pair.id, recording, draft, router, proposals)
     shortlists = _shortlists(store, pair, draft, router)
-    loaded = store.load(info.id, [draft], trees=True, skip_corrupted=True).having(trees=[draft], proposals=proposals)
-    if not loaded.requests:
-        flag = "" if proposals == "coupled" else f" --tree-proposals {proposals}"
-        raise TraceError(
-            f"recording {info.id} has no trees of draft {draft!r}, whose laws a router's ranks are of; `record --resume {info.id} "
-            f"--tree-width {TREE_WIDTH} --tree-depth {TREE_DEPTH}{flag}` makes them"
-        )
-    try:
-        there = stored_ranks(store, info.id, draft, router, proposals)
-    except CorruptedChunkError:
-        there = None
-    texts, trees = loaded.trajectories, loaded.trees(draft, proposals)
-    names = [digest(t, p) for t, p in zip(texts, trees, strict=True)]
-    known = {} if there is None else there.requests
-    if there is not None and known.keys() >= set(names):
+    there = wanted.there if isinstance(wanted.there, ClusterRanks) else None
+    if there is not None and wanted.complete:
         return there
+    known = {} if there is None else {name: n for n, name in enumerate(there.digests)}
     ranker = _Ranker(pair, shortlists)
     parts: list[_Part] = []
-    for n, (name, text, panorama) in enumerate(zip(names, texts, trees, strict=True)):
+    for n, (name, text, panorama) in enumerate(zip(wanted.digests, wanted.texts, wanted.trees, strict=True)):
         parts.append(_part(there, known[name]) if there is not None and name in known else ranker.rank(text, panorama))
-        progress("ranks", n + 1, len(names))
-    made = ranker.joined(router, proposals, names, parts)
-    document, arrays = made.to_document()
-    origin = {"recording": info.id, "draft": draft, "router": router, "proposals": proposals}
-    document |= {**origin, "pair": pair.id}
-    while True:
-        name = store.put_artifact(CLUSTER_RANKS, document, arrays, pair_id=pair.id, provenance=origin)
-        try:
-            store.get_artifact(name)
-        except CorruptedChunkError:  # this very content was there, damaged; ids are hashes of contents, so a new one needs another
-            document["instead_of"] = name
-        else:
-            return replace(made, artifact=name)
+        progress("ranks", n + 1, len(wanted.digests))
+    return keep_ranks(store, pair.id, wanted.recording, ranker.joined(router, proposals, wanted.digests, parts))
 
 
 def _shortlists(store: TraceStore, pair: LoadedPair, draft: str, router: str) -> Shortlists:
@@ -194,7 +84,9 @@ class _Part(NamedTuple):
     own: npt.NDArray[Any]
     better: npt.NDArray[Any]
     sizes: npt.NDArray[Any]
-    mass: npt.NDArray[Any]
+    text_code: npt.NDArray[np.uint16]
+    mass_code: npt.NDArray[np.uint16]
+    entropy_code: npt.NDArray[np.uint16]
 
 
 def _part(source: ClusterRanks, place: int) -> _Part:
@@ -212,8 +104,7 @@ class _Ranker:
         self.budgets = budget_grid(self.count)
         self.of = np.full(pair.target.vocab_size, self.count, np.int64)
         self.of[self.output.ids] = self.clusters.of
-        self.row = np.full(pair.target.vocab_size, -1, np.int64)
-        self.row[self.output.ids] = np.arange(self.output.rows)
+        self.laws = WholeLaws(pair, self.draft)
         self.of_rows = torch.from_numpy(self.clusters.of).to(self.model.device)
 
     @torch.no_grad()
@@ -221,7 +112,7 @@ class _Ranker:
         """The rows of one request."""
         output, prompt = trajectory.output_ids.tolist(), len(trajectory.prompt_ids)
         text, roots = [*trajectory.prompt_ids.tolist(), *output], len(output) + 1
-        reader = _states_over(self.pair, self.draft, text, prompt)
+        reader = states_over(self.pair, self.draft, text, prompt)
         states = reader.text_states()
         after = functional.pad(states, (0, 0, 1, 0))  # row p: after the first p tokens
         off = panorama.tokens[panorama.parent, panorama.slot].astype(np.int64)
@@ -229,7 +120,7 @@ class _Ranker:
         before = torch.cat([after[prompt - 1 : -1], self._before_drafted(reader, after[prompt:], panorama, off, prompt)])
         rows = [slice(at, at + ROWS) for at in range(0, len(tokens), ROWS)]
         scores = torch.cat([self.shortlists.scores(self.model.embedded(tokens[at]), before[at]) for at in rows])
-        following = np.array([self.of[t] for t in output] + [self.count])
+        following, next_tokens = np.array([self.of[t] for t in output] + [self.count]), np.array([*output, -1], np.int64)
         exists = np.arange(panorama.width) < panorama.count[:, None]
         children = np.where(exists, self.of[panorama.tokens], self.count)
         if self.pair.exact:
@@ -242,18 +133,19 @@ class _Ranker:
         better = np.where(np.arange(panorama.width) < slot, ranks[:roots], self.count).min(1)
         at = order[:roots].cpu().numpy()
         columns = np.array(self.budgets) - 1
-        mass = []
+        codes = []
         for begin in range(0, roots, ROWS):
-            part = states[prompt - 1 + begin : prompt - 1 + begin + ROWS]
-            logits = functional.linear(part, self.output.weight, self.output.bias).float()
-            q = log_law(logits, trajectory.sampling).exp()
-            held = q.new_zeros(len(q), self.count).index_add_(1, self.of_rows, q)
-            kept = held.gather(1, order[begin : begin + len(q)]).cumsum(1).cpu().numpy()[:, columns]
-            mass.append(np.rint(kept.clip(0.0, 1.0) * MASS_SCALE).astype(np.uint8))
+            logits = self.laws.logits(states[prompt - 1 + begin : prompt - 1 + begin + ROWS])
+            placed = order[begin : begin + len(logits)]
+
+            def by_order(values: Tensor, placed: Tensor = placed) -> Tensor:
+                return values.new_zeros(len(values), self.count).index_add_(1, self.of_rows, values).gather(1, placed)
+
+            codes.append(self.laws.codes(logits, trajectory.sampling, next_tokens[begin : begin + ROWS], columns.tolist(), by_order))
             for i in range(begin, min(begin + ROWS, roots - 1)):
                 if panorama.text_slot[i] == OFF_TEXT:
-                    found = self._better(reader, logits[i - begin], i, trajectory, panorama)
-                    better[i] = place[i][found].min(initial=self.count)
+                    found = self.laws.better(reader, logits[i - begin], i, trajectory, panorama)
+                    better[i] = 0 if found is None else place[i][self.clusters.of[found]].min(initial=self.count)
         better[-1] = 0
         small, wide = _unsigned(self.count), _unsigned(self.output.rows)
         return _Part(
@@ -262,11 +154,11 @@ class _Ranker:
             own.astype(small),
             better.astype(small),
             self.clusters.sizes[at].cumsum(1)[:, columns].astype(wide),
-            np.concatenate(mass),
+            *(np.concatenate(parts) for parts in zip(*codes, strict=True)),
         )
 
     def _before_drafted(
-        self, reader: _States, roots: Tensor, panorama: TreePanorama, tokens: npt.NDArray[np.int64], prompt: int
+        self, reader: States, roots: Tensor, panorama: TreePanorama, tokens: npt.NDArray[np.int64], prompt: int
     ) -> Tensor:
         """The states before drafted nodes, that is after their parents, [M, d]; ``roots`` [L + 1, d] are those after the text's prefixes
         and ``tokens`` int64 [M] the nodes'. Nodes without children are not read."""
@@ -303,7 +195,7 @@ class _Ranker:
         return found[::-1]
 
     def _settle(
-        self, reader: _States, scores: Tensor, tokens: Tensor, watched: npt.NDArray[np.int64], prompt: int
+        self, reader: States, scores: Tensor, tokens: Tensor, watched: npt.NDArray[np.int64], prompt: int
     ) -> None:
         """Replaces, in place, scores [N, M] of those text prefixes at which rounding could move one of the clusters ``watched`` int64
         [T, K + 1] (M: none) in the order: by scores from canonical states, as the runtime does."""
@@ -317,54 +209,23 @@ class _Ranker:
             state = reader.canonical_before(prompt + i)
             scores[i] = self.shortlists.scores(self.model.embedded(tokens[i : i + 1]), state)[0]
 
-    def _better(
-        self, reader: _States, logits: Tensor, start: int, trajectory: Trajectory, panorama: TreePanorama
-    ) -> npt.NDArray[np.int64]:
-        """Clusters that hold a token better than the text's next one after ``start`` output tokens, where that is none of the recorded
-        children; ``logits`` [rows]. All, where filters or proposals by probability leave unsaid what the draft would propose."""
-        sampling, token = trajectory.sampling, int(trajectory.output_ids[start])
-        row, everything = int(self.row[token]), np.arange(self.count)
-        if row < 0 or panorama.proposals != "coupled" or filters(sampling, self.pair.target.vocab_size):
-            return everything
-        x = self._perturbed(logits, start, trajectory)
-        others = (x - x[row]).abs()
-        others[row] = torch.inf
-        if self.pair.exact and float(others.min()) < CHOICE_MARGIN / (1.0 if sampling.greedy else min(1.0, sampling.temperature)):
-            ids = torch.from_numpy(self.output.ids).to(logits.device)
-            x = self._perturbed(reader.canonical(start, []).index_select(0, ids), start, trajectory)
-        above = x > x[row]
-        above[:row] |= x[:row] == x[row]
-        return np.unique(self.clusters.of[above.cpu().numpy()])
-
-    def _perturbed(self, logits: Tensor, start: int, trajectory: Trajectory) -> Tensor:
-        """What proposals are ranked by, [rows]: log q + g but for a constant."""
-        x = scaled(logits, trajectory.sampling)
-        if trajectory.sampling.greedy:
-            return x
-        seed = request_seed(trajectory.sampling.seed, trajectory.request_id)
-        noise = Noise(seed, self.pair.target.vocab_size, logits.device).row(len(trajectory.prompt_ids) + start)
-        return x + noise.index_select(0, torch.from_numpy(self.output.ids).to(logits.device))
-
     def joined(self, router: str, proposals: Proposals, names: Sequence[str], parts: Sequence[_Part]) -> ClusterRanks:
         """The rows of all requests as one value."""
         widest = max(p.ranks.shape[1] for p in parts)
         ranks = [np.pad(p.ranks, ((0, 0), (0, widest - p.ranks.shape[1])), constant_values=self.count) for p in parts]
+        columns: dict[str, Any] = {name: np.concatenate([getattr(p, name) for p in parts]) for name in _Part._fields if name != "ranks"}
         return ClusterRanks(
-            self.draft,
-            router,
-            proposals,
-            self.count,
-            self.budgets,
-            tuple(names),
+            draft=self.draft,
+            fitted=router,
+            proposals=proposals,
+            clusters=self.count,
+            budgets=self.budgets,
+            digests=tuple(names),
             node_offsets=np.cumsum([0, *(len(p.ranks) for p in parts)]),
             text_offsets=np.cumsum([0, *(len(p.own) for p in parts)]),
             of=self.of.astype(_unsigned(self.count)),
             ranks=np.concatenate(ranks),
-            order=np.concatenate([p.order for p in parts]),
-            own=np.concatenate([p.own for p in parts]),
-            better=np.concatenate([p.better for p in parts]),
-            sizes=np.concatenate([p.sizes for p in parts]),
-            mass=np.concatenate([p.mass for p in parts]),
+            **columns,
         )
 
 

@@ -20,9 +20,11 @@ from optimizer.fit import Progress, StoredFit, hash_of
 from optimizer.fits.clusters import cohesion, default_clusters, fit_clusters
 from optimizer.fits.frequencies import count_tokens, fit_frequencies
 from optimizer.fits.router import EPOCHS, HIDDEN, LABELS, train_router
+from optimizer.frequency_ranks import frequency_ranks
 from optimizer.record import split
-from optimizer.routing import budget_grid, cluster_ranks, text_states
-from optimizer.shortlist_replay import CLUSTER_RANKS
+from optimizer.routing import cluster_ranks
+from optimizer.shortlist_ranks import CLUSTER_RANKS, FREQUENCY_RANKS, budget_grid
+from optimizer.whole_laws import text_states
 from runtime.decoder import shortlisted_model
 from runtime.loading import LoadedPair
 from runtime.policies.dynaspec import FREQUENCIES, ROUTER, Clusters, Frequencies, Routing
@@ -36,6 +38,10 @@ TOP: Final = 16
 """Most probable tokens kept of a context: labels, and what the scores count as the draft's mass."""
 SHARE: Final = 0.25
 """Part of the head's clusters that a policy shown as a start takes at its first step."""
+
+
+LeftOut = tuple[int, int]
+"""(i, n): a fit does without every n-th of the texts it may read, from the i-th on, so that it can be judged by those."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +58,18 @@ class Contexts:
 
 
 def fit_frequencies_artifact(
-    store: TraceStore, recording: str, pair: LoadedPair, *, corpus: Sequence[str] = (), progress: Progress = lambda *_: None
+    store: TraceStore,
+    recording: str,
+    pair: LoadedPair,
+    *,
+    corpus: Sequence[str] = (),
+    left_out: LeftOut | None = None,
+    progress: Progress = lambda *_: None,
 ) -> StoredFit:
     """The vocabulary by how often its tokens occur in recorded texts, prompts included, or in the text files of ``corpus`` (FR-Spec).
 
-    EOS and the tokenizer's special tokens come first. Raises TraceError for a recording of another pair or without texts, WorkloadError
+    EOS and the tokenizer's special tokens come first. The ranks of the recording under the order are made as well (``ranks``, by draft), so
+    that chains with shortlists of it replay exactly. Raises TraceError for a recording of another pair or without texts, WorkloadError
     for a file that cannot be read or is empty.
     """
     texts: Iterable[Sequence[int] | npt.NDArray[np.integer]]
@@ -64,8 +77,8 @@ def fit_frequencies_artifact(
         texts = [_tokens_of(pair, name) for name in corpus]
         source: dict[str, Any] = {"corpus": list(corpus)}
     else:
-        texts = [np.concatenate([t.prompt_ids, t.output_ids]) for t in _texts(store, recording, pair)]
-        source = {"recording": recording, "requests": len(texts)}
+        texts = [np.concatenate([t.prompt_ids, t.output_ids]) for t in _texts(store, recording, pair, left_out)]
+        source = {"recording": recording, "requests": len(texts), "left_out": _shown(left_out)}
     progress("counting", 0, 1)
     counts = count_tokens(texts, pair.target.vocab_size)
     always = sorted({int(i) for i in (*pair.eos_ids, *getattr(pair.tokenizer, "all_special_ids", ())) if 0 <= i < len(counts)})
@@ -73,7 +86,7 @@ def fit_frequencies_artifact(
     progress("counting", 1, 1)
     described, arrays = made.to_document()
     total, kept = int(counts.sum()), np.cumsum(counts[made.order])
-    sizes = sorted({min(made.vocab, 1 << bits) for bits in range(6, 20)})
+    sizes = _sizes(made.vocab)
     document = {
         **source,
         "pair": pair.id,
@@ -85,6 +98,8 @@ def fit_frequencies_artifact(
     artifact = _put(store, pair, FREQUENCIES, document, arrays, (counts,))
     draft = next(iter((*pair.drafts, *pair.heads)), "DRAFT")
     block = {"kind": "frequency", "size": max(1, made.vocab // 4), "artifact": artifact}
+    grown = [] if corpus else [d for d in pair.drafts if d in store.get_recording(recording).trees]
+    document["ranks"] = {d: frequency_ranks(store, pair, recording, d, artifact, progress=progress).artifact for d in grown}
     return StoredFit(artifact, FREQUENCIES, document, {"draft": draft, "window": {"kind": "fixed", "gamma": 4}, "shortlist": block})
 
 
@@ -148,6 +163,7 @@ def fit_router_artifact(
     labels: int = LABELS,
     epochs: int = EPOCHS,
     seed: int = 0,
+    left_out: LeftOut | None = None,
     progress: Progress = lambda *_: None,
 ) -> StoredFit:
     """Clusters of a draft's output head, and a router trained on what the draft says over the recorded texts (DynaSpec, section 4.2).
@@ -160,7 +176,7 @@ def fit_router_artifact(
     _known(pair, draft)
     if not 1 <= labels <= TOP:
         raise PolicyError(f"--labels {labels}: from 1 to {TOP} tokens can be labels")
-    texts = _texts(store, recording, pair)
+    texts = _texts(store, recording, pair, left_out)
     output = shortlisted_model(pair, draft).output
     if clusters_from is not None:
         partition = _clusters(store, pair, draft, clusters_from)
@@ -190,6 +206,7 @@ def fit_router_artifact(
     document = {
         "recording": recording,
         "requests": len(texts),
+        "left_out": _shown(left_out),
         "pair": pair.id,
         "draft": draft,
         **described,
@@ -217,26 +234,38 @@ def fit_ranks_artifact(
     pair: LoadedPair,
     draft: str,
     *,
-    router: str,
+    router: str | None = None,
+    frequencies: str | None = None,
     proposals: Proposals = "coupled",
     progress: Progress = lambda *_: None,
 ) -> StoredFit:
-    """The cluster ranks of a recording under a stored router (:func:`optimizer.routing.cluster_ranks`), which replays of its policies need;
-    with the mass of the draft's law that so many clusters keep and the share of true tokens in them, means over the texts."""
+    """The ranks of a recording under a stored router (:func:`optimizer.routing.cluster_ranks`) or frequency order
+    (:func:`optimizer.frequency_ranks.frequency_ranks`), which replays of their policies need; with the share of true tokens that so many
+    clusters or tokens hold, and the mass of the draft's law that they keep, means over the texts.
+
+    Raises PolicyError unless one of the two is named, and for a head's frequency ranks: its chains replay as trees, without.
+    """
     _known(pair, draft)
-    found = cluster_ranks(store, pair, recording, draft, router, proposals=proposals, progress=progress)
-    document = {
-        "recording": store.get_recording(recording).id,
-        "requests": len(found.digests),
-        "pair": pair.id,
-        "draft": draft,
-        "router": found.router,
-        "proposals": proposals,
-        "clusters": found.clusters,
-        "nodes": len(found.ranks),
-        "kept": found.kept([k for k in budget_grid(found.clusters) if k & (k - 1) == 0 or k == found.clusters]),
-    }
-    return StoredFit(found.artifact, CLUSTER_RANKS, document, {"draft": draft})
+    if (router is None) == (frequencies is None):
+        raise PolicyError("fit ranks: name one order, --router ID or --frequencies ID")
+    document: dict[str, Any] = {"recording": store.get_recording(recording).id, "pair": pair.id, "draft": draft, "proposals": proposals}
+    if router is not None:
+        found = cluster_ranks(store, pair, recording, draft, router, proposals=proposals, progress=progress)
+        document |= {"requests": len(found.digests), "router": found.router, "clusters": found.clusters, "nodes": len(found.ranks)}
+        document["kept"] = found.kept([k for k in budget_grid(found.clusters) if k & (k - 1) == 0 or k == found.clusters])
+        return StoredFit(found.artifact, CLUSTER_RANKS, document, {"draft": draft})
+    assert frequencies is not None
+    if draft not in pair.drafts:
+        raise PolicyError(f"--draft {draft}: chains of a head replay as trees, which need no frequency ranks; name a language-model draft")
+    ranks = frequency_ranks(store, pair, recording, draft, frequencies, proposals=proposals, progress=progress)
+    document |= {"requests": len(ranks.digests), "frequencies": ranks.fitted, "nodes": len(ranks.own)}
+    document["kept"] = ranks.kept([k for k in _sizes(ranks.vocab) if k in ranks.budgets])
+    return StoredFit(ranks.artifact, FREQUENCY_RANKS, document, {"draft": draft})
+
+
+def _sizes(vocab: int) -> list[int]:
+    """Powers of two from 64 up to a vocabulary, and that."""
+    return sorted({min(vocab, 1 << bits) for bits in range(6, 20)})
 
 
 @torch.no_grad()
@@ -264,8 +293,8 @@ def contexts(
     return Contexts(embeddings, previous, top.numpy(), probabilities.double().numpy(), np.concatenate(groups))
 
 
-def _texts(store: TraceStore, recording: str, pair: LoadedPair) -> list[Trajectory]:
-    """The search part of a recording of this pair."""
+def search_texts(store: TraceStore, recording: str, pair: LoadedPair) -> list[Trajectory]:
+    """The texts of a recording that fits may read: its search part. Raises TraceError for a recording of another pair or without texts."""
     info = store.get_recording(recording)
     if info.pair_id != pair.id:
         raise TraceError(f"recording {info.id} is of pair {info.pair_id}, this is pair {pair.id}; name one of this pair")
@@ -274,6 +303,15 @@ def _texts(store: TraceStore, recording: str, pair: LoadedPair) -> list[Trajecto
         raise TraceError(f"recording {info.id} has no usable request")
     part, _ = split([t.request_id for t in texts], [t.category for t in texts])
     return [texts[i] for i in part]
+
+
+def _texts(store: TraceStore, recording: str, pair: LoadedPair, left_out: LeftOut | None = None) -> list[Trajectory]:
+    texts = search_texts(store, recording, pair)
+    return [t for i, t in enumerate(texts) if left_out is None or i % left_out[1] != left_out[0]]
+
+
+def _shown(left_out: LeftOut | None) -> list[int] | None:
+    return None if left_out is None else list(left_out)
 
 
 def _tokens_of(pair: LoadedPair, name: str) -> list[int]:

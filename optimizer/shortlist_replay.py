@@ -2,192 +2,77 @@
 the text.
 
 The proposal of a restricted draft is the best token of its law that the shortlist holds, whatever the renormalised probabilities are. So
-a chain's agreement is exact at every budget: the text's token is proposed iff it is in the shortlist and nothing better is. Stops and
-filters read renormalised probabilities, which were not recorded; they are taken from the full law. Trees rank nodes of different laws
-against each other by such probabilities, so they are approximate, too (docs/shortlists.md).
+a chain's agreement is exact at every budget: the text's token is proposed iff it is in the shortlist and nothing better is. Stops read
+renormalised probabilities; on the texts those follow from the mass that an order's budgets keep, to a rounding and an interpolation.
+Filters are taken from the full law. Trees rank nodes of different laws against each other by such probabilities; they are approximate, too
+(docs/shortlists.md).
 
-Which clusters a router selects is a function of hidden states, which recordings do not hold. :mod:`optimizer.routing` reads them once and
-keeps what they decide, :class:`ClusterRanks`: with these every budget of that router replays.
+What of an order (of tokens by frequency, of clusters by a router) this asks at each prefix of the texts is read once from whole laws and
+kept (:mod:`optimizer.shortlist_ranks`): with these every budget of the order replays. Chains under a frequency order replay from the
+recorded children alone, too; then a round is not known where the shortlist holds none of them.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, cast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from db.errors import CorruptedChunkError
+from optimizer.outcomes import ENDLESS
+from optimizer.shortlist_ranks import ClusterRanks, FrequencyRanks, Index, Ranks, digest, how_to_rank
 from optimizer.tree_outcomes import OFF_TEXT, ClusterUnion, Forest, GrowthTable, ShortlistRanks
 from runtime.policies.document import GAMMA_LIMIT
 from runtime.policies.shortlist_costs import shortlist_seconds
+from runtime.policies.stops import STOP_NONE, CompiledStop
 from runtime.shortlists import ShortlistRule
 from traces.errors import TraceError
-from traces.schema import LatencyProfile, Proposals, Trajectory, TreePanorama
+from traces.schema import LatencyProfile, Trajectory, TreePanorama
 
-if TYPE_CHECKING:
-    from traces.store import TraceStore
-
-Index = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint32]
 FloatArray = npt.NDArray[np.float64]
 
 NEVER_IN: Final = np.iinfo(np.int32).max
 """Rank of a token that no budget holds."""
-CLUSTER_RANKS: Final = "cluster_ranks"
-"""Kind of the artifact that holds :class:`ClusterRanks`."""
-MASS_SCALE: Final = 255
-"""What a kept mass of 1 is stored as."""
 
 
 @dataclass(frozen=True, eq=False)
-class ClusterRanks:
-    """Where a router puts the clusters of what was recorded of one draft: all that a replay under any of its budgets asks.
+class RankedForest:
+    """The ranks of texts' prefixes over a forest, row for row: ``own`` and ``better`` int32 [nodes] (0 off the texts), ``open`` bool
+    [nodes] where ``better`` is of the recorded children alone, and the places of prefixes among all, ``text_row`` int64 [nodes] (-1 off
+    the texts). Of the prefixes ``text_code`` [T], ``mass_code`` and ``entropy_code`` [T, B]."""
 
-    R requests follow one another, N nodes in all (those of their tree panoramas, in order), T of them prefixes of the texts (a text of L
-    tokens has L + 1, the last with nothing after it). A *rank* is a cluster's place in the router's order at a node, from 0;
-    M = ``clusters`` stands for none.
+    source: Ranks
+    own: npt.NDArray[np.int32]
+    better: npt.NDArray[np.int32]
+    open: npt.NDArray[np.bool_]
+    text_row: Index
+    text_code: npt.NDArray[np.uint16]
+    mass_code: npt.NDArray[np.uint16]
+    entropy_code: npt.NDArray[np.uint16]
 
-    - ``of`` [vocab]: the cluster of every token of the target's vocabulary, M where the draft's head lacks it.
-    - ``ranks`` [N, K]: the rank of each recorded child's cluster (M beyond the children that exist); ``order`` [N, C]: the first clusters.
-    - Of each text prefix: ``own`` [T], the rank of the true next token's cluster, and ``better`` [T], the least rank of a cluster with a
-      token better than it in the draft's order: it is proposed at budget k iff own < k <= better. ``sizes`` [T, B] and ``mass`` uint8
-      [T, B]: tokens of the first k clusters, and the mass of the draft's law that they keep (x 255), for the k of ``budgets``.
-
-    Arrays are unsigned integers of the smallest fitting size. ``digests`` names what each request's rows were computed from
-    (:func:`digest`), ``node_offsets`` and ``text_offsets`` int64 [R + 1] delimit them.
-    """
-
-    draft: str
-    router: str
-    proposals: Proposals
-    clusters: int
-    budgets: tuple[int, ...]
-    digests: tuple[str, ...]
-    node_offsets: Index
-    text_offsets: Index
-    of: npt.NDArray[Any]
-    ranks: npt.NDArray[Any]
-    order: npt.NDArray[Any]
-    own: npt.NDArray[Any]
-    better: npt.NDArray[Any]
-    sizes: npt.NDArray[Any]
-    mass: npt.NDArray[np.uint8]
-    artifact: str = field(default="", compare=False)
-
-    @property
-    def requests(self) -> Mapping[str, int]:
-        """The place of each request by its digest."""
-        return {name: place for place, name in enumerate(self.digests)}
-
-    def kept(self, budgets: Sequence[int]) -> list[dict[str, float]]:
-        """For k clusters: the share of true tokens in them, the mass of the draft's law kept, and their tokens, means over the texts."""
-        last = self.text_offsets[1:] - 1
-        some = np.ones(len(self.own), np.bool_)
-        some[last] = False
-        if not some.any():
-            return []
-        columns = [self.budgets.index(k) for k in budgets]
-        return [
-            {
-                "clusters": k,
-                "true_tokens": float((self.own[some] < k).mean()),
-                "mass": float(self.mass[some, c].mean()) / MASS_SCALE,
-                "tokens": float(self.sizes[some, c].mean()),
-            }
-            for k, c in zip(budgets, columns, strict=True)
-        ]
-
-    def to_document(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
-        """(JSON-ready document, arrays) for an artifact of kind :data:`CLUSTER_RANKS`; :meth:`from_document` reads them."""
-        document = {name: getattr(self, name) for name in ("draft", "router", "proposals", "clusters")}
-        document |= {"budgets": list(self.budgets), "requests": list(self.digests)}
-        return document, {name: getattr(self, name) for name in ARRAYS}
-
-    @classmethod
-    def from_document(cls, document: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]], artifact: str = "") -> ClusterRanks:
-        """The ranks of :meth:`to_document`. Raises ValueError for anything else."""
-        missing = [n for n in ("draft", "router", "proposals", "clusters", "budgets", "requests") if n not in document]
-        missing += [n for n in ARRAYS if n not in arrays]
-        if missing:
-            raise ValueError(f"not cluster ranks: {missing[0]} is missing")
-        made = cls(
-            document["draft"],
-            document["router"],
-            cast(Proposals, document["proposals"]),
-            document["clusters"],
-            tuple(document["budgets"]),
-            tuple(document["requests"]),
-            **{name: arrays[name] for name in ARRAYS},
-            artifact=artifact,
-        )
-        nodes, texts, count = int(made.node_offsets[-1]), int(made.text_offsets[-1]), len(made.digests) + 1
-        lengths = {"node_offsets": count, "text_offsets": count, "ranks": nodes, "order": nodes}
-        lengths |= dict.fromkeys(("own", "better", "sizes", "mass"), texts)
-        for name, wanted in lengths.items():
-            if len(getattr(made, name)) != wanted:
-                raise ValueError(f"not cluster ranks: {name} has {len(getattr(made, name))} rows, not {wanted}")
-        return made
-
-
-ARRAYS: Final = ("node_offsets", "text_offsets", "of", "ranks", "order", "own", "better", "sizes", "mass")
-
-
-def digest(trajectory: Trajectory, panorama: TreePanorama) -> str:
-    """16 hexadecimal digits of all that a request's rows of :class:`ClusterRanks` depend on beside draft and router."""
-    h = hashlib.sha256(f"{trajectory.request_id}\0{trajectory.sampling}\0{panorama.proposals}\0{panorama.shared}".encode())
-    for array in (trajectory.prompt_ids, trajectory.output_ids, panorama.parent, panorama.slot, panorama.tokens, panorama.count):
-        h.update(f"{array.shape}".encode())
-        h.update(np.ascontiguousarray(array).tobytes())
-    return h.hexdigest()[:16]
-
-
-def stored_ranks(
-    store: TraceStore, recording: str, draft: str, router: str, proposals: Proposals = "coupled"
-) -> ClusterRanks | None:
-    """The newest stored cluster ranks of a recording under a router, None where there are none. Ids may be abbreviated.
-
-    They may lack requests that were recorded since, which a :class:`optimizer.replay.ReplayTrace` refuses. Raises CorruptedChunkError when
-    all that are there are damaged, NotFoundError for an unknown recording or router.
-    """
-    info = store.get_recording(recording)
-    wanted = {"recording": info.id, "draft": draft, "router": store.get_artifact(router).id, "proposals": proposals}
-    damaged: CorruptedChunkError | None = None
-    for name, origin in store.artifact_origins(CLUSTER_RANKS, info.pair_id):
-        if wanted.items() <= origin.items():
-            try:
-                found = store.get_artifact(name)
-                return ClusterRanks.from_document(found.document, found.arrays, name)
-            except CorruptedChunkError as error:
-                damaged = error
-            except ValueError as error:
-                damaged = CorruptedChunkError(f"artifact {name} ({CLUSTER_RANKS}) cannot be used ({error})")
-    if damaged is not None:
-        raise CorruptedChunkError(f"{damaged}; {how_to_rank(info.id, wanted['router'], draft, proposals)}") from damaged
-    return None
-
-
-def how_to_rank(recording: str, router: str, draft: str, proposals: Proposals = "coupled") -> str:
-    """The command that makes cluster ranks, for messages."""
-    flag = "" if proposals == "coupled" else f" --proposals {proposals}"
-    return f"`fit ranks --recording {recording} --router {router} --draft {draft}{flag}` makes them"
+    def at_budget(self, codes: npt.NDArray[np.uint16], budget: int) -> FloatArray:
+        """Codes [T, B] at a budget, float64 [T]: as kept, between the budgets kept linear in their logarithm."""
+        budgets = self.source.budgets
+        k = min(budget, budgets[-1])
+        above = int(np.searchsorted(budgets, k))
+        found = codes[:, above].astype(np.float64)
+        if budgets[above] != k:
+            share = np.log(budgets[above] / k) / np.log(budgets[above] / budgets[above - 1])
+            found += share * (codes[:, above - 1] - found)
+        return found
 
 
 @dataclass(frozen=True, eq=False)
-class RoutedForest:
-    """:class:`ClusterRanks` over a forest, row for row: ``ranks`` int32 [nodes, K], ``union`` for levels of trees, ``own`` and ``better``
-    int32 [nodes] (of text prefixes; 0 elsewhere), and the places of text prefixes, ``text_row`` int64 [nodes] (-1 elsewhere), among
-    ``sizes`` [T, B]."""
+class RoutedForest(RankedForest):
+    """:class:`ClusterRanks` over a forest: of every node ``ranks`` int32 [nodes, K], and ``union`` for levels of trees; ``sizes`` [T, B] of
+    the texts' prefixes."""
 
     source: ClusterRanks
     ranks: npt.NDArray[np.int32]
     union: ClusterUnion
-    own: npt.NDArray[np.int32]
-    better: npt.NDArray[np.int32]
-    text_row: Index
     sizes: npt.NDArray[Any]
 
     def tokens(self, budget: int) -> FloatArray:
@@ -203,59 +88,73 @@ class RoutedForest:
 
 
 def join_ranks(
-    forest: Forest, trajectories: Sequence[Trajectory], panoramas: Sequence[TreePanorama], source: ClusterRanks
-) -> RoutedForest:
+    forest: Forest, trajectories: Sequence[Trajectory], panoramas: Sequence[TreePanorama], source: Ranks
+) -> RankedForest:
     """The ranks of a forest's nodes; ``forest`` is :func:`optimizer.tree_outcomes.join_trees` of the same arguments. Raises TraceError
     where they are another draft's or lack a request."""
+    what, key = source.KIND.replace("_", " "), source.KEY
     if source.draft != forest.draft:
-        raise TraceError(f"cluster ranks of draft {source.draft!r} given for draft {forest.draft!r}")
-    known, nodes, texts, rows, offset = source.requests, [], [], [], 0
+        raise TraceError(f"{what} of draft {source.draft!r} given for draft {forest.draft!r}")
+    known, places, rows, offset = {name: n for n, name in enumerate(source.digests)}, [], [], 0
     for t, p in zip(trajectories, panoramas, strict=True):
         place = known.get(digest(t, p))
         if place is None:
             raise TraceError(
-                f"request {t.request_id!r}: there are no cluster ranks of it under router {source.router} (the recording has grown since); "
-                + how_to_rank("ID", source.router, source.draft)
+                f"request {t.request_id!r}: there are no {what} of it under {key} {source.fitted} (the recording has grown since); "
+                + how_to_rank("ID", source.fitted, source.draft, key=key)
             )
-        nodes.append(np.arange(*source.node_offsets[place : place + 2]))
-        texts.append(np.arange(*source.text_offsets[place : place + 2]))
+        places.append(place)
+        count = int(np.diff(source.text_offsets[place : place + 2])[0])
         row = np.full(len(p.text_slot), -1, np.int64)
-        row[: len(texts[-1])] = np.arange(len(texts[-1])) + offset
+        row[:count] = np.arange(count) + offset
         rows.append(row)
-        offset += len(texts[-1])
-    at, text, text_row = (np.concatenate([np.zeros(0, np.int64), *x]) for x in (nodes, texts, rows))
+        offset += count
+    text, text_row = _rows_of(source.text_offsets, places), np.concatenate([np.zeros(0, np.int64), *rows])
     on = text_row >= 0
     own, better = np.zeros((2, len(text_row)), np.int32)
     own[on], better[on] = source.own[text], source.better[text]
+    unsaid = np.zeros(len(text_row), np.bool_)
+    codes = source.text_code[text], source.mass_code[text], source.entropy_code[text]
+    if isinstance(source, FrequencyRanks):
+        unsaid[on] = source.open[text]
+        return RankedForest(source, own, better, unsaid, text_row, *codes)
+    at = _rows_of(source.node_offsets, places)
     return RoutedForest(
         source,
+        own,
+        better,
+        unsaid,
+        text_row,
+        *codes,
         np.ascontiguousarray(source.ranks[at, : forest.width].astype(np.int32)),
         ClusterUnion(
             source.of[forest.tokens].astype(np.uint16),
             np.ascontiguousarray(source.order[at].astype(np.uint16)),
             np.append(np.bincount(source.of, minlength=source.clusters)[: source.clusters], 0),
         ),
-        own,
-        better,
-        text_row,
         source.sizes[text],
     )
 
 
-def shortlist_ranks(forest: Forest, rule: ShortlistRule, depth: int, routed: RoutedForest | None = None) -> ShortlistRanks:
-    """The ranks of a forest's children and the budgets of ``depth`` draft steps; ``routed``: where a router puts them.
+def _rows_of(offsets: Index, places: Sequence[int]) -> Index:
+    """The rows of requests by their places."""
+    return np.concatenate([np.zeros(0, np.int64), *(np.arange(*offsets[place : place + 2]) for place in places)])
+
+
+def shortlist_ranks(forest: Forest, rule: ShortlistRule, depth: int, ranked: RankedForest | None = None) -> ShortlistRanks:
+    """The ranks of a forest's children and the budgets of ``depth`` draft steps; ``ranked``: where a router puts them.
 
     Raises TraceError for an order of another vocabulary, and for a routed shortlist without ranks.
     """
     budgets = [rule.budget(step) for step in range(depth)]
     if rule.frequencies is None:
-        if routed is None:
+        if not isinstance(ranked, RoutedForest):
             raise TraceError(
                 f"shortlist {rule.block.kind!r} of draft {forest.draft!r} follows the draft's hidden states, and there are no cluster "
                 f"ranks of router {rule.block.artifact} over these texts; " + how_to_rank("ID", rule.block.artifact, forest.draft)
             )
-        within = np.minimum(budgets, routed.source.clusters).astype(np.int64)
-        return ShortlistRanks(routed.ranks, within, routed.union)
+        within = np.minimum(budgets, ranked.source.clusters).astype(np.int64)
+        return ShortlistRanks(ranked.ranks, within, ranked.union)
     frequencies = rule.frequencies
     if forest.tokens.size and int(forest.tokens.max()) >= frequencies.vocab:
         raise TraceError(
@@ -267,20 +166,21 @@ def shortlist_ranks(forest: Forest, rule: ShortlistRule, depth: int, routed: Rou
 
 
 def agreeing_steps(
-    forest: Forest, shortlist: ShortlistRanks, routed: RoutedForest | None = None
+    forest: Forest, shortlist: ShortlistRanks, ranked: RankedForest | None = None
 ) -> tuple[Index, Index]:
     """For every start, how many steps of a chain with a shortlist agree with the text, int64 [positions] (at most the budgets'
-    length); and the step, int64 [positions], at which it comes by a law none of whose recorded children is in the shortlist while the
-    text's token may be: it counts as disagreeing there (the budgets' length: it comes by none). With ``routed`` there are none such: its
-    ranks were computed from whole laws.
+    length); and the step, int64 [positions], at which it comes by a law of which too little is known: none of the recorded children is in
+    the shortlist while the text's token may be. It counts as disagreeing there (the budgets' length: it comes by none). ``ranked`` were
+    computed from whole laws; with them there are none such, but for ``open`` ones.
 
     The forest's laws must be functions of the prefix (``shared``).
     """
     slot = forest.text_slot.astype(np.int64)
     last = len(slot) - 1
-    if routed is not None:
-        own, better = routed.own.astype(np.int64), routed.better.astype(np.int64)
-        on_text = known = routed.text_row >= 0
+    if ranked is not None:
+        own, better = ranked.own.astype(np.int64), ranked.better.astype(np.int64)
+        on_text = ranked.text_row >= 0
+        known = on_text & ~ranked.open
     else:
         known = slot < forest.width
         rows = np.arange(len(slot))
@@ -294,7 +194,7 @@ def agreeing_steps(
     alive = np.ones(len(forest.root), dtype=np.bool_)
     for step, budget in enumerate(shortlist.budgets.tolist()):
         node = np.minimum(forest.root + step, last)
-        agrees = on_text[node] & (own[node] < budget) & (better[node] >= budget)
+        agrees = on_text[node] & known[node] & (own[node] < budget) & (better[node] >= budget)
         doubtful[alive & ~known[node] & (better[node] >= budget) & (node < last)] = step
         alive &= agrees
         if not alive.any():
@@ -339,13 +239,45 @@ def _prices(profile: LatencyProfile, rule: ShortlistRule, routed: RoutedForest) 
 
 
 def restricted(
-    words: Words, forest: Forest, shortlist: ShortlistRanks, routed: RoutedForest | None = None
+    words: Words, forest: Forest, shortlist: ShortlistRanks, stop: CompiledStop, ranked: RankedForest | None = None
 ) -> tuple[Words, Index]:
     """The packed outcomes of a full draft's chains (:func:`optimizer.outcomes.tabulate`) with what a shortlist leaves of their
-    agreement, and the step from which that is not known (:func:`agreeing_steps`). Raises TraceError for a draft whose laws depend on where
-    a round began."""
+    agreement, and the step from which that is not known (:func:`agreeing_steps`). With ``ranked``, chains that a stop ends on the text end
+    where the restricted laws say; what the stop reads off the text is the whole draft's. Raises TraceError for a draft whose laws depend on
+    where a round began."""
     if not forest.shared:
         raise TraceError(f"chains of draft {forest.draft!r} are replayed as trees")
-    steps, doubtful = agreeing_steps(forest, shortlist, routed)
+    steps, doubtful = agreeing_steps(forest, shortlist, ranked)
     made: Words = (words & np.uint32(0xFFFFFF00)) | np.minimum(steps, GAMMA_LIMIT).astype(np.uint32)
+    if ranked is not None and stop.kind != STOP_NONE:
+        made = _stopped(made, forest, shortlist, stop, ranked, steps)
     return made, doubtful
+
+
+def _stopped(
+    words: Words, forest: Forest, shortlist: ShortlistRanks, stop: CompiledStop, ranked: RankedForest, steps: Index
+) -> Words:
+    """Outcomes with the ends of chains (``cap`` and passes) as a stop sets them that reads the restricted laws, for the first ``steps`` of
+    each start, which are on the text: there the proposal is the text's token, and -log q_S is its -log q less that of the mass kept. A
+    chain that no stop ended by then goes on for a token at least."""
+    cap, passes = ((words >> np.uint32(shift)) & np.uint32(255) for shift in (8, 16))
+    cap, passes = np.maximum(cap, steps + 1), np.maximum(passes, steps + 1)
+    last = len(ranked.text_code) - 1
+    joint, open_ = np.zeros(len(steps)), np.ones(len(steps), np.bool_)
+    codes: dict[int, tuple[FloatArray, FloatArray]] = {}
+    for step, budget in enumerate(shortlist.budgets.tolist()):
+        open_ &= step < steps
+        if not open_.any():
+            break
+        if budget not in codes:
+            own = np.maximum(0.0, np.rint(ranked.text_code - ranked.at_budget(ranked.mass_code, budget)))
+            codes[budget] = own, np.rint(ranked.at_budget(ranked.entropy_code, budget))
+        row = np.minimum(ranked.text_row[forest.root] + step, last)
+        own, entropy = (found[row] for found in codes[budget])
+        joint += own
+        ends = open_ & ((own > stop.max_logp_code) | (joint > stop.max_joint_code) | (entropy > stop.max_entropy_code))
+        cap[ends], passes[ends] = step + stop.keep_last, step + 1
+        open_ &= ~ends
+    cap, passes = (np.minimum(found, ENDLESS).astype(np.uint32) for found in (cap, passes))
+    made: Words = (words & np.uint32(0xFF0000FF)) | (cap << np.uint32(8)) | (passes << np.uint32(16))
+    return made

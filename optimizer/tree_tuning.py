@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from optimizer.fit import ALPHA, fit_bins_artifact, fit_classifier_artifact, fit_static_tree_artifact, tree_source
-from optimizer.search import TreeLimit
+from optimizer.spaces import TreeLimit
 from traces.errors import TraceError
 from traces.store import TraceStore
 

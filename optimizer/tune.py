@@ -22,8 +22,9 @@ from optimizer.execute import Comparison, DecodeOptions, Expected, encode_record
 from optimizer.fits.chooser import read_prompts
 from optimizer.record import RecordRequest, record, retrace, retrace_trees, split
 from optimizer.replay import ReplayTrace, replay
-from optimizer.search import TIE, Study, complexity, finalists, is_fixed, rivals, search, transformers_heuristic, worth_trying
-from optimizer.shortlist_tuning import fit_shortlists, routing_of
+from optimizer.search import TIE, Study, complexity, finalists, is_fixed, rivals, search, worth_trying
+from optimizer.shortlist_tuning import fit_shortlists, ranks_for
+from optimizer.spaces import transformers_heuristic
 from optimizer.tree_tuning import fit_trees
 from runtime.loading import LoadedPair
 from runtime.loop import StaticSource
@@ -265,9 +266,9 @@ def tune_recording(
     worth = worth_trying(first.bounds) if grown else {}
     routers = [draft for draft, passes in worth.items() if "routed" in passes]
     shortlists = fit_shortlists(store, pair, recording_id, list(worth), routed=routers, seed=wanted.seed, progress=progress)
-    routed = routing_of(store, pair, recording_id, shortlists, candidates, progress=progress)
-    if routed:
-        trace = ReplayTrace(trajectories, panoramas, trees=trees, routed=routed)
+    ranks = ranks_for(store, pair, recording_id, shortlists, candidates, progress=progress)
+    if ranks:
+        trace = ReplayTrace(trajectories, panoramas, trees=trees, ranks=ranks)
     times["shortlists"] = clock() - began
     began = clock()
     study = searched(wanted.trials, shortlists=shortlists, known=first.trials)

@@ -377,7 +377,10 @@ def merge_profiles(profiles: Sequence[LatencyProfile]) -> LatencyProfile:
         drafts = [d for d in parts[-1].level if all(d in p.level for p in parts)]
         by_draft: dict[str, Any] = {k: {d: curves([getattr(p, k)[d] for p in parts]) for d in drafts} for k in kinds}
         passes = range(GAMMA_LIMIT + 1)
-        by_draft["bend_s"] = {d: tuple(statistics.mean(p.bend(d, g) for p in parts) for g in passes) for d in drafts}
+        by_draft["bend_s"] = {
+            d: {w: tuple(statistics.mean(p.bend(d, g, w) for p in parts) for g in passes) for w in parts[-1].bend_s.get(d, {})}
+            for d in drafts
+        }
         by_draft["kind_s"] = {
             d: {k: tuple(statistics.mean(p.more(d, (k,))[i] for p in parts) for i in range(2)) for k in TREE_KINDS} for d in drafts
         }

@@ -1,8 +1,8 @@
 """Measuring what rounds of trees cost (:class:`traces.schema.TreeProfile`), with real policies through the real backend.
 
 Every sample is one round: a tree is drafted, verified and committed, then text and draft are set back to where it began. A line through
-trees of few and of many levels gives the first pass and what a level more costs, by its width; what deviates from the line is kept by the
-number of levels. Trees of one shape that keep more or fewer nodes give the verification, with the moving of cache entries. What
+trees of few and of many levels gives the first pass and what a level more costs, by its width; what deviates from the line is kept by width
+and number of levels. Trees of one shape that keep more or fewer nodes give the verification, with the moving of cache entries. What
 verification costs more after one draft than after the others is charged to that draft's first pass. Static and classified trees, bins and
 stops are charged for what their rounds draft longer than top-k trees that read as much.
 """
@@ -302,19 +302,23 @@ def tree_costs(cells: TreeCells, drafts: Sequence[str], contexts: tuple[int, ...
     return replace(found, kind_s={name: _kind_costs(cells, found, name, charged) for name in drafts})
 
 
-def _bend(cells: TreeCells, name: str, contexts: Sequence[int]) -> tuple[float, ...]:
-    """What drafting took more than the lines of :func:`tree_costs`, by levels 0 .. GAMMA_LIMIT: the mean over widths, contexts and
-    temperatures, linear between :data:`DEPTHS` and beyond them as at the last."""
-    more = {0: 0.0}
-    for depth in DEPTHS:
-        apart = []
-        for hot in (False, True):
-            for c in contexts:
-                seconds = [center(cells.draft[depth][name, hot, w, c]) for w in WIDTHS]
-                base, slopes = _lines({d: [center(cells.draft[d][name, hot, w, c]) for w in WIDTHS] for d in DEPTHS})
-                apart += [s - base - (depth - 1) * slope for s, slope in zip(seconds, slopes, strict=True)]
-        more[depth] = statistics.mean(apart)
-    return tuple(float(s) for s in np.interp(np.arange(GAMMA_LIMIT + 1), list(more), list(more.values())))
+def _bend(cells: TreeCells, name: str, contexts: Sequence[int]) -> dict[int, tuple[float, ...]]:
+    """What drafting took more than the lines of :func:`tree_costs`, by width and levels 0 .. GAMMA_LIMIT: the mean over contexts and
+    temperatures, linear between :data:`DEPTHS` and beyond them as at the last. (Trees of one level, above all, are the cheaper the
+    narrower they are.)"""
+    apart: dict[int, dict[int, list[float]]] = {w: {d: [] for d in DEPTHS} for w in WIDTHS}
+    for hot in (False, True):
+        for c in contexts:
+            seconds = {d: [center(cells.draft[d][name, hot, w, c]) for w in WIDTHS] for d in DEPTHS}
+            base, slopes = _lines(seconds)
+            for d, found in seconds.items():
+                for w, s, slope in zip(WIDTHS, found, slopes, strict=True):
+                    apart[w][d].append(s - base - (d - 1) * slope)
+    bends = {}
+    for w, by_depth in apart.items():
+        more = {0: 0.0, **{d: statistics.mean(found) for d, found in by_depth.items()}}
+        bends[w] = tuple(float(s) for s in np.interp(np.arange(GAMMA_LIMIT + 1), list(more), list(more.values())))
+    return bends
 
 
 def _kind_costs(
@@ -335,7 +339,7 @@ def _kind_costs(
             first, level = (trees.sampled_first, trees.sampled_level) if r.hot else (trees.first, trees.level)
             seconds = first[name].at(1, r.context) + sum(level[name].at(w, r.context) for w in r.widths[1:])
             near = usual.get((name, r.hot, r.context), 0.0) * sum(r.widths)
-            apart.append(r.draft_s - (seconds - charged[name, r.hot] + trees.bend(name, len(r.widths)) - near))
+            apart.append(r.draft_s - (seconds - charged[name, r.hot] + trees.bend(name, len(r.widths), KIND_WIDTH) - near))
         settled = sum(r.settled_s for r in rounds) - sum(usual.get((name, r.hot, r.context), 0.0) * sum(r.widths) for r in rounds)
         # A trimmed mean: a lost second is not the kind's.
         found[kind] = float(trim_mean(apart, 0.1)) * len(rounds) / passes, max(0.0, settled / laws)
@@ -388,7 +392,7 @@ def compose_tree_round(
     seconds = verify.at(step.verified, context) + profile.overhead_s + (profile.noise_s * step.emitted if sampled else 0.0)
     if step.draft_steps:
         seconds += first[step.draft].at(step.lag, context) + sum(level[step.draft].at(w, context) for w in widths[1:])
-        seconds += trees.bend(step.draft, step.draft_steps)
+        seconds += trees.bend(step.draft, step.draft_steps, widths[1] if len(widths) > 1 else step.drafted)
     return seconds
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from optimizer.export import engine_settings
-from optimizer.search import Space, complexity, enumerated, transformers_heuristic
+from optimizer.search import complexity
+from optimizer.spaces import Space, enumerated, transformers_heuristic
 from runtime.pair import PairSpec, read_pair
 from runtime.policies.document import AUTOREGRESSIVE, Policy, differences, parse_policy, policy_schema
 from runtime.policies.prepared import check_verifier, prepare

@@ -26,7 +26,7 @@ from runtime.profiler import (
     measured_gammas,
     merge_profiles,
 )
-from runtime.tree_profiler import DEPTHS, KINDS, NODES, TREE_LAGS, WIDTHS, KindRound, NearTies, TreeCells, tree_costs
+from runtime.tree_profiler import DEPTHS, KIND_WIDTH, KINDS, NODES, TREE_LAGS, WIDTHS, KindRound, NearTies, TreeCells, tree_costs
 from traces.errors import PolicyError
 from traces.schema import CostCurve, LatencyProfile
 
@@ -100,7 +100,8 @@ def test_every_cost_of_trees_is_there(pair: LoadedPair, profile: LatencyProfile)
             assert curve.widths == widths
             assert all(x > 0 for row in curve.cost_s for x in row)
     for name in ("near", "far"):
-        assert len(trees.bend_s[name]) == GAMMA_LIMIT + 1
+        assert set(trees.bend_s[name]) == set(WIDTHS)
+        assert all(len(bend) == GAMMA_LIMIT + 1 for bend in trees.bend_s[name].values())
         assert set(trees.kind_s[name]) == set(KINDS)
 
 
@@ -148,12 +149,13 @@ def test_what_trees_cost_is_taken_apart() -> None:
     assert (trees.first["near"].at(1, 20), trees.first["far"].at(1, 20)) == pytest.approx((1.51, 2.51))
     assert trees.sampled_first["near"].at(4, 64) == pytest.approx(2.51)
     assert trees.level["far"].at(8, 16) == pytest.approx(7.08)
-    assert trees.bend_s["near"] == pytest.approx([0.0] * (GAMMA_LIMIT + 1), abs=1e-9)
+    assert [trees.bend("near", passes, 4) for passes in range(12)] == pytest.approx([0.0] * 12, abs=1e-9)
     assert trees.kind_s == {"near": {}, "far": {}}
 
 
 def test_other_trees_are_charged_for_what_they_draft_longer() -> None:
-    """Two levels take 0.6 less than the line. A classified tree of widths 1, 4, 2 takes 0.5 a pass longer and settles 0.14 in 7 laws."""
+    """Two levels take 0.6 less than the line, and one level of a narrow tree 0.3 less. A classified tree of widths 1, 4, 2 takes 0.5 a pass
+    longer and settles 0.14 in 7 laws."""
     cells, contexts = TreeCells(), (16, 64)
     for name in ("near", "far"):
         for hot in (False, True):
@@ -163,11 +165,18 @@ def test_other_trees_are_charged_for_what_they_draft_longer() -> None:
                 cells.first[name, hot, 1, c] = [2.0] * 3
                 for w in WIDTHS:
                     for depth in DEPTHS:
-                        cells.draft[depth][name, hot, w, c] = [2.0 + (depth - 1) * (3 + w / 2) - 0.6 * (depth == 2)] * 3
+                        less = 0.6 * (depth == 2) + 0.3 * (depth == 1 and w < 4)
+                        cells.draft[depth][name, hot, w, c] = [2.0 + (depth - 1) * (3 + w / 2) - less] * 3
                 lines = tree_costs(cells, ["near", "far"], contexts) if (name, hot, c) == ("far", True, 64) else None
     assert lines is not None
-    base, bend = lines.first["near"].at(1, 16) + 0.5, lines.bend_s["near"]
+    base, bend = lines.first["near"].at(1, 16) + 0.5, [lines.bend("near", passes, KIND_WIDTH) for passes in range(5)]
     assert bend[2] - (bend[1] + bend[4]) / 2 < -0.5
+    assert lines.bend("near", 1, 2) < lines.bend("near", 1, 3) < bend[1] - 0.1
+    assert lines.bend("near", 1, 1) == pytest.approx(lines.bend("near", 1, 0))
+    for w in (2, 8):
+        for depth in (1, 2, 8):
+            seconds = base + (depth - 1) * lines.level["near"].at(w, 16) + lines.bend("near", depth, w)
+            assert seconds == pytest.approx(cells.draft[depth]["near", False, w, 16][0])
     drafted = base + lines.level["near"].at(4, 16) + lines.level["near"].at(2, 16) + bend[3] + 1.5
     cells.kinds["near", "classifier"] = [KindRound(drafted, 0.14, (1, 4, 2), False, 16)] * 4
     trees = tree_costs(cells, ["near", "far"], contexts)

@@ -23,7 +23,7 @@ from db.models import ArtifactRow
 from optimizer.artifacts import fitted
 from optimizer.replay import ReplayTrace, run_replay
 from optimizer.routing import budget_grid, cluster_ranks
-from optimizer.shortlist_replay import ClusterRanks, digest, stored_ranks
+from optimizer.shortlist_ranks import ClusterRanks, digest, stored_ranks
 from optimizer.tree_outcomes import NO_UNION, ClusterUnion, GrowthTable, ShortlistRanks, _tabulate_chunk, tabulate_growth
 from runtime.decoder import Decoded, Decoder, output_hashes
 from runtime.loading import LoadedPair, load_pair
@@ -104,7 +104,7 @@ def trace_of(store: TraceStore, recording: str, ranks: dict[tuple[str, str], Clu
         loaded.trajectories,
         {d: loaded.panoramas(d) for d in DRAFTS},
         trees={(d, "coupled"): loaded.trees(d) for d in DRAFTS},
-        routed=ranks,
+        ranks=ranks,
     )
 
 
@@ -164,10 +164,26 @@ def test_routed_chains_replay_exactly(
     assert differ == {True, False}
 
 
+def test_stops_read_the_restricted_law(
+    store: TraceStore, pair: LoadedPair, trace: ReplayTrace, routers: dict[str, str], profile: LatencyProfile
+) -> None:
+    """Rounds under a stop begin and accept as executed, but for codes that rounding moves."""
+    unlike = rounds = 0
+    for n, stop in enumerate(
+        ({"kind": "max_prob", "threshold": 0.2}, {"kind": "joint_prob", "threshold": 0.05}, {"kind": "entropy", "threshold": 0.3})
+    ):
+        policy = policy_of(DRAFTS[n % 2], routers[DRAFTS[n % 2]], (4, 2, 1), window={"kind": "fixed", "gamma": 6}, stop=stop)
+        replayed = run_replay(trace, policy, artifacts=fitted(store), per_round=True).steps()
+        for (_, done), steps in zip(executed(store, pair, policy, trace.trajectories), replayed, strict=True):
+            rounds += len(done.steps)
+            unlike += len({(s.start, s.accepted) for s in done.steps} - {(s.start, s.accepted) for s in steps})
+    assert unlike <= 0.01 * rounds
+
+
 def test_a_text_beyond_the_recorded_children_is_known(trace: ReplayTrace) -> None:
     """Where the text's token is none of the children, a shortlist may still propose it: ranks come from whole laws."""
     found = 0
-    for (draft, _), routed in trace.routed.items():
+    for (draft, _), routed in trace.ranked.items():
         forest = trace.forests[draft, "coupled"]
         beyond = (routed.text_row >= 0) & (forest.text_slot == 255) & (routed.better > routed.own)
         assert (routed.better[beyond] < M).all(), "a token that is best of all is a child"
@@ -193,7 +209,7 @@ def test_what_is_kept_of_a_budget(pair: LoadedPair, trace: ReplayTrace) -> None:
     """All clusters keep all of the head and every token it has; fewer keep less; sizes between the kept budgets lie between theirs."""
     assert budget_grid(M) == (*range(1, 9), M)
     assert budget_grid(64)[-3:] == (32, 45, 64)
-    for routed in trace.routed.values():
+    for routed in trace.ranked.values():
         kept = routed.source.kept(routed.source.budgets)
         for name in ("true_tokens", "mass", "tokens"):
             values = [k[name] for k in kept]
@@ -319,7 +335,7 @@ def test_stored_ranks_are_found_grown_and_mended(
     assert found.artifact == mended.artifact
     np.testing.assert_array_equal(found.ranks, grown.ranks)
     loaded = store.load(name, ["near"], trees=True)
-    assert list(found.requests) == [digest(t, p) for t, p in zip(loaded.trajectories, loaded.trees("near"), strict=True)]
+    assert list(found.digests) == [digest(t, p) for t, p in zip(loaded.trajectories, loaded.trees("near"), strict=True)]
 
 
 def test_what_cannot_be_ranked_or_replayed_is_said(
@@ -332,13 +348,13 @@ def test_what_cannot_be_ranked_or_replayed_is_said(
         run_replay(bare, policy, artifacts=fitted(store))
     with pytest.raises(PolicyError, match="was fitted on draft 'far'"):
         cluster_ranks(store, pair, recording, "near", routers["far"])
-    (key, routed), *_ = trace.routed.items()
+    (key, routed), *_ = trace.ranked.items()
     with pytest.raises(TraceError, match="without its trees"):
-        ReplayTrace(trace.trajectories, {}, routed={key: routed.source})
+        ReplayTrace(trace.trajectories, {}, ranks={key: routed.source})
     loaded = store.load(recording, ["near"], trees=True)
     drawn = [replace(t, verifier="rejection") for t in loaded.trajectories]
     other = ReplayTrace(
-        drawn, {"near": loaded.panoramas("near")}, trees={("near", "coupled"): loaded.trees("near")}, routed={key: routed.source}
+        drawn, {"near": loaded.panoramas("near")}, trees={("near", "coupled"): loaded.trees("near")}, ranks={key: routed.source}
     )
     with pytest.raises(TraceError, match="rejection verifier"):
         run_replay(other, policy, artifacts=fitted(store))

@@ -12,7 +12,8 @@ from optimizer.cost import CostModel
 from optimizer.execute import Comparison
 from optimizer.record import split
 from optimizer.replay import ReplayTrace, replay
-from optimizer.search import TIE, complexity, enumerated, finalists, search
+from optimizer.search import TIE, complexity, finalists, search
+from optimizer.spaces import enumerated
 from optimizer.tune import Candidate, _verdict, _winner
 from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from runtime.profiler import compose_round

@@ -134,6 +134,27 @@ def test_a_router_replays_on_its_own_recording(
     assert "fitted on draft 'near'" in said(door, *arguments, "far", "--router", router["artifact"])
     assert "needs a router" in said(door, *arguments, "near", "--router", frequencies["artifact"])
     assert "no such draft" in said(door, *arguments, "ngram", "--router", router["artifact"])
+    assert "one order" in said(door, *arguments, "near")
+    assert "one order" in said(door, *arguments, "near", "--router", router["artifact"], "--frequencies", frequencies["artifact"])
+
+
+def test_a_frequency_order_replays_on_its_own_recording_and_on_others(
+    door: Door, tiny_pair: Path, router: dict[str, Any], frequencies: dict[str, Any], tmp_path: Path
+) -> None:
+    """Its ranks are made with it where trees were recorded. One of a corpus has none, and `simulate` names the command that makes them."""
+    assert set(frequencies["ranks"]) == {"near", "far"}
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("the quick brown fox " * 5)
+    counted = door.json("fit", "frequencies", "--pair", tiny_pair, "--corpus", corpus)
+    assert counted["ranks"] == {}
+    block = {"kind": "frequency", "size": 2, "artifact": counted["artifact"]}
+    file = policy_file(tmp_path / "p", {"draft": "near", "window": {"kind": "fixed", "gamma": 4}, "shortlist": block})
+    simulate = ("simulate", "--policy", file, "--recording", router["recording"])
+    assert door.json(*simulate)["approximate"] is True
+    arguments = ("fit", "ranks", "--pair", tiny_pair, "--recording", router["recording"], "--draft", "near")
+    made = door.json(*arguments, "--frequencies", counted["artifact"])
+    assert (made["kind"], made["requests"]) == ("frequency_ranks", 6)
+    assert "approximate" not in door.json(*simulate)
 
 
 def test_clusters_alone_are_taken_further(door: Door, tiny_pair: Path, router: dict[str, Any]) -> None:

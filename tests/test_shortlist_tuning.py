@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import optuna
 import pytest
 from doors import write_workload
@@ -18,36 +19,24 @@ from optimizer.artifacts import fitted
 from optimizer.chooser_fits import fit_chooser_artifact
 from optimizer.execute import DecodeOptions
 from optimizer.fits.chooser import Gained
+from optimizer.fits.frequencies import count_tokens
 from optimizer.inputs import load_workload
 from optimizer.record import RecordRequest, record
 from optimizer.replay import ReplayTrace, run_replay
-from optimizer.search import (
-    SHORTLIST_ORDER,
-    TIE,
-    Kinds,
-    ShortlistLimit,
-    ShortlistSpace,
-    Space,
-    Study,
-    TreeLimit,
-    TreeSpace,
-    Trial,
-    complexity,
-    search,
-    shortlist_bounds,
-    worth_trying,
-)
-from optimizer.shortlist_tuning import fit_shortlists, routing_of
+from optimizer.search import TIE, Study, Trial, complexity, search, shortlist_bounds, worth_trying
+from optimizer.shortlist_fits import search_texts
+from optimizer.shortlist_tuning import FOLDS, fit_shortlists, ranks_for
+from optimizer.spaces import SHORTLIST_ORDER, Kinds, ShortlistLimit, ShortlistSpace, Space, TreeLimit, TreeSpace
 from optimizer.tune import TuneOptions, expected_seconds, publish, tune
 from runtime.loading import LoadedPair, load_pair
 from runtime.loop import StaticSource
 from runtime.pair import read_pair
 from runtime.policies.document import AUTOREGRESSIVE, ChooserPolicy, parse_policy
-from runtime.policies.dynaspec import ROUTER
+from runtime.policies.dynaspec import ROUTER, Frequencies
 from runtime.policies.prepared import prepare
 from runtime.profiler import environment
 from traces.errors import TraceError
-from traces.schema import CostCurve, LatencyProfile, Sampling, Workload
+from traces.schema import CostCurve, Counts, LatencyProfile, Sampling, Workload
 from traces.store import TraceStore
 
 ROWS, CLUSTERS, GAMMA = 300, 16, 6
@@ -95,7 +84,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
             loaded.trajectories,
             {"near": loaded.panoramas("near")},
             trees={("near", "coupled"): loaded.trees("near")},
-            routed=routing_of(store, pair, recording, limits),
+            ranks=ranks_for(store, pair, recording, limits),
         )
         yield Recorded(store, pair, workload, recording, limits, trace)
 
@@ -171,9 +160,23 @@ def test_where_the_head_dominates_a_shortlist_wins(recorded: Recorded) -> None:
     assert best.value > max(t.value for t in study.trials if not t.policy.shortlisted) * (1 + TIE)
     assert {t.policy.shortlist.kind for t in study.trials} == set(SHORTLIST_ORDER)
     assert study.shortlists == {"near": ("frequency", "position_frequency", "clusters")}
+    find, apart = fitted(recorded.store), recorded.limits["near"].apart
     for trial in study.trials[::41]:
-        replayed = run_replay(recorded.trace, trial.policy, profile, artifacts=fitted(recorded.store), approximate=True)
-        assert replayed.total.tokens_per_s == pytest.approx(trial.value)
+        parts = [recorded.trace]
+        policies = [trial.policy]
+        if trial.policy.shortlisted:
+            names = {fit.frequencies if "frequency" in trial.policy.shortlist.kind else fit.router: fit for fit in apart}
+            blocks = [trial.policy.shortlist.model_copy(update={"artifact": name}) for name in names]
+            policies = [trial.policy.model_copy(update={"shortlist": block}) for block in blocks]
+            ids = recorded.trace.request_ids
+            mine = [[n for n, name in enumerate(ids) if name in fit.requests] for fit in names.values()]
+            parts = [recorded.trace.select(m) for m in (*mine, sorted(set(range(len(ids))).difference(*mine)))]
+            policies.append(trial.policy)
+        counts = [
+            run_replay(part, policy, profile, artifacts=find, approximate=True).total
+            for part, policy in zip(parts, policies, strict=True)
+        ]
+        assert sum(counts, Counts()).tokens_per_s == pytest.approx(trial.value)
     assert recorded.search(profile) == study
 
 
@@ -219,6 +222,35 @@ def test_a_router_is_found_again(recorded: Recorded, monkeypatch: pytest.MonkeyP
     assert fit_shortlists(*again, routed=[], seed=1)["near"].kinds == SHORTLIST_ORDER[1:3]
 
 
+def test_shortlists_are_judged_by_texts_they_were_not_fitted_to(recorded: Recorded) -> None:
+    """Each request of the search part is in one fold, whose order was counted without it; a token that no other text holds is last there.
+    Judged by the order of all texts a small shortlist would look better than it is."""
+    store, limit = recorded.store, recorded.limits["near"]
+    part = search_texts(store, recorded.recording, recorded.pair)
+    assert sorted(name for fold in limit.apart for name in fold.requests) == sorted(t.request_id for t in part)
+    assert len({fit.router for fit in (limit, *limit.apart)}) == 1 + FOLDS
+    for fold in limit.apart:
+        counts = count_tokens(
+            [np.concatenate([t.prompt_ids, t.output_ids]) for t in part if t.request_id not in fold.requests],
+            recorded.pair.target.vocab_size,
+        )
+        assert fold.frequencies is not None
+        held = store.get_artifact(fold.frequencies)
+        order = Frequencies.from_document(held.document, held.arrays)
+        assert (np.diff(counts[order.order[order.always :]]) <= 0).all()
+    profile = priced(flat_profile("p", ["near"]), limit.rows, 0.9, 0.8)
+    ids = [t.request_id for t in part]
+    seen = recorded.trace.select([n for n, name in enumerate(recorded.trace.request_ids) if name in ids])
+    block = limit.block({"shortlist": "frequency", "size": 24})
+    policy = parse_policy({"draft": "near", "window": {"kind": "fixed", "gamma": 4}, "shortlist": block})
+    whole = run_replay(seen, policy, profile, artifacts=fitted(store)).total
+    study = search(
+        seen, profile, ["near"], gamma_max=GAMMA, trials=0, shortlists=recorded.limits, artifacts=fitted(store), incumbents=[policy]
+    )
+    (judged,) = (t for t in study.trials if t.policy.id == policy.id)
+    assert judged.value < whole.tokens_per_s * 0.99
+
+
 def test_shortlists_are_not_projected_to_the_texts_they_were_fitted_to(recorded: Recorded) -> None:
     """With a shortlist among the policies those executed stand for the whole; without one all requests do."""
     profile = priced(flat_profile("p", ["near"]), recorded.limits["near"].rows, 0.9, 0.8)
@@ -256,7 +288,7 @@ def test_tune_fits_and_executes_shortlists_where_they_may_win(recorded: Recorded
     if saved > 0:
         assert set(said["searched"]["near"]) == {"frequency", "position_frequency", "clusters"}
         assert executed & {"frequency", "position_frequency", "clusters"}
-        assert len(routers) == 1
+        assert len(routers) == 1 + FOLDS
     else:
         assert (said["searched"], executed, routers) == ({}, {"full"}, ())
     assert tuned.texts_differ == 0

@@ -319,7 +319,8 @@ class TreeProfile:
       entries included.
     - ``first``: per draft, the pass that makes level 1, over (lag, context), with what a tree costs once (selection, reading it out).
     - ``level``: per draft, a pass that makes a later level, over (nodes read, context), its laws and its growing included.
-    - ``bend_s``: per draft, what a round of so many passes takes more than these say, by their number 0, 1, ...; beyond the last as there.
+    - ``bend_s``: per draft and width of the tree, what a round of so many passes takes more than these say, by their number 0, 1, ...;
+      beyond the last as there.
     - ``kind_s``: per draft, what ``static`` and ``classifier`` growth, ``stratify`` and ``stop`` blocks cost beyond top-k growth: (seconds
       per pass, seconds per law read), near ties included.
     """
@@ -330,13 +331,16 @@ class TreeProfile:
     sampled_first: Mapping[str, CostCurve]
     level: Mapping[str, CostCurve]
     sampled_level: Mapping[str, CostCurve]
-    bend_s: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    bend_s: Mapping[str, Mapping[int, tuple[float, ...]]] = field(default_factory=dict)
     kind_s: Mapping[str, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
 
-    def bend(self, draft: str, passes: int) -> float:
-        """``bend_s`` of a draft at a number of passes, 0 where none was measured."""
-        bend = self.bend_s.get(draft, ())
-        return bend[min(passes, len(bend) - 1)] if bend else 0.0
+    def bend(self, draft: str, passes: int, width: int) -> float:
+        """``bend_s`` of a draft at a number of passes and a width of the tree (children of its root; linear between the measured ones, as
+        the nearest beyond them), 0 where none was measured."""
+        bends = self.bend_s.get(draft, {})
+        if not bends:
+            return 0.0
+        return float(np.interp(width, list(bends), [bend[min(passes, len(bend) - 1)] for bend in bends.values()]))
 
     def more(self, draft: str, kinds: Sequence[str]) -> tuple[float, float]:
         """(seconds per pass, seconds per law read) that blocks of these kinds cost together."""
@@ -420,7 +424,10 @@ class LatencyProfile:
         if trees is not None:
             kinds = ("first", "sampled_first", "level", "sampled_level")
             by_draft: dict[str, Any] = {kind: {d: curve(c) for d, c in trees[kind].items()} for kind in kinds}
-            by_draft["bend_s"] = {d: tuple(b) for d, b in trees.get("bend_s", {}).items()}
+            by_draft["bend_s"] = {
+                d: {int(w): tuple(b) for w, b in (found if isinstance(found, Mapping) else {1: found}).items()}
+                for d, found in trees.get("bend_s", {}).items()  # once without widths
+            }
             by_draft["kind_s"] = {d: {k: tuple(v) for k, v in m.items()} for d, m in trees.get("kind_s", {}).items()}
             rest["trees"] = TreeProfile(curve(trees["verify"]), curve(trees["sampled_verify"]), **by_draft)
         for name in ("verify", "prefill"):

@@ -142,7 +142,8 @@ def _tree_window_costs(profile: LatencyProfile, policy: Policy, rules: tuple[Tre
         # A classifier's nodes that are not expanded are not verified either.
         nodes += min(rule.places(g), rule.frontier) if rule.confidence is not None else rule.places(g)
         kept = nodes if rule.top_n is None else min(nodes, rule.top_n)
-        verify_s.append(_with(trees.verify.at(kept + 1, at) + profile.overhead_s, drafting + trees.bend(draft, g) - g * step_s))
+        more_s = drafting + trees.bend(draft, g, rule.places(1)) - g * step_s
+        verify_s.append(_with(trees.verify.at(kept + 1, at) + profile.overhead_s, more_s))
     return WindowCosts(draft_step_s=step_s, verify_s=tuple(verify_s))
 
 

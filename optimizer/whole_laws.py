@@ -1,0 +1,178 @@
+"""A draft's whole laws over recorded texts and drafted nodes: the states that its output matrix reads, and what it prefers to a text's next
+token where no recorded child says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from optimizer.shortlist_ranks import UNKNOWN_CODE
+from runtime.decoder import shortlisted_model
+from runtime.head_drafts import canonical_output, columns
+from runtime.loading import LoadedPair
+from runtime.models import CHUNK
+from runtime.sampling import CHOICE_MARGIN, Noise, filters, log_law, scaled
+from runtime.tree_panorama import ROWS, HeadPasses, LanguageModelPasses
+from traces.schema import NAT_SCALE, Sampling, Trajectory, TreePanorama, request_seed
+
+
+class States(Protocol):
+    """A draft's states over one text and drafted nodes: what its output matrix reads."""
+
+    def text_states(self) -> Tensor:
+        """After every token of the text, [tokens, d]; zeros where the draft reads nothing."""
+
+    def node_states(
+        self, ids: Tensor, positions: Tensor, numbers: list[int], above: list[list[int]], starts: list[int]
+    ) -> Tensor:
+        """After drafted nodes, [n, d]; arguments as of the passes of :mod:`runtime.tree_panorama`."""
+
+    def canonical_before(self, length: int) -> Tensor | None:
+        """After the first ``length`` - 1 tokens of the text, by a canonical pass, [1, d]; None where the draft reads nothing there."""
+
+    def canonical(self, start: int, path: list[int]) -> Tensor:
+        """Float32 logits [vocab] after the first ``start`` output tokens and a drafted ``path``."""
+
+
+class _LanguageModelStates(LanguageModelPasses):
+    def text_states(self) -> Tensor:
+        self._reserve(ROWS)
+        ids = torch.tensor(self.text, device=self.device)
+        return torch.cat([self.model.chain_states(ids[at : at + CHUNK], at) for at in range(0, len(ids), CHUNK)])
+
+    def node_states(
+        self, ids: Tensor, positions: Tensor, numbers: list[int], above: list[list[int]], starts: list[int]
+    ) -> Tensor:
+        slots, mask = self._place(numbers, above, starts)
+        return self.model.scattered_states(ids, positions.clamp_max(self.model.max_positions - 1), slots, mask)
+
+    def canonical_before(self, length: int) -> Tensor | None:
+        return self.model.canonical_state(self.text[: length - 1]) if length > 1 else None
+
+
+class _HeadStates(HeadPasses):
+    def text_states(self) -> Tensor:
+        head, ids = self.head, torch.tensor(self.text, device=self.device)
+        self.target.reserve(len(ids))
+        self._reserve(ROWS)
+        out = torch.zeros(1, head.hidden_size, device=self.device, dtype=head.dtype)
+        if len(ids) > 1:
+            self.target.read(ids[:-1], 0)
+            features = self.target.tapped[:, columns(self.target, head)]
+            parts = [head.chain(ids[at : at + CHUNK], features[at - 1 : at + CHUNK - 1], at)[1] for at in range(1, len(ids), CHUNK)]
+            out = torch.cat([out, *parts])
+        self._root_hidden, self._hidden = out[self.prompt - 1 :], out.new_zeros(0, out.shape[1])
+        return torch.cat([out[:1], head.state(out[1:])])
+
+    def node_states(
+        self, ids: Tensor, positions: Tensor, numbers: list[int], above: list[list[int]], starts: list[int]
+    ) -> Tensor:
+        slots, mask = self._place(numbers, above, starts)
+        hidden = torch.stack([self._hidden[a[-1]] if a else self._root_hidden[s] for a, s in zip(above, starts, strict=True)])
+        out = self.head.scattered_outputs(ids, hidden, positions.clamp_max(self.head.max_positions - 1), slots, mask)
+        self._hidden = torch.cat([self._hidden[: numbers[0]], out])
+        return self.head.state(out)
+
+    def canonical_before(self, length: int) -> Tensor | None:
+        return self.head.state(canonical_output(self.target, self.head, self.text[: length - 1], [])) if length > 2 else None
+
+
+def states_over(pair: LoadedPair, draft: str, text: list[int], prompt: int) -> States:
+    """The states of a draft over a text whose first ``prompt`` tokens are its prompt."""
+    if draft in pair.heads:
+        return _HeadStates(pair.target, pair.heads[draft], text, prompt)
+    return _LanguageModelStates(pair.drafts[draft], text, prompt)
+
+
+def text_states(pair: LoadedPair, draft: str, text: list[int]) -> Tensor:
+    """What the draft's output matrix reads after each token of a text, [tokens, d]. A head reads the target's features; its first row is
+    zeros."""
+    return states_over(pair, draft, text, 1).text_states()
+
+
+class Codes(NamedTuple):
+    """``text_code``, ``mass_code`` and ``entropy_code`` of :class:`optimizer.shortlist_ranks.TextRanks`."""
+
+    text: npt.NDArray[np.uint16]
+    mass: npt.NDArray[np.uint16]
+    entropy: npt.NDArray[np.uint16]
+
+
+Order = Callable[[Tensor], Tensor]
+
+
+def _code(nats: npt.NDArray[np.floating]) -> npt.NDArray[np.uint16]:
+    """1/256 nat, as far as 16 bits hold."""
+    found: npt.NDArray[np.uint16] = np.rint(np.nan_to_num(nats * NAT_SCALE, posinf=UNKNOWN_CODE)).clip(0, UNKNOWN_CODE).astype(np.uint16)
+    return found
+
+
+class WholeLaws:
+    """What a draft of a pair proposes from its whole law. ``ids`` int64 [rows]: the tokens of its output head, ``row`` int64 [vocab] the
+    rows of the target's tokens (-1: none)."""
+
+    def __init__(self, pair: LoadedPair, draft: str) -> None:
+        self.pair, self.draft, self.output = pair, draft, shortlisted_model(pair, draft).output
+        self.ids: npt.NDArray[np.int64] = self.output.ids
+        self.row = np.full(pair.target.vocab_size, -1, np.int64)
+        self.row[self.ids] = np.arange(self.output.rows)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Float32 [n, rows] of states [n, d]."""
+        return functional.linear(states, self.output.weight, self.output.bias).float()
+
+    def codes(
+        self, logits: Tensor, sampling: Sampling, following: npt.NDArray[np.int64], columns: Sequence[int], order: Order
+    ) -> Codes:
+        """What stops read of laws restricted to shortlists: of ``logits`` [n, rows], with ``following`` int64 [n] the texts' next tokens
+        (-1: none). ``order`` turns values of rows [n, rows] into those of ranked tokens or clusters [n, most], best first; the first
+        ``columns`` + 1 of them are a shortlist."""
+        law = log_law(logits, sampling)
+        row = np.where(following >= 0, self.row[following], -1)
+        own = law[np.arange(len(row)), np.maximum(row, 0)].cpu().numpy()
+        at = torch.tensor(columns, device=law.device)
+        mass, part = (order(values).cumsum(1).index_select(1, at) for values in (law.exp(), torch.special.entr(law.exp())))
+        mass = mass.clamp_min(1e-30)
+        return Codes(
+            np.where(row >= 0, _code(-own), UNKNOWN_CODE).astype(np.uint16),
+            _code(-mass.log().cpu().numpy()),
+            _code((part / mass + mass.log()).cpu().numpy()),
+        )
+
+    def better(
+        self, reader: States, logits: Tensor, start: int, trajectory: Trajectory, panorama: TreePanorama
+    ) -> npt.NDArray[np.bool_] | None:
+        """Rows whose tokens are better than the text's next one after ``start`` output tokens, where that is none of the recorded children,
+        bool [rows]; ``logits`` [rows]. All for a token that the head lacks. None, where filters or proposals by probability leave unsaid
+        what the draft would propose."""
+        sampling, token = trajectory.sampling, int(trajectory.output_ids[start])
+        if panorama.proposals != "coupled" or filters(sampling, self.pair.target.vocab_size):
+            return None
+        row = int(self.row[token])
+        if row < 0:
+            return np.ones(len(self.ids), np.bool_)
+        x = self._perturbed(logits, start, trajectory)
+        others = (x - x[row]).abs()
+        others[row] = torch.inf
+        if self.pair.exact and float(others.min()) < CHOICE_MARGIN / (1.0 if sampling.greedy else min(1.0, sampling.temperature)):
+            ids = torch.from_numpy(self.ids).to(logits.device)
+            x = self._perturbed(reader.canonical(start, []).index_select(0, ids), start, trajectory)
+        above = x > x[row]
+        above[:row] |= x[:row] == x[row]
+        found: npt.NDArray[np.bool_] = above.cpu().numpy()
+        return found
+
+    def _perturbed(self, logits: Tensor, start: int, trajectory: Trajectory) -> Tensor:
+        """What proposals are ranked by, [rows]: log q + g but for a constant."""
+        x = scaled(logits, trajectory.sampling)
+        if trajectory.sampling.greedy:
+            return x
+        seed = request_seed(trajectory.sampling.seed, trajectory.request_id)
+        noise = Noise(seed, self.pair.target.vocab_size, logits.device).row(len(trajectory.prompt_ids) + start)
+        return x + noise.index_select(0, torch.from_numpy(self.ids).to(logits.device))

@@ -1,0 +1,236 @@
+"""Frequency orders over recorded texts: chains whose shortlist holds no recorded child replay as executed, and how such ranks are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from pairs import make_pair
+from test_lossless import PROMPTS
+from test_store import damage
+from test_tree_parity import shape
+
+import optimizer.frequency_ranks as ranking
+import optimizer.whole_laws as whole_laws
+from db import CorruptedChunkError, open_database, upgrade
+from db.models import ArtifactRow
+from optimizer.artifacts import fitted
+from optimizer.frequency_ranks import frequency_ranks
+from optimizer.replay import ReplayTrace, run_replay
+from optimizer.shortlist_ranks import FrequencyRanks, stored_ranks
+from runtime.decoder import Decoder
+from runtime.loading import LoadedPair, load_pair
+from runtime.loop import StaticSource
+from runtime.pair import read_pair
+from runtime.panorama import record_panorama
+from runtime.policies.document import Policy, parse_policy
+from runtime.policies.dynaspec import FREQUENCIES, ROUTER, Frequencies
+from runtime.policies.prepared import prepare
+from runtime.tree_panorama import OFF_TEXT, record_tree_panorama
+from traces.errors import PolicyError, TraceError
+from traces.schema import Request, Sampling
+from traces.store import TraceStore
+
+TOKENS, WIDTH, DEPTH, GAMMA = 24, 2, 2, 8
+SAMPLINGS = [Sampling(), Sampling(temperature=1.0, seed=4)]
+DRAFT = "far"
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> LoadedPair:
+    return load_pair(read_pair(str(make_pair(tmp_path_factory.mktemp("pair"), "llama"))), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory, pair: LoadedPair) -> Iterator[TraceStore]:
+    url = f"sqlite:///{tmp_path_factory.mktemp('ranks') / 'spectune.db'}"
+    upgrade(url)
+    with open_database(url) as database:
+        found = TraceStore(database)
+        found.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
+        yield found
+
+
+def keep(store: TraceStore, pair: LoadedPair, recording: str, sampling: Sampling, first: int) -> None:
+    decoder = Decoder(pair, StaticSource(prepare(Policy(), pair.draft_names)))
+    for n, prompt in enumerate(PROMPTS[:5]):
+        name = f"{n} {sampling.temperature} {sampling.top_p}"
+        text = decoder.decode(decoder.request(Request(name, "x", (prompt,)), pair.encode(prompt), sampling, TOKENS)).trajectory
+        store.append_trajectory(recording, first + n, text)
+        store.put_panoramas(recording, [(first + n, record_panorama(pair, text, DRAFT, GAMMA))])
+        store.put_tree_panoramas(recording, [(first + n, record_tree_panorama(pair, text, DRAFT, WIDTH, DEPTH))])
+
+
+@pytest.fixture(scope="module")
+def recording(store: TraceStore, pair: LoadedPair) -> str:
+    """Texts at temperature 0 and 1 with few recorded children of a weak draft."""
+    info = store.create_recording(pair.id, None, SAMPLINGS[0], max_new_tokens=TOKENS)
+    for n, sampling in enumerate(SAMPLINGS):
+        keep(store, pair, info.id, sampling, first=5 * n)
+    return info.id
+
+
+@pytest.fixture(scope="module")
+def order(store: TraceStore, pair: LoadedPair, recording: str) -> str:
+    """The vocabulary by its frequency in half of the texts."""
+    texts = store.load(recording, []).trajectories[::2]
+    counts = np.bincount(np.concatenate([t.output_ids for t in texts]), minlength=pair.target.vocab_size)
+    document, arrays = Frequencies(np.argsort(-counts, kind="stable").astype(np.int64), 2).to_document()
+    return store.put_artifact(FREQUENCIES, document, arrays, pair_id=pair.id, provenance={})
+
+
+def trace_of(store: TraceStore, recording: str, ranks: FrequencyRanks | None) -> ReplayTrace:
+    loaded = store.load(recording, trees=True)
+    return ReplayTrace(
+        loaded.trajectories,
+        {DRAFT: loaded.panoramas(DRAFT)},
+        trees={(DRAFT, "coupled"): loaded.trees(DRAFT)},
+        ranks=None if ranks is None else {(DRAFT, ranks.fitted): ranks},
+    )
+
+
+def policies(order: str, vocab: int) -> list[Policy]:
+    windows = [{"kind": "fixed", "gamma": 1}, {"kind": "fixed", "gamma": 5}, {"kind": "fsm", "gamma_max": 8}]
+    shortlists = [{"kind": "frequency", "size": size, "artifact": order} for size in (3, 12, vocab // 4, vocab // 2)]
+    shortlists += [{"kind": "position_frequency", "k_max": size, "artifact": order[:8]} for size in (16, vocab // 2)]
+    return [parse_policy({"draft": DRAFT, "window": w, "shortlist": s}) for w in windows for s in shortlists]
+
+
+def test_chains_replay_exactly_where_no_child_is_in_the_shortlist(
+    store: TraceStore, pair: LoadedPair, recording: str, order: str
+) -> None:
+    """Every round as executed, none in doubt; from recorded children alone many are, and some are wrong."""
+    trace, bare = trace_of(store, recording, frequency_ranks(store, pair, recording, DRAFT, order)), trace_of(store, recording, None)
+    find, doubts, unlike = fitted(store), 0, 0
+    for policy in policies(order, pair.target.vocab_size):
+        decoder = Decoder(pair, StaticSource(prepare(policy, pair.draft_names, artifacts=find)))
+        replayed = run_replay(trace, policy, artifacts=find, per_round=True)
+        without = run_replay(bare, policy, artifacts=find, per_round=True)
+        assert replayed.missing == 0
+        doubts += without.missing
+        for text, rounds, guessed in zip(trace.trajectories, replayed.steps(), without.steps(), strict=True):
+            request = decoder.request(
+                Request(text.request_id, "x", ("",)), text.prompt_ids.tolist(), text.sampling, text.max_new_tokens
+            )
+            done = [shape(s) for s in decoder.decode(request).steps]
+            assert done == [shape(s) for s in rounds], (policy.label(), text.request_id)
+            unlike += done != [shape(s) for s in guessed]
+    assert doubts > 0
+    assert unlike > 0
+
+
+def test_ranks_are_those_of_canonical_laws(
+    store: TraceStore, pair: LoadedPair, recording: str, order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a margin so wide that every law is settled, or so narrow that none is, ranks are the same; most of the text is no child."""
+    found = []
+    monkeypatch.setattr(ranking, "keep_ranks", lambda store, pair_id, recording, made: made)
+    monkeypatch.setattr(
+        ranking, "wanted_ranks", lambda *a, real=ranking.wanted_ranks: replace(real(*a), there=None)
+    )
+    for margin in (0.0, 1e9):
+        monkeypatch.setattr(whole_laws, "CHOICE_MARGIN", margin)
+        found.append(frequency_ranks(store, pair, recording, DRAFT, order))
+    for name in ("own", "better", "open", "text_code", "mass_code", "entropy_code"):
+        np.testing.assert_array_equal(getattr(found[0], name), getattr(found[1], name))
+    slots = np.concatenate([p.text_slot[: p.positions] for p in store.load(recording, trees=True).trees(DRAFT)])
+    assert (slots == OFF_TEXT).sum() > 20
+    kept = found[0].kept([1, 16, pair.target.vocab_size])
+    assert kept[0]["true_tokens"] < kept[1]["true_tokens"] < kept[2]["true_tokens"] == 1.0
+
+
+STOPS = [
+    {"kind": "max_prob", "threshold": 0.2},
+    {"kind": "joint_prob", "threshold": 0.05, "keep_last": False},
+    {"kind": "entropy", "threshold": 0.3},
+]
+
+
+@pytest.mark.parametrize("stop", STOPS, ids=lambda stop: stop["kind"])
+def test_stops_read_the_restricted_law(
+    store: TraceStore, pair: LoadedPair, recording: str, order: str, stop: dict[str, object]
+) -> None:
+    """At sizes whose mass is kept, rounds begin and accept as executed, but for codes that rounding moves; by whole laws many do not."""
+    trace, bare = trace_of(store, recording, frequency_ranks(store, pair, recording, DRAFT, order)), trace_of(store, recording, None)
+    find, unlike, guessed, rounds = fitted(store), 0, 0, 0
+    for size in (4, 8, 16, 32):
+        block = {"kind": "frequency", "size": size, "artifact": order}
+        policy = parse_policy({"draft": DRAFT, "window": {"kind": "fixed", "gamma": 6}, "shortlist": block, "stop": stop})
+        decoder = Decoder(pair, StaticSource(prepare(policy, pair.draft_names, artifacts=find)))
+        for text, one, other in zip(
+            trace.trajectories, *(run_replay(t, policy, artifacts=find, per_round=True).steps() for t in (trace, bare)), strict=True
+        ):
+            request = decoder.request(
+                Request(text.request_id, "x", ("",)), text.prompt_ids.tolist(), text.sampling, text.max_new_tokens
+            )
+            done = {(s.start, s.accepted) for s in decoder.decode(request).steps}
+            rounds += len(done)
+            unlike += len(done - {(s.start, s.accepted) for s in one})
+            guessed += len(done - {(s.start, s.accepted) for s in other})
+    assert unlike <= 0.01 * rounds
+    assert guessed > 0.03 * rounds
+
+
+def test_filters_leave_what_is_no_child_unsaid(store: TraceStore, pair: LoadedPair, order: str) -> None:
+    """Under top-p the draft's order beyond its recorded children depends on the shortlist: such rounds are counted, as without ranks."""
+    name = store.create_recording(pair.id, None, Sampling(1.0, top_p=0.5, seed=1), max_new_tokens=TOKENS).id
+    keep(store, pair, name, Sampling(1.0, top_p=0.5, seed=1), 0)
+    ranks = frequency_ranks(store, pair, name, DRAFT, order)
+    assert ranks.open.any()
+    for policy in policies(order, pair.target.vocab_size):
+        one, other = (run_replay(trace_of(store, name, r), policy, artifacts=fitted(store)) for r in (ranks, None))
+        np.testing.assert_array_equal(one.counts, other.counts)
+        assert one.missing == other.missing
+
+
+def test_stored_ranks_are_found_and_mended(store: TraceStore, pair: LoadedPair, recording: str, order: str) -> None:
+    """Made once, and again when they are damaged or the recording has grown; a trace refuses those that lack a request."""
+    name = store.create_recording(pair.id, None, SAMPLINGS[0], max_new_tokens=TOKENS).id
+    with pytest.raises(TraceError, match=rf"no trees of draft '{DRAFT}'.*record --resume"):
+        frequency_ranks(store, pair, name, DRAFT, order)
+    keep(store, pair, name, SAMPLINGS[0], 0)
+    assert stored_ranks(store, name, DRAFT, order) is None
+    first = frequency_ranks(store, pair, name, DRAFT, order[:8])
+    assert first.fitted == order
+    assert frequency_ranks(store, pair, name, DRAFT, order).artifact == first.artifact
+    keep(store, pair, name, SAMPLINGS[1], 5)
+    with pytest.raises(TraceError, match=r"no frequency ranks of it.*grown since.*`fit ranks --recording ID --frequencies"):
+        trace_of(store, name, first)
+    grown = frequency_ranks(store, pair, name, DRAFT, order)
+    assert grown.digests[:5] == first.digests
+    np.testing.assert_array_equal(grown.better[: len(first.better)], first.better)
+    for damaged in (first, grown):
+        damage(store, ArtifactRow, damaged.artifact)
+    with pytest.raises(CorruptedChunkError, match=r"\(frequency_ranks\) cannot be used.*`fit ranks --recording \S+ --frequencies"):
+        stored_ranks(store, name, DRAFT, order)
+    mended = frequency_ranks(store, pair, name, DRAFT, order)
+    found = stored_ranks(store, name, DRAFT, order)
+    assert isinstance(found, FrequencyRanks)
+    assert found.artifact == mended.artifact != grown.artifact
+    np.testing.assert_array_equal(found.own, grown.own)
+
+
+def test_what_is_no_order_is_refused(store: TraceStore, pair: LoadedPair, recording: str) -> None:
+    """Another kind of artifact; an order of another vocabulary; arrays that do not fit one another."""
+    other = store.put_artifact(ROUTER, {"x": 1}, {"y": np.zeros(1)}, pair_id=pair.id, provenance={})
+    with pytest.raises(PolicyError, match="is a router; `fit frequencies` makes"):
+        frequency_ranks(store, pair, recording, DRAFT, other)
+    document, arrays = Frequencies(np.arange(3), 0).to_document()
+    short = store.put_artifact(FREQUENCIES, document, arrays, pair_id=pair.id, provenance={})
+    with pytest.raises(PolicyError, match="orders a vocabulary of 3 tokens"):
+        frequency_ranks(store, pair, recording, DRAFT, short)
+    two, codes = np.zeros(2), np.zeros((2, 1), np.uint16)
+    ranks = FrequencyRanks(
+        draft=DRAFT, fitted="a", proposals="coupled", vocab=9, budgets=(1,), digests=("x",), text_offsets=np.array([0, 2]),
+        own=two, better=two, text_code=codes[0], mass_code=codes, entropy_code=codes, open=np.zeros(2, np.bool_),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="text_code has 1 rows, not 2"):
+        FrequencyRanks.from_document(*ranks.to_document())
+    document, arrays = replace(ranks, text_code=codes[:, 0]).to_document()
+    assert FrequencyRanks.from_document(document, arrays).kept([1]) == [{"tokens": 1, "true_tokens": 1.0, "mass": 1.0}]
+    with pytest.raises(ValueError, match="better has 1 rows, not 2"):
+        FrequencyRanks.from_document(document, {**arrays, "better": np.zeros(1)})
+    with pytest.raises(ValueError, match="own is missing"):
+        FrequencyRanks.from_document(document, {k: v for k, v in arrays.items() if k != "own"})
