@@ -185,6 +185,18 @@ def test_other_trees_are_charged_for_what_they_draft_longer() -> None:
     assert trees.more("far", ("classifier",)) == (0.0, 0.0)
 
 
+def test_bends_survive_storing_and_those_without_widths_are_read(profile: LatencyProfile) -> None:
+    """JSON names widths by strings; profiles once kept one bend for all of them."""
+    again = LatencyProfile.from_json(json.loads(json.dumps(profile.to_json())))
+    assert again == profile
+    old = profile.to_json()
+    old["trees"]["bend_s"] = {"near": [0.0, 0.5, 0.25]}
+    trees = LatencyProfile.from_json(json.loads(json.dumps(old))).trees
+    assert trees is not None
+    assert [trees.bend("near", passes, 7) for passes in (0, 1, 2, 9)] == [0.0, 0.5, 0.25, 0.25]
+    assert trees.bend("far", 3, 7) == 0.0
+
+
 def test_a_profile_without_trees(pair: LoadedPair) -> None:
     """Left out on demand; merged with one that has them, those remain."""
     plain = measure_profile(pair, gamma_max=2, contexts=(16,), repeats=3, trees=False)
