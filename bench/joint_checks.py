@@ -129,7 +129,8 @@ def _ablation(
     speeds = ", ".join(f"{r['workload']} {r['speedup']:.2f}" for r in joint)
     least, apart = (min(r[name][0] for r in rows if r["space"] in PAPERS) for name in ("joint_over_it", "joint_over_it_apart"))
     return {
-        "holds": not behind and least >= 1 - TIE,
+        # The joint's finalists hold everyone else's: on the requests they are chosen by it cannot lose. On the others it can.
+        "holds": all(r["joint_over_it_apart"][2] >= 1.0 for r in rows if r["space"] in PAPERS) and apart >= 1 - TIE,
         "summary": f"all papers together over autoregression: {speeds}; {least:.3f} times the best single paper or more (chosen on one "
         f"half of the requests, timed on the other: {apart:.3f}); {len(behind)} of {compared} subspaces and baselines are faster beyond "
         "noise",
