@@ -41,7 +41,7 @@ bench: $(VENV)/.installed-dev ## Speed of replay, recording, loop and store; res
 	$(RUN) bench/tree_speed.py
 	$(RUN) bench/tree_replay_speed.py
 
-acceptance: $(VENV)/.installed-dev ## The full-size checks (up to an hour, resumable); figures in bench/results
+acceptance: $(VENV)/.installed-dev ## The full-size checks (hours on 2 cores, resumable; ARGS="--only NAME" for one); figures in bench/results
 	$(RUN) bench/acceptance.py $(ARGS)
 
 train: $(VENV)/.installed ## Train the demo pair anew: make train GSM8K=path/to/gsm8k_train.jsonl

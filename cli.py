@@ -621,15 +621,15 @@ def _simulate_chosen(
 def _ranks(store: TraceStore, policy: Policy, recording: str, proposals: Proposals) -> dict[tuple[str, str], Ranks]:
     """What is stored of a shortlist's order over a recording, as a ReplayTrace takes it. A router's must be there."""
     from optimizer.artifacts import fitted
-    from optimizer.shortlist_ranks import how_to_rank, stored_ranks
+    from optimizer.chooser_replay import ranks_of
+    from optimizer.shortlist_ranks import how_to_rank
     from runtime.shortlists import compile_shortlist
     from traces.errors import PolicyError
 
-    rule = compile_shortlist(policy, fitted(store))
+    rule, found = compile_shortlist(policy, fitted(store)), ranks_of(store, recording, policy)
     assert rule is not None
-    order = rule.block.artifact
-    found = stored_ranks(store, recording, policy.draft, order, proposals)
     if found is None and rule.routed:
+        order = rule.block.artifact
         raise PolicyError(
             f"shortlist: recording {recording} has no cluster ranks of router {order}; "
             + how_to_rank(recording, order, policy.draft, proposals)

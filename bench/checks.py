@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -236,8 +236,8 @@ def fidelity_report(
     runs: int = FIDELITY_RUNS,
     every: int = 4,
 ) -> dict[str, Any]:
-    """Predicted against measured tokens/s of policies in ``runs`` interleaved runs, round by round the median of them (a policy makes the
-    same rounds every time, and most of what disturbs a machine is shorter than a request).
+    """Predicted against measured tokens/s of policies in ``runs`` interleaved runs, brought to one pace (:func:`paces`), then round by
+    round the median of them (a policy makes the same rounds every time, and most of what disturbs a machine is shorter than a request).
 
     ``measure`` profiles the pair, first and after every ``every`` requests. ``predict`` replays a policy, from the first profile (which
     windows that read costs decided by) and all of them merged (what rounds cost). ``what`` names the policies in the summary.
@@ -250,20 +250,22 @@ def fidelity_report(
             print(f"  {done} of {len(encoded.items)} requests", flush=True)
 
     executed: dict[tuple[str, str], list[Decoded]] = {}
+    order: list[tuple[str, str]] = []
 
     def keep(policy: Policy, decoded: Decoded) -> None:
-        executed.setdefault((policy.id, decoded.trajectory.request_id), []).append(decoded)
+        order.append((policy.id, decoded.trajectory.request_id))
+        executed.setdefault(order[-1], []).append(decoded)
 
     outcomes = [
-        compare(pair, policies, encoded, profile=profiles[0], artifacts=artifacts, between=between, each=keep).outcomes
-        for _ in range(runs)
+        compare(pair, policies, encoded, profile=profiles[0], artifacts=artifacts, between=between, each=keep, seed=run).outcomes
+        for run in range(runs)
     ]
-    merged = merge_profiles(profiles)
+    merged, pace = merge_profiles(profiles), paces(order, executed)
     rows = []
     for policy in policies:
         once = [run[policy.id].total for run in outcomes]
         seconds, *halved = (
-            sum(typical_s(executed[policy.id, item.id][part]) for item, _ in encoded.items)
+            sum(typical_s(executed[policy.id, item.id][part], pace[policy.id, item.id][part]) for item, _ in encoded.items)
             for part in (slice(None), slice(0, None, 2), slice(1, None, 2))
         )
         measured = replace(once[0], seconds=seconds)
@@ -300,13 +302,41 @@ def fidelity_report(
     }
 
 
-def typical_s(runs: Sequence[Decoded]) -> float:
-    """Seconds of a request: each round's median over the runs, and that of what is no round. Of a window that reads the clock, whose rounds
-    may differ from run to run, the median of the whole."""
+def paces(order: Sequence[tuple[str, str]], executed: Mapping[tuple[str, str], Sequence[Decoded]]) -> dict[tuple[str, str], list[float]]:
+    """How much slower than usual the machine was at every execution, by what was executed, run by run.
+
+    A machine's pace drifts by several percent within seconds, and a request takes a third of one. What was executed just before and just
+    after, other policies every time, tells the pace: how much longer their rounds took, in the median, than in the median of the runs.
+    """
+    turns: dict[tuple[str, str], int] = {}
+    apart = []
+    for key in order:
+        turns[key] = turns.get(key, -1) + 1
+        apart.append(_slower(executed[key], turns[key]))
+    found: dict[tuple[str, str], list[float]] = {}
+    for i, key in enumerate(order):
+        near = [apart[j] for j in (i - 1, i + 1) if 0 <= j < len(order)]
+        found.setdefault(key, []).append(float(np.exp(np.mean(near))))
+    return found
+
+
+def _slower(runs: Sequence[Decoded], turn: int) -> float:
+    """Logarithm of how much longer the rounds of one of the runs took than usual, a median."""
     rounds = [np.array([s.round_s for s in d.steps]) for d in runs]
     if len({len(r) for r in rounds}) > 1:
-        return float(np.median([d.seconds for d in runs]))
-    rest = [d.seconds - r.sum() for d, r in zip(runs, rounds, strict=True)]
+        rounds = [np.array([d.seconds]) for d in runs]
+    return float(np.median(np.log(rounds[turn] / np.median(rounds, axis=0))))
+
+
+def typical_s(runs: Sequence[Decoded], pace: Sequence[float] | None = None) -> float:
+    """Seconds of a request: each round's median over the runs, and that of what is no round, at the usual pace. Of a window that reads the
+    clock, whose rounds may differ from run to run, the median of the whole."""
+    slower = np.ones(len(runs)) if pace is None else np.asarray(pace)
+    rounds = [np.array([s.round_s for s in d.steps]) / p for d, p in zip(runs, slower, strict=True)]
+    whole = np.array([d.seconds for d in runs]) / slower
+    if len({len(r) for r in rounds}) > 1:
+        return float(np.median(whole))
+    rest = [w - r.sum() for w, r in zip(whole, rounds, strict=True)]
     return float(np.median(rounds, axis=0).sum() + np.median(rest))
 
 

@@ -125,8 +125,8 @@ def _workload(store: TraceStore, pair: LoadedPair, encoded: Encoded, profile: La
         executed.setdefault((policy.id, decoded.trajectory.request_id), []).append(decoded)
 
     differ = 0
-    for _ in range(passes):
-        differ += compare(pair, list(policies.values()), test, profile=profile, artifacts=find, each=keep).texts_differ
+    for turn in range(passes):
+        differ += compare(pair, list(policies.values()), test, profile=profile, artifacts=find, each=keep, seed=turn).texts_differ
     done = {name: [executed[policy.id, item.id] for item, _ in test.items] for name, policy in policies.items()}
     timed = {name: np.array([[d.seconds for d in of] for of in found]) for name, found in done.items()}
     typical = {name: np.array([typical_s(of) for of in found]) for name, found in done.items()}

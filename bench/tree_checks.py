@@ -251,8 +251,8 @@ def trees_parity(state: Path) -> dict[str, Any]:
 
 
 def trees_fidelity(state: Path) -> dict[str, Any]:
-    """Predicted against measured tokens/s of 63 tree policies, a sweep of width, depth and N and every other kind, in three interleaved
-    runs, round by round the median of the three; costs measured in between.
+    """Predicted against measured tokens/s of 63 tree policies, a sweep of width, depth and N and every other kind, in four interleaved
+    runs at one pace, round by round the median of the four; costs measured in between.
 
     Near ties are rare and dear (0 to 4 canonical passes in 8 requests, each as long as a round): it takes requests to average them out.
     """
@@ -288,7 +288,7 @@ def trees_fidelity(state: Path) -> dict[str, Any]:
         return run_replay(trace, policy, merged, artifacts=find, approximate=True).total
 
     encoded = encode(pair, workload, options)
-    return fidelity_report(pair, policies, encoded, measure, predict, what="tree policies", artifacts=find, every=8)
+    return fidelity_report(pair, policies, encoded, measure, predict, what="tree policies", artifacts=find, runs=4, every=8)
 
 
 def trees_sampled(state: Path) -> dict[str, Any]:

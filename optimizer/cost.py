@@ -169,14 +169,14 @@ def _before_rounds(request_s: float, curves: tuple[CostCurve | None, ...], promp
 class TreeCosts:
     """The costs of rounds of trees with one draft: float64 [2, buckets, width], greedy and sampled. ``verify_s`` by drafted nodes
     (0 .. NODE_LIMIT), ``first_s`` by lag (0 .. LAG_LIMIT + 1), ``level_s`` by nodes read (0 .. WIDTH_LIMIT). ``bend_s`` [GAMMA_LIMIT + 1],
-    what a round of that many passes takes more."""
+    what a round of that many passes takes more. ``token_s`` [2], a token emitted."""
 
     verify_s: FloatArray
     first_s: FloatArray
     level_s: FloatArray
     bend_s: FloatArray
     overhead_s: float
-    noise_s: float
+    token_s: FloatArray
 
     @classmethod
     def of(
@@ -207,14 +207,14 @@ class TreeCosts:
             np.stack([_grid(c[draft], widths, contexts) for c in (trees.level, trees.sampled_level)]) + per_pass + widths * per_law,
             np.array([trees.bend(draft, passes, width) for passes in range(GAMMA_LIMIT + 1)]) + _shortlisted(profile, shortlist),
             profile.overhead_s,
-            profile.noise_s,
+            np.array(trees.token_s) + np.array([0.0, profile.noise_s]),
         )
 
     @classmethod
     def free(cls) -> TreeCosts:
         """Where there is no profile."""
         verify, first, level = (np.zeros((2, 1, n)) for n in (NODE_LIMIT + 1, LAG_LIMIT + 2, WIDTH_LIMIT + 1))
-        return cls(verify, first, level, np.zeros(GAMMA_LIMIT + 1), 0.0, 0.0)
+        return cls(verify, first, level, np.zeros(GAMMA_LIMIT + 1), 0.0, np.zeros(2))
 
 
 def _shortlisted(profile: LatencyProfile, shortlist: ShortlistRule | None) -> FloatArray:

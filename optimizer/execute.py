@@ -209,9 +209,10 @@ def compare(
     artifacts: Artifacts | None = None,
     between: Callable[[int], None] = lambda done: None,
     each: Callable[[Policy, Decoded], None] = lambda policy, decoded: None,
+    seed: int = 0,
 ) -> Comparison:
-    """Executes every policy on every request, request by request in rotating order, so that a slow minute of the machine falls on
-    all of them alike.
+    """Executes every policy on every request, request by request in an order drawn anew (by ``seed``), so that a slow minute of the
+    machine falls on all of them alike, and a slow second on any.
 
     With ``repeats`` a request's seconds are its fastest. Windows that carry state keep one controller for the whole comparison.
     ``between`` is called after every request, with how many are done (to measure costs in the same minutes, say), ``each`` with every
@@ -222,14 +223,14 @@ def compare(
     unique = list({p.id: p for p in policies}.values())
     decoders = _decoders(pair, unique, encoded, profile, q_tables, artifacts, clock)
     collected: dict[str, list[RequestOutcome]] = {p.id: [] for p in unique}
+    rng = np.random.default_rng(seed)
     began, differ = clock(), 0
     for n, (item, request) in enumerate(encoded.items):
         if n and budget_s is not None and clock() - began > budget_s:
             break
         best: dict[str, tuple[float, Decoded]] = {}
-        for repeat in range(repeats):
-            turn = (n * repeats + repeat) % len(unique)
-            for policy in unique[turn:] + unique[:turn]:
+        for _ in range(repeats):
+            for policy in (unique[i] for i in rng.permutation(len(unique))):
                 decoded = decoders[policy.id].decode(request, item.category, encoded.options.stop_strings)
                 each(policy, decoded)
                 before = best.get(policy.id)

@@ -338,14 +338,14 @@ def _classifier(store: TraceStore, name: str) -> tuple[str, Classifier]:
 
 @dataclass(frozen=True)
 class _Costs:
-    """A profile's costs of trees with one draft, in the middle of the recording's contexts, seconds; ``noise_s`` is a token's."""
+    """A profile's costs of trees with one draft, in the middle of the recording's contexts, seconds; ``token_s`` is an emitted one's."""
 
     profile_id: str
     first_s: float
     level_s: npt.NDArray[np.float64]
     verify_s: npt.NDArray[np.float64]
     overhead_s: float
-    noise_s: float
+    token_s: float
 
     def draft_level_s(self, level: int, width: int) -> float:
         """Seconds of the pass that makes a level, from ``width`` nodes; beyond the widths measured as the last ones go on."""
@@ -387,7 +387,7 @@ def _costs(store: TraceStore, source: TreeSource, profile: str | None) -> _Costs
         costs.level_s[hot, bucket],
         costs.verify_s[hot, bucket],
         costs.overhead_s,
-        costs.noise_s if hot else 0.0,
+        float(costs.token_s[hot]),
     )
 
 
@@ -407,6 +407,6 @@ def _tree(acceptance: RankAcceptance, nodes: int, depth: int, costs: _Costs | No
         )
     except ValueError as error:
         raise TraceError(f"no static tree: {error}") from None
-    # Noise is paid for each token emitted, whatever the tree.
-    rate = 1.0 / (1.0 / chosen.expected_tokens_per_s + costs.noise_s)
+    # Noise and near ties are paid for each token emitted, whatever the tree.
+    rate = 1.0 / (1.0 / chosen.expected_tokens_per_s + costs.token_s)
     return StaticTree(chosen.paths, chosen.expected_emitted, rate)

@@ -437,7 +437,7 @@ def _run_trees(
         stop_levels(growth, prepared.rules, hot), growth.end, growth.missing,
         limits.numbers, limits.thresholds, limits.kept, not forest.shared,
         costs.verify_s, costs.first_s, costs.level_s, costs.bend_s,
-        trace.shortlist_costs(policy, profile, prepared.shortlist, growth), costs.overhead_s, costs.noise_s,
+        trace.shortlist_costs(policy, profile, prepared.shortlist, growth), costs.overhead_s, costs.token_s,
         per_round, counts, seconds, rounds, round_s,
     )  # fmt: skip
     missing = int(counts[:, 6].sum())

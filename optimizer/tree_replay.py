@@ -77,7 +77,7 @@ def replay_trees(
     bend_table: FloatArray,
     routed_s: FloatArray,
     overhead_s: float,
-    noise_s: float,
+    token_s: FloatArray,
     per_round: bool,
     counts: Index,
     seconds: FloatArray,
@@ -87,8 +87,8 @@ def replay_trees(
     """Replays every request of ``order``; adds to ``counts`` int64 [requests, 7] (the last: rounds that read a law which was not recorded)
     and ``seconds`` in place, and returns how many rounds were written.
 
-    ``verify_table`` [2, buckets, nodes + 1], ``first_table`` [2, buckets, LAG_LIMIT + 2] and ``level_table`` [2, buckets,
-    widths] are seconds, greedy and sampled, ``bend_table`` by passes; ``routed_s`` [positions or 0, passes + 1]: what passes over
+    ``verify_table`` [2, buckets, nodes + 1], ``first_table`` [2, buckets, LAG_LIMIT + 2], ``level_table`` [2, buckets, widths] and
+    ``token_s`` [2] are seconds, greedy and sampled, ``bend_table`` by passes; ``routed_s`` [positions or 0, passes + 1]: what passes over
     routed shortlists take more. ``rereads``: the draft reads all emitted tokens again (a head).
     """
     used = 0
@@ -101,7 +101,7 @@ def replay_trees(
         r = order[i]
         begin, length, budget, context = offsets[r], offsets[r + 1] - offsets[r], budgets[r], prompts[r] - 1
         hot = 1 if sampled[r] > 0 else 0
-        noise = noise_s * sampled[r]
+        per_token = token_s[hot]
         reset(kind, ints, state)
         start, lag = 0, 1
         n_rounds, n_accepted, n_drafted, n_steps, n_missing, total_s = 0, 0, 0, 0, 0, 0.0
@@ -163,7 +163,7 @@ def replay_trees(
                     draft_s += routed_s[s, min(steps, routed_s.shape[1] - 1)]
                 for level in range(steps - 1):
                     draft_s += level_table[hot, bucket, min(last_width, int(width[s, min(level, deepest - 1)]))]
-            verify_s = verify_table[hot, bucket, min(last_nodes, kept)] + noise * emitted
+            verify_s = verify_table[hot, bucket, min(last_nodes, kept)] + per_token * emitted
             near = 0
             for level in range(accepted):
                 if first_seen[s + level] < start:

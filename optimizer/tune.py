@@ -541,18 +541,22 @@ def _winner(candidates: list[Candidate], compared: Comparison) -> Candidate:
 
 
 def _estimate(candidate: Candidate, base: Candidate, compared: Comparison) -> float:
-    """Log speed over ``base``: what was executed and what was predicted, each weighed by the inverse of its variance. Where execution
-    is precise it decides alone; where it cannot tell two policies apart, prediction, which knows their rounds exactly, says more than
-    noise."""
+    """Log speed over ``base``, :func:`weighed`. Where execution is precise it decides alone; where it cannot tell two policies apart,
+    prediction, which knows their rounds exactly, says more than noise."""
     if candidate.policy.id == base.policy.id:
         return 0.0
-    ratio, low, high = compared.ratio(candidate.policy.id, base.policy.id, projected=True)
     predicted = candidate.predicted.total.tokens_per_s / max(1e-12, base.predicted.total.tokens_per_s)
+    return weighed(compared.ratio(candidate.policy.id, base.policy.id, projected=True), predicted)
+
+
+def weighed(executed: tuple[float, float, float], predicted: float, predicted_spread: float = PREDICTION_SPREAD) -> float:
+    """Logarithm of a speed-up: as executed (ratio, 95% interval) and as predicted, each weighed by the inverse of its variance."""
+    ratio, low, high = executed
     if not (low > 0.0 and math.isfinite(high)) or predicted <= 0.0:
         return math.log(ratio)
     spread = max(1e-6, math.log(high / low) / (2 * 1.96))
-    executed, imagined = spread**-2, PREDICTION_SPREAD**-2
-    return (executed * math.log(ratio) + imagined * math.log(predicted)) / (executed + imagined)
+    of_executed, of_predicted = spread**-2, predicted_spread**-2
+    return (of_executed * math.log(ratio) + of_predicted * math.log(predicted)) / (of_executed + of_predicted)
 
 
 def _verdict(winner: Candidate, incumbent: Candidate, published: bool) -> tuple[str, Candidate, bool]:

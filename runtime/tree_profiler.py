@@ -5,18 +5,25 @@ trees of few and of many levels gives the first pass and what a level more costs
 and number of levels. Trees of one shape that keep more or fewer nodes give the verification, with the moving of cache entries. What
 verification costs more after one draft than after the others is charged to that draft's first pass. Static and classified trees, bins and
 stops are charged for what their rounds draft longer than top-k trees that read as much.
+
+A machine's pace changes by some percent within seconds, and single rounds take half as long again. So the drafts take turns at every
+context, their seconds are brought to one pace by their verifications (:func:`levelled`), and a cell is what is typical of it
+(:func:`typical`).
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import statistics
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from scipy.stats import trim_mean
 
 from runtime.decoder import Decoder, ModelBackend
@@ -55,7 +62,13 @@ CHECKED = ((8, 5, 32), (4, 3, 12))
 """(width, levels, nodes) of the trees that a profile is checked with."""
 CHECKED_TOKENS = 32
 
+POLISHED = 4
+"""Turns of a median polish, more than it takes."""
+
 Key = tuple[str, bool, int, int]
+Place = tuple[str, bool, int]
+Table = dict[tuple[Hashable, Hashable], list[float]]
+"""Samples by (work, place)."""
 
 
 @dataclass
@@ -67,7 +80,7 @@ class TreeCells:
     verify: dict[Key, list[float]] = field(default_factory=dict)
     first: dict[Key, list[float]] = field(default_factory=dict)
     draft: dict[int, dict[Key, list[float]]] = field(default_factory=lambda: {depth: {} for depth in DEPTHS})
-    near: dict[tuple[str, bool, int], NearTies] = field(default_factory=dict)
+    near: dict[Place, NearTies] = field(default_factory=dict)
     kinds: dict[tuple[str, str], list[KindRound]] = field(default_factory=dict)
 
 
@@ -83,12 +96,16 @@ class KindRound(NamedTuple):
 
 @dataclass
 class NearTies:
-    """Seconds of canonical passes while drafting and while verifying, laws read and rounds made."""
+    """Seconds of canonical passes while drafting and while verifying, laws read and tokens emitted."""
 
     draft_s: float = 0.0
     verify_s: float = 0.0
     laws: int = 0
-    rounds: int = 0
+    tokens: int = 0
+
+    def add(self, other: NearTies) -> None:
+        self.draft_s, self.verify_s = self.draft_s + other.draft_s, self.verify_s + other.verify_s
+        self.laws, self.tokens = self.laws + other.laws, self.tokens + other.tokens
 
 
 def tree_policy(draft: str, width: int, levels: int, nodes: int) -> Policy:
@@ -139,18 +156,101 @@ def tree_repeats(repeats: int) -> int:
 def measure_trees(bench: Bench, contexts: Sequence[int]) -> TreeProfile | None:
     """The tree costs of every draft of a pair but prompt lookup; None where there is no other. Ticks once per repeat."""
     drafts = [*bench.pair.drafts, *bench.pair.heads]
-    cells, repeats = TreeCells(), tree_repeats(bench.repeats)
+    repeats = tree_repeats(bench.repeats)
     if not drafts:
         return None
-    own = _own_text(bench, drafts[0])
+    own, groups = _own_text(bench, drafts[0]), []
     with _canonical_seconds(bench) as apart:
         for repeat in range(repeats):
-            for name in drafts:
-                for context in contexts:
-                    for sampling in SAMPLINGS:
-                        _measure_group(bench, name, context, sampling, cells, own, apart, backwards=repeat % 2 == 1)
+            for context, sampling in itertools.product(contexts, SAMPLINGS):
+                for name in drafts:
+                    groups.append(TreeCells())
+                    _measure_group(bench, name, context, sampling, groups[-1], own, apart, backwards=repeat % 2 == 1)
             bench.tick("trees")
-    return tree_costs(cells, drafts, tuple(contexts))
+    return tree_costs(levelled(groups, len(drafts)), drafts, tuple(contexts))
+
+
+def levelled(groups: Sequence[TreeCells], drafts: int) -> TreeCells:
+    """Cells that were measured one after another as one, all at the mean pace. ``groups`` are of one (draft, temperature above 0, context)
+    each, in turn of so many ``drafts`` at one temperature and context.
+
+    A group's pace is how long its verifications took beside those of all groups, a median: they are the same work whatever the draft. But
+    what a draft's verifications take longer at every turn, beyond noise, is that draft's (it drives the target out of the caches), and
+    stays.
+    """
+    usual: dict[tuple[bool, int, int], list[float]] = {}
+    for group in groups:
+        for (_, hot, n, c), samples in group.verify.items():
+            usual.setdefault((hot, n, c), []).extend(samples)
+    means = {key: center(samples) for key, samples in usual.items()}
+    longer = [[math.log(s / means[hot, n, c]) for (_, hot, n, c), found in g.verify.items() for s in found] for g in groups]
+    pace = np.array([statistics.median(found) if found else 0.0 for found in longer])
+    pace -= pace.mean()
+    turns = pace.reshape(-1, drafts)
+    own = _beyond_noise(turns - turns.mean(1, keepdims=True))
+    whole = TreeCells()
+    for i, group in enumerate(groups):
+        factor = math.exp(own[i % drafts] - pace[i])
+        levels = zip(group.draft.values(), whole.draft.values(), strict=True)
+        for mine, all_ in ((group.verify, whole.verify), (group.first, whole.first), *levels):
+            for key, samples in mine.items():
+                all_.setdefault(key, []).extend(factor * s for s in samples)
+        for place, near in group.near.items():
+            whole.near.setdefault(place, NearTies()).add(near)
+        for kind, rounds in group.kinds.items():
+            whole.kinds.setdefault(kind, []).extend(r._replace(draft_s=factor * r.draft_s) for r in rounds)
+    return whole
+
+
+def _beyond_noise(samples: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Means over rows, [columns], each less what is expected of it by chance (James and Stein's positive part)."""
+    mean, error = samples.mean(0), samples.std(0, ddof=1) / math.sqrt(len(samples))
+    chance = np.divide(error, np.abs(mean), out=np.ones_like(mean), where=np.abs(mean) > 0)
+    return np.asarray(mean * np.maximum(0.0, 1.0 - chance**2))
+
+
+def typical(cells: TreeCells) -> TreeCells:
+    """The cells with every one's samples moved to what is typical of it: what its work takes times what its place (temperature and context)
+    makes of it, both by medians in turn (Tukey's median polish, of logarithms), of every draft's verifications, lags and drafting apart.
+    What slow moments add is spread over all alike, so that the total stays."""
+    tables: dict[tuple[str, str], Table] = {}
+    for (name, hot, n, c), samples in cells.verify.items():
+        tables.setdefault(("verify", name), {})[n, (hot, c)] = samples
+    for (name, hot, lag, c), samples in cells.first.items():
+        tables.setdefault(("first", name), {})[lag, (hot, c)] = samples
+    for depth, by_key in cells.draft.items():
+        for (name, hot, w, c), samples in by_key.items():
+            tables.setdefault(("draft", name), {})[(depth, w), (hot, c)] = samples
+    found = {kind: _polish(table) for kind, table in tables.items()}
+    measured = sum(center(samples) for table in tables.values() for samples in table.values())
+    slower = measured / sum(sum(seconds.values()) for seconds in found.values())
+
+    def moved(kind: str, name: str, work: Hashable, place: Hashable, samples: list[float]) -> list[float]:
+        factor = slower * found[kind, name][work, place] / center(samples)
+        return [factor * s for s in samples]
+
+    return replace(
+        cells,
+        verify={(d, hot, n, c): moved("verify", d, n, (hot, c), s) for (d, hot, n, c), s in cells.verify.items()},
+        first={(d, hot, lag, c): moved("first", d, lag, (hot, c), s) for (d, hot, lag, c), s in cells.first.items()},
+        draft={
+            depth: {(d, hot, w, c): moved("draft", d, (depth, w), (hot, c), s) for (d, hot, w, c), s in by_key.items()}
+            for depth, by_key in cells.draft.items()
+        },
+    )
+
+
+def _polish(table: Table) -> dict[tuple[Hashable, Hashable], float]:
+    """The product of row and column that fits positive samples best by (row, column), each the median of what the other leaves."""
+    logs = {key: np.log(samples) for key, samples in table.items()}
+    effects: tuple[dict[Hashable, float], dict[Hashable, float]] = {row: 0.0 for row, _ in logs}, {column: 0.0 for _, column in logs}
+    for _ in range(POLISHED):
+        for axis in (0, 1):
+            left: dict[Hashable, list[NDArray[np.float64]]] = {}
+            for key, found in logs.items():
+                left.setdefault(key[axis], []).append(found - effects[1 - axis][key[1 - axis]])
+            effects[axis].update({effect: float(np.median(np.concatenate(parts))) for effect, parts in left.items()})
+    return {key: math.exp(effects[0][key[0]] + effects[1][key[1]]) for key in logs}
 
 
 def _own_text(bench: Bench, name: str) -> list[int]:
@@ -211,7 +311,7 @@ def _measure_group(
         settled, checked = apart
         draft_s, verify_s = step.draft_s, step.verify_s + committed[0]
         widths = tuple(tree.widths) if tree else ()
-        near.verify_s, near.rounds = near.verify_s + checked, near.rounds + 1
+        near.verify_s, near.tokens = near.verify_s + checked, near.tokens + step.emitted
         if kind:
             cells.kinds.setdefault((name, kind), []).append(KindRound(draft_s - settled, settled, widths, hot, context))
         else:
@@ -264,8 +364,9 @@ def _other_kinds(name: str, known: Collection[str]) -> dict[str, PreparedPolicy]
 
 
 def tree_costs(cells: TreeCells, drafts: Sequence[str], contexts: tuple[int, ...]) -> TreeProfile:
-    """Curves of samples. At each context one first pass, whatever the width, and a cost per level of each width fit all depths best; near
-    ties are charged by the law read, and by the round."""
+    """Curves of what is typical of samples. At each context one first pass, whatever the width, and a cost per level of each width fit all
+    depths best; near ties are charged by the law read, and the target's by the token emitted."""
+    cells = typical(cells)
     curves: dict[bool, tuple[CostCurve, dict[str, CostCurve], dict[str, CostCurve]]] = {}
     charged: dict[tuple[str, bool], float] = {}
     for hot in (False, True):
@@ -281,7 +382,7 @@ def tree_costs(cells: TreeCells, drafts: Sequence[str], contexts: tuple[int, ...
             for c in contexts:
                 base, slopes = _lines({d: [center(cells.draft[d][name, hot, w, c]) for w in WIDTHS] for d in DEPTHS})
                 near = cells.near.get((name, hot, c), NearTies())
-                per_law, per_round = near.draft_s / max(1, near.laws), near.verify_s / max(1, near.rounds)
+                per_law = near.draft_s / max(1, near.laws)
                 shift = base + more + per_law - center(cells.first[name, hot, 1, c])
                 for lag in TREE_LAGS:
                     if (name, hot, lag, c) in cells.first:
@@ -290,16 +391,20 @@ def tree_costs(cells: TreeCells, drafts: Sequence[str], contexts: tuple[int, ...
                     deep = cells.draft[DEPTHS[-1]][name, hot, w, c]
                     levels[w, c] = [max(1e-7, slope + (s - center(deep)) / (DEPTHS[-1] - 1)) + w * per_law for s in deep]
                 for n in nodes:
-                    verify.setdefault((n + 1, c), []).extend(
-                        max(1e-7, s - more) + per_round for s in cells.verify[name, hot, n, c]
-                    )
+                    verify.setdefault((n + 1, c), []).extend(max(1e-7, s - more) for s in cells.verify[name, hot, n, c])
             first[name] = curve(firsts, TREE_LAGS, contexts)
             level[name] = curve(levels, WIDTHS, contexts)
         curves[hot] = curve(verify, [n + 1 for n in nodes], contexts), first, level
     (verify_cold, first_cold, level_cold), (verify_hot, first_hot, level_hot) = curves[False], curves[True]
     found = TreeProfile(verify_cold, verify_hot, first_cold, first_hot, level_cold, level_hot)
-    found = replace(found, bend_s={name: _bend(cells, name, contexts) for name in drafts})
+    cold, warm = (_per_token([near for (_, h, _), near in cells.near.items() if h is hot]) for hot in (False, True))
+    found = replace(found, token_s=(cold, warm), bend_s={name: _bend(cells, name, contexts) for name in drafts})
     return replace(found, kind_s={name: _kind_costs(cells, found, name, charged) for name in drafts})
+
+
+def _per_token(found: Sequence[NearTies]) -> float:
+    """Seconds of canonical passes of the target for each token emitted."""
+    return sum(near.verify_s for near in found) / max(1, sum(near.tokens for near in found))
 
 
 def _bend(cells: TreeCells, name: str, contexts: Sequence[int]) -> dict[int, tuple[float, ...]]:
@@ -389,7 +494,8 @@ def compose_tree_round(
     verify, first, level = (
         (trees.sampled_verify, trees.sampled_first, trees.sampled_level) if sampled else (trees.verify, trees.first, trees.level)
     )
-    seconds = verify.at(step.verified, context) + profile.overhead_s + (profile.noise_s * step.emitted if sampled else 0.0)
+    per_token = trees.token_s[sampled] + (profile.noise_s if sampled else 0.0)
+    seconds = verify.at(step.verified, context) + profile.overhead_s + per_token * step.emitted
     if step.draft_steps:
         seconds += first[step.draft].at(step.lag, context) + sum(level[step.draft].at(w, context) for w in widths[1:])
         seconds += trees.bend(step.draft, step.draft_steps, widths[1] if len(widths) > 1 else step.drafted)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from pairs import make_pair
@@ -26,7 +27,20 @@ from runtime.profiler import (
     measured_gammas,
     merge_profiles,
 )
-from runtime.tree_profiler import DEPTHS, KIND_WIDTH, KINDS, NODES, TREE_LAGS, WIDTHS, KindRound, NearTies, TreeCells, tree_costs
+from runtime.tree_profiler import (
+    DEPTHS,
+    KIND_WIDTH,
+    KINDS,
+    NODES,
+    TREE_LAGS,
+    WIDTHS,
+    KindRound,
+    NearTies,
+    TreeCells,
+    levelled,
+    tree_costs,
+    typical,
+)
 from traces.errors import PolicyError
 from traces.schema import CostCurve, LatencyProfile
 
@@ -131,12 +145,12 @@ def test_windows_weigh_whole_rounds_of_trees() -> None:
 
 def test_what_trees_cost_is_taken_apart() -> None:
     """The first pass takes 2, a lag of 4 one more, a level 3 + w / 2, verification 10 + n, and one more after ``far``; a law read costs
-    0.01 more for near ties, a verification 0.1."""
+    0.01 more for near ties, a token 0.1."""""
     cells, contexts = TreeCells(), (16, 64)
     for name in ("near", "far"):
         for hot in (False, True):
             for c in contexts:
-                cells.near[name, hot, c] = NearTies(draft_s=2.0, verify_s=1.0, laws=200, rounds=10)
+                cells.near[name, hot, c] = NearTies(draft_s=2.0, verify_s=1.0, laws=200, tokens=10)
                 for n in NODES:
                     cells.verify[name, hot, n, c] = [10.0 + n + (name == "far")] * 3
                 for lag in TREE_LAGS:
@@ -145,7 +159,8 @@ def test_what_trees_cost_is_taken_apart() -> None:
                     for depth in DEPTHS:
                         cells.draft[depth][name, hot, w, c] = [2.0 + (depth - 1) * (3 + w / 2)] * 3
     trees = tree_costs(cells, ["near", "far"], contexts)
-    assert trees.verify.at(17, 20) == pytest.approx(26.6)
+    assert trees.verify.at(17, 20) == pytest.approx(26.5)
+    assert trees.token_s == pytest.approx((0.1, 0.1))
     assert (trees.first["near"].at(1, 20), trees.first["far"].at(1, 20)) == pytest.approx((1.51, 2.51))
     assert trees.sampled_first["near"].at(4, 64) == pytest.approx(2.51)
     assert trees.level["far"].at(8, 16) == pytest.approx(7.08)
@@ -185,6 +200,76 @@ def test_other_trees_are_charged_for_what_they_draft_longer() -> None:
     assert trees.more("far", ("classifier",)) == (0.0, 0.0)
 
 
+def group(name: str, hot: bool, context: int, pace: float = 1.0, longer: float = 1.0) -> TreeCells:
+    """A turn of one draft: verification of n takes 10 + n, ``longer`` times that after this draft; a level 3 + w / 2; all at a pace."""
+    cells, key = TreeCells(), (name, hot, context)
+    cells.near[key] = NearTies(draft_s=2.0, verify_s=0.5, laws=200, tokens=10)
+    cells.kinds[name, "stop"] = [KindRound(pace * 7.0, 0.14, (1, 4, 2), hot, context)]
+    for n in NODES:
+        cells.verify[name, hot, n, context] = [pace * longer * (10.0 + n)]
+    cells.first[name, hot, 1, context] = [pace * 2.0]
+    for w in WIDTHS:
+        for depth in DEPTHS:
+            cells.draft[depth][name, hot, w, context] = [pace * (2.0 + (depth - 1) * (3 + w / 2))]
+    return cells
+
+
+def turns(paces: dict[str, list[float]], longer: float) -> list[TreeCells]:
+    """Groups as they are measured, two repeats of two contexts and temperatures; verification takes ``longer`` after ``far``."""
+    places = [(hot, c) for _ in range(2) for c in (16, 64) for hot in (False, True)]
+    return [
+        group(name, hot, c, paces[name][i], longer if name == "far" else 1.0)
+        for i, (hot, c) in enumerate(places)
+        for name in ("near", "far")
+    ]
+
+
+def test_groups_are_brought_to_one_pace() -> None:
+    """Turns at paces of their own cost what turns at one pace do, at every context and temperature but for one factor; near ties and laws
+    are summed, not stretched."""
+    even = levelled(turns({"near": [1.0] * 8, "far": [1.0] * 8}, 1.0), 2)
+    drifting = {"near": [1.0, 1.3, 0.9, 1.1, 1.0, 1.0, 1.2, 0.8], "far": [1.1, 1.2, 1.0, 0.9, 1.3, 0.9, 1.0, 1.0]}
+    whole = levelled(turns(drifting, 1.0), 2)
+    for hot in (False, True):
+        for context in (16, 64):
+            factor = whole.verify["near", hot, 1, context][0] / even.verify["near", hot, 1, context][0]
+            assert 0.8 < factor < 1.2
+            levels = zip(whole.draft.values(), even.draft.values(), strict=True)
+            for mine, plain in ((whole.verify, even.verify), (whole.first, even.first), *levels):
+                for key, samples in mine.items():
+                    if (key[1], key[3]) == (hot, context):
+                        assert samples == pytest.approx([factor * s for s in plain[key]], rel=0.02), key
+            for name in ("near", "far"):
+                stopped = [r.draft_s for r in whole.kinds[name, "stop"] if (r.hot, r.context) == (hot, context)]
+                assert stopped == pytest.approx([factor * 7.0] * 2, rel=0.02)
+    assert {r.settled_s for r in whole.kinds["far", "stop"]} == {0.14}
+    assert whole.near["far", True, 64] == NearTies(draft_s=4.0, verify_s=1.0, laws=400, tokens=20)
+
+
+def test_what_a_draft_costs_the_target_at_every_turn_is_kept() -> None:
+    """Verification takes 20% longer after one draft whatever the pace: that is no drift. Once in eight turns is."""
+    steady = levelled(turns({"near": [1.0, 1.1] * 4, "far": [1.1, 1.0] * 4}, 1.2), 2)
+    after, before = (np.mean([steady.verify[name, False, n, 16] for n in NODES]) for name in ("far", "near"))
+    assert after / before == pytest.approx(1.2, rel=0.03)
+    assert steady.first["far", False, 1, 16] == pytest.approx(steady.first["near", False, 1, 16], rel=0.03)
+    once = levelled(turns({"near": [1.0] * 8, "far": [2.0, *[1.0] * 7]}, 1.0), 2)
+    after, before = (np.mean([once.verify[name, False, n, 16] for n in NODES]) for name in ("far", "near"))
+    assert after / before == pytest.approx(1.0, abs=0.01)
+
+
+def test_a_slow_round_makes_no_cell_dear() -> None:
+    """One sample of a cell takes five times as long: what it adds is spread over all cells, a percent at most."""
+    cells = levelled(turns({"near": [1.0] * 8, "far": [1.0] * 8}, 1.0), 2)
+    whole = typical(cells)
+    assert whole.draft[8]["far", False, 4, 16] == pytest.approx(cells.draft[8]["far", False, 4, 16])
+    cells.draft[8]["far", False, 4, 16][0] *= 5.0
+    spoiled = typical(cells)
+    assert center(spoiled.draft[8]["far", False, 4, 16]) == pytest.approx(center(whole.draft[8]["far", False, 4, 16]), rel=0.02)
+    assert center(spoiled.verify["near", True, 7, 64]) == pytest.approx(center(whole.verify["near", True, 7, 64]), rel=0.02)
+    total, before = (sum(center(s) for s in c.verify.values()) for c in (spoiled, whole))
+    assert total > before
+
+
 def test_bends_survive_storing_and_those_without_widths_are_read(profile: LatencyProfile) -> None:
     """JSON names widths by strings; profiles once kept one bend for all of them."""
     again = LatencyProfile.from_json(json.loads(json.dumps(profile.to_json())))
@@ -194,6 +279,12 @@ def test_bends_survive_storing_and_those_without_widths_are_read(profile: Latenc
     trees = LatencyProfile.from_json(json.loads(json.dumps(old))).trees
     assert trees is not None
     assert [trees.bend("near", passes, 7) for passes in (0, 1, 2, 9)] == [0.0, 0.5, 0.25, 0.25]
+    assert profile.trees is not None
+    assert trees.token_s == profile.trees.token_s
+    del old["trees"]["token_s"]
+    older = LatencyProfile.from_json(json.loads(json.dumps(old))).trees
+    assert older is not None
+    assert older.token_s == (0.0, 0.0)
     assert trees.bend("far", 3, 7) == 0.0
 
 

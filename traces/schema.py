@@ -321,6 +321,7 @@ class TreeProfile:
     - ``level``: per draft, a pass that makes a later level, over (nodes read, context), its laws and its growing included.
     - ``bend_s``: per draft and width of the tree, what a round of so many passes takes more than these say, by their number 0, 1, ...;
       beyond the last as there.
+    - ``token_s``: near ties of the target, which settles those that it emits: seconds per emitted token, greedy and at temperature > 0.
     - ``kind_s``: per draft, what ``static`` and ``classifier`` growth, ``stratify`` and ``stop`` blocks cost beyond top-k growth: (seconds
       per pass, seconds per law read), near ties included.
     """
@@ -333,6 +334,7 @@ class TreeProfile:
     sampled_level: Mapping[str, CostCurve]
     bend_s: Mapping[str, Mapping[int, tuple[float, ...]]] = field(default_factory=dict)
     kind_s: Mapping[str, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
+    token_s: tuple[float, float] = (0.0, 0.0)
 
     def bend(self, draft: str, passes: int, width: int) -> float:
         """``bend_s`` of a draft at a number of passes and a width of the tree (children of its root; linear between the measured ones, as
@@ -429,7 +431,8 @@ class LatencyProfile:
                 for d, found in trees.get("bend_s", {}).items()  # once without widths
             }
             by_draft["kind_s"] = {d: {k: tuple(v) for k, v in m.items()} for d, m in trees.get("kind_s", {}).items()}
-            rest["trees"] = TreeProfile(curve(trees["verify"]), curve(trees["sampled_verify"]), **by_draft)
+            token_s = tuple(trees.get("token_s", (0.0, 0.0)))  # once part of ``verify``
+            rest["trees"] = TreeProfile(curve(trees["verify"]), curve(trees["sampled_verify"]), **by_draft, token_s=token_s)
         for name in ("verify", "prefill"):
             rest[name] = curve(rest[name])
         for name in ("draft_step", "draft_prefill"):
