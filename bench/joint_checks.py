@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -52,6 +53,9 @@ WIDTH, DEPTH, GAMMA = 8, 8, 12
 TRIALS, TRIALS_EACH = 300, 60
 FINALISTS = 3
 PASSES, FOLDS = 2, 7
+CONFIRMED = 40
+"""Requests on which winners are confirmed."""
+KEPT = "ablation-winners.json"
 SEARCHED_SPREAD = 0.04
 """Standard deviation of a predicted ratio of two policies' speeds on other requests, where both are the best of hundreds by prediction."""
 
@@ -109,7 +113,8 @@ def ablation(state: Path) -> dict[str, Any]:
     and, where its fit predicts a gain beyond noise, its choice of a draft for each prompt. Finalists are the replay's three best of the
     subspace (of different families) and of those within it, for all papers together the plain baselines as well; the fastest when executed
     wins, as in ``tune`` by what was executed and what was predicted together. That flatters those that have more finalists, so there is a
-    second figure, which can fail: each seventh of the requests is timed under the winner chosen on the other six.
+    second figure, which can fail: each seventh of the requests is timed under the winner chosen on the other six. :func:`joint` executes
+    the winners on requests that none of this has seen.
     """
     return _ablation(state, CATEGORIES, REQUESTS, EXECUTED, TOKENS, TRIALS, TRIALS_EACH)
 
@@ -124,22 +129,26 @@ def _ablation(
     profile = measure_profile(pair, gamma_max=GAMMA)
     rows: list[dict[str, Any]] = []
     executions: dict[str, Any] = {}
+    kept: dict[str, Any] = {}
     for category in workloads:
         workload = load_workload(["demo"], categories=[category])
         recorded = replace(workload, requests=workload.requests[:requests])
         chosen, part = _searched(store, pair, profile, recorded, tokens, trials, each)
         others = [r for r in workload.requests if r.id not in part]
         encoded = encode(pair, replace(workload, requests=tuple(others[:executed])), DecodeOptions(Sampling(), tokens))
-        found, executions[category] = _executed(store, pair, profile, category, chosen, encoded)
+        winners, found, executions[category] = _executed(store, pair, profile, category, chosen, encoded)
         rows += found
+        seen = sorted(part | {item.id for item, _ in encoded.items})
+        kept[category] = {"seen": seen, "winners": {name: w.policy.spelled_out() for name, w in winners.items()}}
+    (state / KEPT).write_text(json.dumps(kept))
     joint = [r for r in rows if r["space"] == JOINT]
     behind = [r for r in rows if r["joint_ahead"] == "no"]
     compared = sum(r["space"] != j["space"] and r["workload"] == j["workload"] for r in rows for j in joint)
     speeds = ", ".join(f"{r['workload']} {r['speedup']:.2f}" for r in joint)
     least, apart = (min(r[name][0] for r in rows if r["space"] in PAPERS) for name in ("joint_over_it", "joint_over_it_apart"))
     return {
-        # The joint's finalists hold everyone else's: on the requests they are chosen by it cannot lose. On the others it can.
-        "holds": all(r["joint_over_it_apart"][2] >= 1.0 for r in rows if r["space"] in PAPERS) and apart >= 1 - TIE,
+        # The joint's finalists hold everyone else's: on the requests they are chosen by it hardly loses. On the others it can.
+        "holds": all(r["joint_over_it_apart"][2] >= 1.0 for r in rows if r["space"] in PAPERS) and not behind,
         "summary": f"all papers together over autoregression: {speeds}; {least:.3f} times the best single paper or more (timed on other "
         f"requests than chosen on: {apart:.3f}); {len(behind)} of {compared} subspaces and baselines are faster beyond "
         "noise",
@@ -246,9 +255,9 @@ def _executed(
     category: str,
     chosen: Mapping[str, Sequence[Winner]],
     encoded: Encoded,
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+) -> tuple[dict[str, Winner], list[dict[str, Any]], list[dict[str, Any]]]:
     """Executes what was chosen, interleaved; of each subspace the fastest of its finalists is compared with autoregression and with all
-    papers together: rows of figures, and what every policy took."""
+    papers together: the winners, rows of figures, and what every policy took."""
     policies = {w.policy.id: w.policy for found in chosen.values() for w in found}
     print(f"  {category}: {len(policies)} policies on {len(encoded.items)} requests", flush=True)
     compared = race(
@@ -304,7 +313,7 @@ def _executed(
         }
         for name, policy in policies.items()
     ]
-    return rows, executions
+    return winners, rows, executions
 
 
 def _finalists(name: str, chosen: Mapping[str, Sequence[Winner]]) -> list[Winner]:
@@ -359,4 +368,59 @@ def _ahead(compared: Comparison, joint: Policy, other: Policy) -> str:
     return "yes" if low > 1.0 else "no" if high < 1.0 else "open"
 
 
-CHECKS = {"ablation": ablation}
+def joint(state: Path) -> dict[str, Any]:
+    """The winner of all papers together and those of single papers, as the ablation chose them, once more on requests that neither search
+    nor choice have seen.
+
+    It holds where the joint one is at least as fast as every single paper's, within the 1% that count as a tie, and nowhere slower beyond
+    noise. Raises TraceError where the ablation has left no winners.
+    """
+    if not (state / KEPT).exists():
+        raise TraceError(f"{state / KEPT}: there are no winners to confirm; run `make acceptance ARGS='--only ablation'` first")
+    pair = load_pair(read_pair("demo"), device="cpu", drafts=DRAFTS)
+    store = stored(state / "ablation.db")
+    found = store.latest_profile(pair.id, "cpu")
+    rows: list[dict[str, Any]] = []
+    for category, kept in json.loads((state / KEPT).read_text()).items():
+        winners = {name: parse_policy(kept["winners"][name]) for name in (*PAPERS, JOINT, *BASELINES, "autoregressive")}
+        workload = load_workload(["demo"], categories=[category])
+        others = tuple(r for r in workload.requests if r.id not in kept["seen"])[:CONFIRMED]
+        policies = {p.id: p for p in winners.values()}
+        compared = race(
+            pair,
+            list(policies.values()),
+            encode(pair, replace(workload, requests=others), DecodeOptions(Sampling(), TOKENS)),
+            kept=set(policies),
+            profile=found.profile if found else None,
+            passes=PASSES,
+            q_tables=q_tables(store),
+            artifacts=fitted(store),
+        )
+        for name, policy in winners.items():
+            rows.append(
+                {
+                    "workload": category,
+                    "space": name,
+                    "policy": policy.label(),
+                    "requests": len(others),
+                    "speedup": finite(compared.ratio(policy.id, AUTOREGRESSIVE.id)),
+                    "joint_over_it": finite(compared.ratio(winners[JOINT].id, policy.id)),
+                    "tau": compared.outcomes[policy.id].total.mean_accepted_length,
+                    "texts_differ": compared.texts_differ,
+                }
+            )
+            ratio, low, high = rows[-1]["joint_over_it"]
+            print(f"  {category}: joint over {name} {ratio:.3f} ({low:.3f}-{high:.3f}), {policy.label()}", flush=True)
+    papers = [r for r in rows if r["space"] in PAPERS]
+    workloads = dict.fromkeys(r["workload"] for r in papers)
+    by_workload = {w: min((r for r in papers if r["workload"] == w), key=lambda r: r["joint_over_it"][0]) for w in workloads}
+    over = {c: r["joint_over_it"] for c, r in by_workload.items()}
+    shown = ", ".join(f"{c} {x[0]:.3f} ({x[1]:.3f}-{x[2]:.3f}) of {by_workload[c]['space']}'s" for c, x in over.items())
+    return {
+        "holds": all(r["joint_over_it"][0] >= 1 - TIE and r["joint_over_it"][2] >= 1.0 for r in papers),
+        "summary": f"all papers together over the best single paper, on requests that neither search nor choice have seen: {shown}",
+        "rows": rows,
+    }
+
+
+CHECKS = {"ablation": ablation, "joint": joint}

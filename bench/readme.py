@@ -65,6 +65,7 @@ def table() -> str:
         ("shortlists on a vocabulary of 32768", "acceptance-shortlist-speed"),
         ("a draft for each prompt", "acceptance-draft-choice"),
         ("each paper alone, pairs, all together", "acceptance-ablation"),
+        ("all together against each paper alone, on other requests", "acceptance-joint"),
     ]
     lines += ["| check (`make acceptance`) | result | holds |", "|---|---|---|"]
     for title, name in checked:

@@ -159,9 +159,11 @@ def measure_trees(bench: Bench, contexts: Sequence[int]) -> TreeProfile | None:
     repeats = tree_repeats(bench.repeats)
     if not drafts:
         return None
-    own, groups = _own_text(bench, drafts[0]), []
+    bench.rng = np.random.default_rng()  # near ties are a text's: no two profiles shall stumble on the same ones
+    groups: list[TreeCells] = []
     with _canonical_seconds(bench) as apart:
         for repeat in range(repeats):
+            own = _own_text(bench, drafts[0])
             for context, sampling in itertools.product(contexts, SAMPLINGS):
                 for name in drafts:
                     groups.append(TreeCells())
@@ -377,12 +379,11 @@ def tree_costs(cells: TreeCells, drafts: Sequence[str], contexts: tuple[int, ...
         usual = statistics.mean(means.values())
         for name in drafts:
             more = charged[name, hot] = means[name] - usual
+            per_law = _per_law(cells, name, hot)
             firsts: dict[tuple[int, int], list[float]] = {}
             levels: dict[tuple[int, int], list[float]] = {}
             for c in contexts:
                 base, slopes = _lines({d: [center(cells.draft[d][name, hot, w, c]) for w in WIDTHS] for d in DEPTHS})
-                near = cells.near.get((name, hot, c), NearTies())
-                per_law = near.draft_s / max(1, near.laws)
                 shift = base + more + per_law - center(cells.first[name, hot, 1, c])
                 for lag in TREE_LAGS:
                     if (name, hot, lag, c) in cells.first:
@@ -400,6 +401,12 @@ def tree_costs(cells: TreeCells, drafts: Sequence[str], contexts: tuple[int, ...
     cold, warm = (_per_token([near for (_, h, _), near in cells.near.items() if h is hot]) for hot in (False, True))
     found = replace(found, token_s=(cold, warm), bend_s={name: _bend(cells, name, contexts) for name in drafts})
     return replace(found, kind_s={name: _kind_costs(cells, found, name, charged) for name in drafts})
+
+
+def _per_law(cells: TreeCells, name: str, hot: bool) -> float:
+    """Seconds of canonical passes of a draft for each law that it reads, at all contexts: they are too rare to tell contexts apart."""
+    found = [near for (draft, h, _), near in cells.near.items() if (draft, h) == (name, hot)]
+    return sum(near.draft_s for near in found) / max(1, sum(near.laws for near in found))
 
 
 def _per_token(found: Sequence[NearTies]) -> float:
@@ -433,7 +440,7 @@ def _kind_costs(
     what its rounds took longer without canonical passes, the latter those passes. ``charged``: what the first pass pays for verification,
     by (draft, temperature above 0)."""
     found: dict[str, tuple[float, float]] = {}
-    usual = {key: near.draft_s / max(1, near.laws) for key, near in cells.near.items()}
+    usual = {hot: _per_law(cells, name, hot) for hot in (False, True)}
     for kind in KINDS:
         rounds = cells.kinds.get((name, kind), [])
         passes, laws = sum(len(r.widths) for r in rounds), sum(sum(r.widths) for r in rounds)
@@ -443,9 +450,9 @@ def _kind_costs(
         for r in rounds:
             first, level = (trees.sampled_first, trees.sampled_level) if r.hot else (trees.first, trees.level)
             seconds = first[name].at(1, r.context) + sum(level[name].at(w, r.context) for w in r.widths[1:])
-            near = usual.get((name, r.hot, r.context), 0.0) * sum(r.widths)
+            near = usual[r.hot] * sum(r.widths)
             apart.append(r.draft_s - (seconds - charged[name, r.hot] + trees.bend(name, len(r.widths), KIND_WIDTH) - near))
-        settled = sum(r.settled_s for r in rounds) - sum(usual.get((name, r.hot, r.context), 0.0) * sum(r.widths) for r in rounds)
+        settled = sum(r.settled_s for r in rounds) - sum(usual[r.hot] * sum(r.widths) for r in rounds)
         # A trimmed mean: a lost second is not the kind's.
         found[kind] = float(trim_mean(apart, 0.1)) * len(rounds) / passes, max(0.0, settled / laws)
     return found

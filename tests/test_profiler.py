@@ -168,6 +168,19 @@ def test_what_trees_cost_is_taken_apart() -> None:
     assert trees.kind_s == {"near": {}, "far": {}}
 
 
+def test_near_ties_of_one_context_are_charged_at_all() -> None:
+    """They are too rare to say anything of a context: 6 seconds more, all at one of two contexts."""
+    places = [(hot, c) for _ in range(2) for c in (16, 64) for hot in (False, True)]
+    cells = levelled([group(name, hot, c) for hot, c in places for name in ("near", "far")], 2)
+    plain = tree_costs(cells, ["near", "far"], (16, 64))
+    cells.near["near", False, 64].draft_s += 6.0
+    trees = tree_costs(cells, ["near", "far"], (16, 64))
+    more = 6.0 / sum(cells.near["near", False, c].laws for c in (16, 64))
+    for c in (16, 64):
+        assert trees.level["near"].at(4, c) - plain.level["near"].at(4, c) == pytest.approx(4 * more)
+        assert trees.level["far"].at(4, c) == pytest.approx(plain.level["far"].at(4, c))
+
+
 def test_other_trees_are_charged_for_what_they_draft_longer() -> None:
     """Two levels take 0.6 less than the line, and one level of a narrow tree 0.3 less. A classified tree of widths 1, 4, 2 takes 0.5 a pass
     longer and settles 0.14 in 7 laws."""
