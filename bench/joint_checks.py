@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import stdtrit
 from tree_checks import CATEGORIES, stored
 
 from optimizer.artifacts import fitted, q_tables
@@ -350,12 +349,9 @@ def _apart(finalists: Sequence[Winner], timings: Timings) -> FloatArray:
     return found
 
 
-def _ratio(one: FloatArray, other: FloatArray) -> list[float]:
+def _ratio(one: FloatArray, other: FloatArray) -> list[float | None]:
     """How much faster the second is, with the 95% interval over requests."""
-    deviations = one / one.mean() - other / other.mean()
-    error = float(deviations.std(ddof=1) / np.sqrt(len(one)) * stdtrit(len(one) - 1, 0.975))
-    ratio = float(one.sum() / other.sum())
-    return [ratio, ratio * float(np.exp(-error)), ratio * float(np.exp(error))]
+    return finite(Timings({"one": one[:, None], "other": other[:, None]}).ratio("other", "one"))
 
 
 def _ahead(compared: Comparison, joint: Policy, other: Policy) -> str:
