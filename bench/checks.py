@@ -25,6 +25,7 @@ from optimizer.tune import TuneOptions, expected_seconds, finite, profile_for, t
 from runtime.decoder import Decoded
 from runtime.loading import LoadedPair, load_pair
 from runtime.loop import StaticSource
+from runtime.measuring import center
 from runtime.pair import PairSpec, read_pair
 from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from runtime.policies.prepared import prepare
@@ -238,6 +239,8 @@ def fidelity_report(
 ) -> dict[str, Any]:
     """Predicted against measured tokens/s of policies in ``runs`` interleaved runs, brought to one pace (:func:`paces`), then round by
     round the median of them (a policy makes the same rounds every time, and most of what disturbs a machine is shorter than a request).
+    What slow moments add is spread over all policies alike, so that the total of seconds is the measured one (``slow_moments``); profiles
+    do the same.
 
     ``measure`` profiles the pair, first and after every ``every`` requests. ``predict`` replays a policy, from the first profile (which
     windows that read costs decided by) and all of them merged (what rounds cost). ``what`` names the policies in the summary.
@@ -261,13 +264,16 @@ def fidelity_report(
         for run in range(runs)
     ]
     merged, pace = merge_profiles(profiles), paces(order, executed)
+
+    def typical(policy: Policy, part: slice) -> float:
+        return sum(typical_s(executed[policy.id, item.id][part], pace[policy.id, item.id][part]) for item, _ in encoded.items)
+
+    spent = sum(usual_s(executed[policy.id, item.id]) for policy in policies for item, _ in encoded.items)
+    slow_moments = spent / sum(typical(policy, slice(None)) for policy in policies)
     rows = []
     for policy in policies:
         once = [run[policy.id].total for run in outcomes]
-        seconds, *halved = (
-            sum(typical_s(executed[policy.id, item.id][part], pace[policy.id, item.id][part]) for item, _ in encoded.items)
-            for part in (slice(None), slice(0, None, 2), slice(1, None, 2))
-        )
+        seconds, *halved = (slow_moments * typical(policy, part) for part in (slice(None), slice(0, None, 2), slice(1, None, 2)))
         measured = replace(once[0], seconds=seconds)
         predicted = predict(policy, profiles[0], merged)
         rows.append(
@@ -296,6 +302,7 @@ def fidelity_report(
         "kendall_tau": tau,
         "kendall_tau_measured_again": ceiling,
         "kendall_tau_halves": halves,
+        "slow_moments": slow_moments,
         "median_difference_measured_again": float(np.median(np.abs(again / first - 1))),
         "profiles": [json.loads(json.dumps(dict(p.check), default=str)) for p in profiles],
         "rows": sorted(rows, key=lambda r: -r["measured_tokens_per_s"]),
@@ -338,6 +345,17 @@ def typical_s(runs: Sequence[Decoded], pace: Sequence[float] | None = None) -> f
         return float(np.median(whole))
     rest = [w - r.sum() for w, r in zip(whole, rounds, strict=True)]
     return float(np.median(rounds, axis=0).sum() + np.median(rest))
+
+
+def usual_s(runs: Sequence[Decoded]) -> float:
+    """Seconds of a request with slow moments: each round's mean over the runs, and that of what is no round, but for lost seconds (as
+    :func:`runtime.measuring.center`)."""
+    rounds = [[s.round_s for s in d.steps] for d in runs]
+    if len({len(r) for r in rounds}) > 1:
+        return center([d.seconds for d in runs])
+    return sum(center(samples) for samples in zip(*rounds, strict=True)) + center(
+        [d.seconds - sum(r) for d, r in zip(runs, rounds, strict=True)]
+    )
 
 
 def _tau(a: Sequence[float] | np.ndarray, b: Sequence[float] | np.ndarray) -> float:

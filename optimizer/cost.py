@@ -168,8 +168,8 @@ def _before_rounds(request_s: float, curves: tuple[CostCurve | None, ...], promp
 @dataclass(frozen=True, eq=False)
 class TreeCosts:
     """The costs of rounds of trees with one draft: float64 [2, buckets, width], greedy and sampled. ``verify_s`` by drafted nodes
-    (0 .. NODE_LIMIT), ``first_s`` by lag (0 .. LAG_LIMIT + 1), ``level_s`` by nodes read (0 .. WIDTH_LIMIT). ``bend_s`` [GAMMA_LIMIT + 1],
-    what a round of that many passes takes more. ``token_s`` [2], a token emitted."""
+    (0 .. NODE_LIMIT), with the near ties that they cost the draft, ``first_s`` by lag (0 .. LAG_LIMIT + 1), ``level_s`` by nodes read
+    (0 .. WIDTH_LIMIT). ``bend_s`` [GAMMA_LIMIT + 1], what a round of that many passes takes more. ``token_s`` [2], a token emitted."""
 
     verify_s: FloatArray
     first_s: FloatArray
@@ -200,11 +200,11 @@ class TreeCosts:
             )
         contexts = np.arange(max(0, max_context) // BUCKET + 1) * float(BUCKET) + (BUCKET - 1) / 2
         nodes, lags, widths = np.arange(1.0, NODE_LIMIT + 2), np.arange(LAG_LIMIT + 2.0), np.arange(WIDTH_LIMIT + 1.0)
-        per_pass, per_law = trees.more(draft, kinds)
+        per_pass, near = trees.more(draft, kinds)[0], np.array(trees.per_node(draft, kinds))[:, None, None]
         return cls(
-            np.stack([_grid(c, nodes, contexts) for c in (trees.verify, trees.sampled_verify)]),
-            np.stack([_grid(c[draft], lags, contexts) for c in (trees.first, trees.sampled_first)]) + per_pass + per_law,
-            np.stack([_grid(c[draft], widths, contexts) for c in (trees.level, trees.sampled_level)]) + per_pass + widths * per_law,
+            np.stack([_grid(c, nodes, contexts) for c in (trees.verify, trees.sampled_verify)]) + near * (nodes - 1),
+            np.stack([_grid(c[draft], lags, contexts) for c in (trees.first, trees.sampled_first)]) + per_pass + near,
+            np.stack([_grid(c[draft], widths, contexts) for c in (trees.level, trees.sampled_level)]) + per_pass + near * widths,
             np.array([trees.bend(draft, passes, width) for passes in range(GAMMA_LIMIT + 1)]) + _shortlisted(profile, shortlist),
             profile.overhead_s,
             np.array(trees.token_s) + np.array([0.0, profile.noise_s]),

@@ -384,6 +384,7 @@ def merge_profiles(profiles: Sequence[LatencyProfile]) -> LatencyProfile:
         by_draft["kind_s"] = {
             d: {k: tuple(statistics.mean(p.more(d, (k,))[i] for p in parts) for i in range(2)) for k in TREE_KINDS} for d in drafts
         }
+        by_draft["node_s"] = {d: tuple(statistics.mean(p.per_node(d)[i] for p in parts) for i in range(2)) for d in drafts}
         by_draft["token_s"] = tuple(statistics.mean(p.token_s[i] for p in parts) for i in range(2))
         return TreeProfile(curves([p.verify for p in parts]), curves([p.sampled_verify for p in parts]), **by_draft)
 

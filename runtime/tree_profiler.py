@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.stats import trim_mean
 
 from runtime.decoder import Decoder, ModelBackend
 from runtime.drafts import LanguageModelDraft
@@ -36,8 +35,9 @@ from runtime.policies.document import GAMMA_LIMIT, EntropyStop, FixedWindow, Pol
 from runtime.policies.prepared import PreparedPolicy, prepare
 from traces.schema import TREE_SCALE, CostCurve, LatencyProfile, Sampling, Step, TreeProfile
 
-NODES = (1, 2, 3, 4, 7, 8, 11, 12, 15, 16, 31, 32, 63, 64, 96)
-"""Nodes verified, as measured: with the root a multiple of four, and one token more. Products of so many rows are quicker than of fewer."""
+NODES = (1, 2, 3, 4, 6, 7, 8, 10, 11, 12, 14, 15, 16, 18, 24, 31, 32, 48, 60, 64, 96)
+"""Nodes verified, as measured. Products of rows by the multiple of four are quicker than of one row less: of small trees nearly every
+number, of larger ones mostly a row more, which is the mean of what there is, and EAGLE-2's 60."""
 WIDTHS = (1, 2, 4, 8, 10, 16)
 """Nodes read by a level's pass, as measured."""
 TREE_LAGS = (1, 2, 4, 8)
@@ -85,27 +85,28 @@ class TreeCells:
 
 
 class KindRound(NamedTuple):
-    """One drafting phase: its seconds without canonical passes, those of the latter, and what it was."""
+    """One drafting phase: its seconds without canonical passes, those of the latter, and what it was. ``nodes``: drafted."""
 
     draft_s: float
     settled_s: float
     widths: tuple[int, ...]
+    nodes: int
     hot: bool
     context: int
 
 
 @dataclass
 class NearTies:
-    """Seconds of canonical passes while drafting and while verifying, laws read and tokens emitted."""
+    """Seconds of canonical passes while drafting and while verifying, laws read with nodes drafted, and tokens emitted."""
 
     draft_s: float = 0.0
     verify_s: float = 0.0
-    laws: int = 0
+    nodes: int = 0
     tokens: int = 0
 
     def add(self, other: NearTies) -> None:
         self.draft_s, self.verify_s = self.draft_s + other.draft_s, self.verify_s + other.verify_s
-        self.laws, self.tokens = self.laws + other.laws, self.tokens + other.tokens
+        self.nodes, self.tokens = self.nodes + other.nodes, self.tokens + other.tokens
 
 
 def tree_policy(draft: str, width: int, levels: int, nodes: int) -> Policy:
@@ -116,7 +117,7 @@ def tree_policy(draft: str, width: int, levels: int, nodes: int) -> Policy:
 @contextmanager
 def _canonical_seconds(bench: Bench) -> Iterator[list[float]]:
     """What canonical passes take meanwhile, while drafting and while verifying. They settle near ties: so rare and so long that one would
-    spoil a cell's mean, so often that they count; they are charged by the law read (:func:`tree_costs`)."""
+    spoil a cell's mean, so often that they count; they are charged by the node (:func:`tree_costs`)."""
     pair, seconds, verifying = bench.pair, [0.0, 0.0], [False]
     patched: list[tuple[Any, str]] = [(pair.target, "canonical"), (pair.target, "canonical_features")]
     patched += [(model, "canonical") for model in (*pair.drafts.values(), *pair.heads.values())]
@@ -214,7 +215,7 @@ def _beyond_noise(samples: NDArray[np.float64]) -> NDArray[np.float64]:
 def typical(cells: TreeCells) -> TreeCells:
     """The cells with every one's samples moved to what is typical of it: what its work takes times what its place (temperature and context)
     makes of it, both by medians in turn (Tukey's median polish, of logarithms), of every draft's verifications, lags and drafting apart.
-    What slow moments add is spread over all alike, so that the total stays."""
+    What slow moments add is spread over all alike, rounds of other kinds included, so that the total stays."""
     tables: dict[tuple[str, str], Table] = {}
     for (name, hot, n, c), samples in cells.verify.items():
         tables.setdefault(("verify", name), {})[n, (hot, c)] = samples
@@ -239,6 +240,7 @@ def typical(cells: TreeCells) -> TreeCells:
             depth: {(d, hot, w, c): moved("draft", d, (depth, w), (hot, c), s) for (d, hot, w, c), s in by_key.items()}
             for depth, by_key in cells.draft.items()
         },
+        kinds={kind: [r._replace(draft_s=slower * r.draft_s) for r in rounds] for kind, rounds in cells.kinds.items()},
     )
 
 
@@ -315,9 +317,9 @@ def _measure_group(
         widths = tuple(tree.widths) if tree else ()
         near.verify_s, near.tokens = near.verify_s + checked, near.tokens + step.emitted
         if kind:
-            cells.kinds.setdefault((name, kind), []).append(KindRound(draft_s - settled, settled, widths, hot, context))
+            cells.kinds.setdefault((name, kind), []).append(KindRound(draft_s - settled, settled, widths, step.drafted, hot, context))
         else:
-            near.draft_s, near.laws = near.draft_s + settled, near.laws + sum(widths)
+            near.draft_s, near.nodes = near.draft_s + settled, near.nodes + sum(widths) + step.drafted
         return draft_s - settled, verify_s - checked, step.drafted
 
     setattr(backend, "commit", commit)  # noqa: B010
@@ -367,7 +369,8 @@ def _other_kinds(name: str, known: Collection[str]) -> dict[str, PreparedPolicy]
 
 def tree_costs(cells: TreeCells, drafts: Sequence[str], contexts: tuple[int, ...]) -> TreeProfile:
     """Curves of what is typical of samples. At each context one first pass, whatever the width, and a cost per level of each width fit all
-    depths best; near ties are charged by the law read, and the target's by the token emitted."""
+    depths best. Near ties among children that are expanded or verified have to be settled, so those of a draft are charged by the law read
+    and the node drafted; the target's by the token emitted."""
     cells = typical(cells)
     curves: dict[bool, tuple[CostCurve, dict[str, CostCurve], dict[str, CostCurve]]] = {}
     charged: dict[tuple[str, bool], float] = {}
@@ -379,18 +382,17 @@ def tree_costs(cells: TreeCells, drafts: Sequence[str], contexts: tuple[int, ...
         usual = statistics.mean(means.values())
         for name in drafts:
             more = charged[name, hot] = means[name] - usual
-            per_law = _per_law(cells, name, hot)
             firsts: dict[tuple[int, int], list[float]] = {}
             levels: dict[tuple[int, int], list[float]] = {}
             for c in contexts:
                 base, slopes = _lines({d: [center(cells.draft[d][name, hot, w, c]) for w in WIDTHS] for d in DEPTHS})
-                shift = base + more + per_law - center(cells.first[name, hot, 1, c])
+                shift = base + more - center(cells.first[name, hot, 1, c])
                 for lag in TREE_LAGS:
                     if (name, hot, lag, c) in cells.first:
                         firsts[lag, c] = [max(1e-7, s + shift) for s in cells.first[name, hot, lag, c]]
                 for w, slope in zip(WIDTHS, slopes, strict=True):
                     deep = cells.draft[DEPTHS[-1]][name, hot, w, c]
-                    levels[w, c] = [max(1e-7, slope + (s - center(deep)) / (DEPTHS[-1] - 1)) + w * per_law for s in deep]
+                    levels[w, c] = [max(1e-7, slope + (s - center(deep)) / (DEPTHS[-1] - 1)) for s in deep]
                 for n in nodes:
                     verify.setdefault((n + 1, c), []).extend(max(1e-7, s - more) for s in cells.verify[name, hot, n, c])
             first[name] = curve(firsts, TREE_LAGS, contexts)
@@ -399,14 +401,20 @@ def tree_costs(cells: TreeCells, drafts: Sequence[str], contexts: tuple[int, ...
     (verify_cold, first_cold, level_cold), (verify_hot, first_hot, level_hot) = curves[False], curves[True]
     found = TreeProfile(verify_cold, verify_hot, first_cold, first_hot, level_cold, level_hot)
     cold, warm = (_per_token([near for (_, h, _), near in cells.near.items() if h is hot]) for hot in (False, True))
-    found = replace(found, token_s=(cold, warm), bend_s={name: _bend(cells, name, contexts) for name in drafts})
+    found = replace(
+        found,
+        token_s=(cold, warm),
+        node_s={name: (_per_node(cells, name, False), _per_node(cells, name, True)) for name in drafts},
+        bend_s={name: _bend(cells, name, contexts) for name in drafts},
+    )
     return replace(found, kind_s={name: _kind_costs(cells, found, name, charged) for name in drafts})
 
 
-def _per_law(cells: TreeCells, name: str, hot: bool) -> float:
-    """Seconds of canonical passes of a draft for each law that it reads, at all contexts: they are too rare to tell contexts apart."""
+def _per_node(cells: TreeCells, name: str, hot: bool) -> float:
+    """Seconds of canonical passes of a draft for each law read and node drafted, at all contexts: they are too rare to tell contexts
+    apart."""
     found = [near for (draft, h, _), near in cells.near.items() if (draft, h) == (name, hot)]
-    return sum(near.draft_s for near in found) / max(1, sum(near.laws for near in found))
+    return sum(near.draft_s for near in found) / max(1, sum(near.nodes for near in found))
 
 
 def _per_token(found: Sequence[NearTies]) -> float:
@@ -436,25 +444,22 @@ def _bend(cells: TreeCells, name: str, contexts: Sequence[int]) -> dict[int, tup
 def _kind_costs(
     cells: TreeCells, trees: TreeProfile, name: str, charged: Mapping[tuple[str, bool], float]
 ) -> dict[str, tuple[float, float]]:
-    """(seconds per pass, seconds per law) of each of :data:`KINDS` beyond those of top-k growth that reads as many nodes; the former are
-    what its rounds took longer without canonical passes, the latter those passes. ``charged``: what the first pass pays for verification,
-    by (draft, temperature above 0)."""
+    """(seconds per pass, seconds per law read and node drafted) of each of :data:`KINDS` beyond those of top-k growth that reads as many
+    nodes; the former are what its rounds typically took longer without canonical passes, the latter those passes. ``charged``: what the
+    first pass pays for verification, by (draft, temperature above 0)."""
     found: dict[str, tuple[float, float]] = {}
-    usual = {hot: _per_law(cells, name, hot) for hot in (False, True)}
     for kind in KINDS:
         rounds = cells.kinds.get((name, kind), [])
-        passes, laws = sum(len(r.widths) for r in rounds), sum(sum(r.widths) for r in rounds)
+        passes, nodes = sum(len(r.widths) for r in rounds), sum(sum(r.widths) + r.nodes for r in rounds)
         if not passes:
             continue
         apart = []
         for r in rounds:
             first, level = (trees.sampled_first, trees.sampled_level) if r.hot else (trees.first, trees.level)
             seconds = first[name].at(1, r.context) + sum(level[name].at(w, r.context) for w in r.widths[1:])
-            near = usual[r.hot] * sum(r.widths)
-            apart.append(r.draft_s - (seconds - charged[name, r.hot] + trees.bend(name, len(r.widths), KIND_WIDTH) - near))
-        settled = sum(r.settled_s for r in rounds) - sum(usual[r.hot] * sum(r.widths) for r in rounds)
-        # A trimmed mean: a lost second is not the kind's.
-        found[kind] = float(trim_mean(apart, 0.1)) * len(rounds) / passes, max(0.0, settled / laws)
+            apart.append(r.draft_s - (seconds - charged[name, r.hot] + trees.bend(name, len(r.widths), KIND_WIDTH)))
+        settled = sum(r.settled_s for r in rounds) - sum(trees.node_s[name][r.hot] * (sum(r.widths) + r.nodes) for r in rounds)
+        found[kind] = statistics.median(apart) * len(rounds) / passes, max(0.0, settled / nodes)
     return found
 
 
@@ -506,6 +511,7 @@ def compose_tree_round(
     if step.draft_steps:
         seconds += first[step.draft].at(step.lag, context) + sum(level[step.draft].at(w, context) for w in widths[1:])
         seconds += trees.bend(step.draft, step.draft_steps, widths[1] if len(widths) > 1 else step.drafted)
+        seconds += trees.per_node(step.draft)[sampled] * (sum(widths) + step.drafted)
     return seconds
 
 

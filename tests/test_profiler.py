@@ -13,6 +13,7 @@ import torch
 from pairs import make_pair
 from synthetic import flat_profile
 
+from optimizer.cost import TreeCosts
 from runtime.loading import LoadedPair, load_pair
 from runtime.pair import read_pair
 from runtime.policies.document import GAMMA_LIMIT, parse_policy
@@ -37,12 +38,13 @@ from runtime.tree_profiler import (
     KindRound,
     NearTies,
     TreeCells,
+    compose_tree_round,
     levelled,
     tree_costs,
     typical,
 )
 from traces.errors import PolicyError
-from traces.schema import CostCurve, LatencyProfile
+from traces.schema import CostCurve, LatencyProfile, Step
 
 
 @pytest.fixture(scope="module")
@@ -144,13 +146,13 @@ def test_windows_weigh_whole_rounds_of_trees() -> None:
 
 
 def test_what_trees_cost_is_taken_apart() -> None:
-    """The first pass takes 2, a lag of 4 one more, a level 3 + w / 2, verification 10 + n, and one more after ``far``; a law read costs
-    0.01 more for near ties, a token 0.1."""""
+    """The first pass takes 2, a lag of 4 one more, a level 3 + w / 2, verification 10 + n, and one more after ``far``; near ties
+    take 0.01 for a law read or a node drafted, 0.1 for a token."""""
     cells, contexts = TreeCells(), (16, 64)
     for name in ("near", "far"):
         for hot in (False, True):
             for c in contexts:
-                cells.near[name, hot, c] = NearTies(draft_s=2.0, verify_s=1.0, laws=200, tokens=10)
+                cells.near[name, hot, c] = NearTies(draft_s=2.0, verify_s=1.0, nodes=200, tokens=10)
                 for n in NODES:
                     cells.verify[name, hot, n, c] = [10.0 + n + (name == "far")] * 3
                 for lag in TREE_LAGS:
@@ -161,9 +163,10 @@ def test_what_trees_cost_is_taken_apart() -> None:
     trees = tree_costs(cells, ["near", "far"], contexts)
     assert trees.verify.at(17, 20) == pytest.approx(26.5)
     assert trees.token_s == pytest.approx((0.1, 0.1))
-    assert (trees.first["near"].at(1, 20), trees.first["far"].at(1, 20)) == pytest.approx((1.51, 2.51))
-    assert trees.sampled_first["near"].at(4, 64) == pytest.approx(2.51)
-    assert trees.level["far"].at(8, 16) == pytest.approx(7.08)
+    assert trees.node_s == {name: pytest.approx((0.01, 0.01)) for name in ("near", "far")}
+    assert (trees.first["near"].at(1, 20), trees.first["far"].at(1, 20)) == pytest.approx((1.5, 2.5))
+    assert trees.sampled_first["near"].at(4, 64) == pytest.approx(2.5)
+    assert trees.level["far"].at(8, 16) == pytest.approx(7.0)
     assert [trees.bend("near", passes, 4) for passes in range(12)] == pytest.approx([0.0] * 12, abs=1e-9)
     assert trees.kind_s == {"near": {}, "far": {}}
 
@@ -175,15 +178,36 @@ def test_near_ties_of_one_context_are_charged_at_all() -> None:
     plain = tree_costs(cells, ["near", "far"], (16, 64))
     cells.near["near", False, 64].draft_s += 6.0
     trees = tree_costs(cells, ["near", "far"], (16, 64))
-    more = 6.0 / sum(cells.near["near", False, c].laws for c in (16, 64))
-    for c in (16, 64):
-        assert trees.level["near"].at(4, c) - plain.level["near"].at(4, c) == pytest.approx(4 * more)
-        assert trees.level["far"].at(4, c) == pytest.approx(plain.level["far"].at(4, c))
+    more = 6.0 / sum(cells.near["near", False, c].nodes for c in (16, 64))
+    assert trees.node_s["near"][0] - plain.node_s["near"][0] == pytest.approx(more)
+    assert trees.node_s["near"][1] == plain.node_s["near"][1]
+    assert trees.node_s["far"] == plain.node_s["far"]
+    assert trees.level == plain.level
+
+
+def test_near_ties_are_charged_by_what_is_read_and_drafted() -> None:
+    """Tables, rounds and windows say the same: 5 seconds for each of 1 + 4 + 4 laws and 30 nodes, 2 more beside a stop."""
+    plain = flat_profile("p", ["near"])
+    assert plain.trees is not None
+    trees = replace(plain.trees, node_s={"near": (5.0, 7.0)}, kind_s={"near": {"stop": (0.0, 2.0)}})
+    dear = replace(plain, trees=trees)
+    step = Step(start=1, drafted=30, verified=31, accepted=1, emitted=2, draft_steps=3, draft="near")
+    for hot, each in ((False, 5.0), (True, 7.0)):
+        apart = [compose_tree_round(p, step, (1, 4, 4), 20, sampled=hot) for p in (dear, plain)]
+        assert apart[0] - apart[1] == pytest.approx(39 * each)
+    for kinds, each in (((), 5.0), (("stop",), 7.0)):
+        costs, free = (TreeCosts.of(p, "near", 64, width=4, kinds=kinds) for p in (dear, plain))
+        tables = [(t.first_s[0, 0, 1], t.level_s[0, 0, 4], t.verify_s[0, 0, 30]) for t in (costs, free)]
+        assert np.subtract(*tables) == pytest.approx([each, 4 * each, 30 * each])
+    document = {"draft": "near", "growth": {"kind": "top_k", "width": 4}, "window": {"kind": "analytic", "gamma_max": 3}}
+    policy = parse_policy({**document, "select": {"top_n": 30}})
+    rounds = [w.draft_step_s * 3 + w.verify_s[3] for p in (dear, plain) if (w := window_costs(p, policy))]
+    assert rounds[0] - rounds[1] == pytest.approx(39 * 5.0)
 
 
 def test_other_trees_are_charged_for_what_they_draft_longer() -> None:
     """Two levels take 0.6 less than the line, and one level of a narrow tree 0.3 less. A classified tree of widths 1, 4, 2 takes 0.5 a pass
-    longer and settles 0.14 in 7 laws."""
+    longer, one time in five thrice as long, and settles 0.14 in 7 laws and 7 nodes."""
     cells, contexts = TreeCells(), (16, 64)
     for name in ("near", "far"):
         for hot in (False, True):
@@ -206,18 +230,18 @@ def test_other_trees_are_charged_for_what_they_draft_longer() -> None:
             seconds = base + (depth - 1) * lines.level["near"].at(w, 16) + lines.bend("near", depth, w)
             assert seconds == pytest.approx(cells.draft[depth]["near", False, w, 16][0])
     drafted = base + lines.level["near"].at(4, 16) + lines.level["near"].at(2, 16) + bend[3] + 1.5
-    cells.kinds["near", "classifier"] = [KindRound(drafted, 0.14, (1, 4, 2), False, 16)] * 4
+    cells.kinds["near", "classifier"] = [KindRound(x * drafted, 0.14, (1, 4, 2), 7, False, 16) for x in (1, 1, 3, 1, 1)]
     trees = tree_costs(cells, ["near", "far"], contexts)
-    assert trees.kind_s["near"]["classifier"] == pytest.approx((0.5, 0.02))
-    assert trees.more("near", ("classifier", "stop")) == pytest.approx((0.5, 0.02))
+    assert trees.kind_s["near"]["classifier"] == pytest.approx((0.5, 0.01))
+    assert trees.more("near", ("classifier", "stop")) == pytest.approx((0.5, 0.01))
     assert trees.more("far", ("classifier",)) == (0.0, 0.0)
 
 
 def group(name: str, hot: bool, context: int, pace: float = 1.0, longer: float = 1.0) -> TreeCells:
     """A turn of one draft: verification of n takes 10 + n, ``longer`` times that after this draft; a level 3 + w / 2; all at a pace."""
     cells, key = TreeCells(), (name, hot, context)
-    cells.near[key] = NearTies(draft_s=2.0, verify_s=0.5, laws=200, tokens=10)
-    cells.kinds[name, "stop"] = [KindRound(pace * 7.0, 0.14, (1, 4, 2), hot, context)]
+    cells.near[key] = NearTies(draft_s=2.0, verify_s=0.5, nodes=200, tokens=10)
+    cells.kinds[name, "stop"] = [KindRound(pace * 7.0, 0.14, (1, 4, 2), 7, hot, context)]
     for n in NODES:
         cells.verify[name, hot, n, context] = [pace * longer * (10.0 + n)]
     cells.first[name, hot, 1, context] = [pace * 2.0]
@@ -238,7 +262,7 @@ def turns(paces: dict[str, list[float]], longer: float) -> list[TreeCells]:
 
 
 def test_groups_are_brought_to_one_pace() -> None:
-    """Turns at paces of their own cost what turns at one pace do, at every context and temperature but for one factor; near ties and laws
+    """Turns at paces of their own cost what turns at one pace do, at every context and temperature but for one factor; near ties and nodes
     are summed, not stretched."""
     even = levelled(turns({"near": [1.0] * 8, "far": [1.0] * 8}, 1.0), 2)
     drifting = {"near": [1.0, 1.3, 0.9, 1.1, 1.0, 1.0, 1.2, 0.8], "far": [1.1, 1.2, 1.0, 0.9, 1.3, 0.9, 1.0, 1.0]}
@@ -256,7 +280,7 @@ def test_groups_are_brought_to_one_pace() -> None:
                 stopped = [r.draft_s for r in whole.kinds[name, "stop"] if (r.hot, r.context) == (hot, context)]
                 assert stopped == pytest.approx([factor * 7.0] * 2, rel=0.02)
     assert {r.settled_s for r in whole.kinds["far", "stop"]} == {0.14}
-    assert whole.near["far", True, 64] == NearTies(draft_s=4.0, verify_s=1.0, laws=400, tokens=20)
+    assert whole.near["far", True, 64] == NearTies(draft_s=4.0, verify_s=1.0, nodes=400, tokens=20)
 
 
 def test_what_a_draft_costs_the_target_at_every_turn_is_kept() -> None:
@@ -294,10 +318,11 @@ def test_bends_survive_storing_and_those_without_widths_are_read(profile: Latenc
     assert [trees.bend("near", passes, 7) for passes in (0, 1, 2, 9)] == [0.0, 0.5, 0.25, 0.25]
     assert profile.trees is not None
     assert trees.token_s == profile.trees.token_s
-    del old["trees"]["token_s"]
+    assert trees.node_s == profile.trees.node_s
+    del old["trees"]["token_s"], old["trees"]["node_s"]
     older = LatencyProfile.from_json(json.loads(json.dumps(old))).trees
     assert older is not None
-    assert older.token_s == (0.0, 0.0)
+    assert older.token_s == older.per_node("near") == (0.0, 0.0)
     assert trees.bend("far", 3, 7) == 0.0
 
 

@@ -322,8 +322,9 @@ class TreeProfile:
     - ``bend_s``: per draft and width of the tree, what a round of so many passes takes more than these say, by their number 0, 1, ...;
       beyond the last as there.
     - ``token_s``: near ties of the target, which settles those that it emits: seconds per emitted token, greedy and at temperature > 0.
+    - ``node_s``: per draft, its own near ties: seconds per law read and per node drafted, greedy and at temperature > 0.
     - ``kind_s``: per draft, what ``static`` and ``classifier`` growth, ``stratify`` and ``stop`` blocks cost beyond top-k growth: (seconds
-      per pass, seconds per law read), near ties included.
+      per pass, seconds of near ties per law read and per node drafted).
     """
 
     verify: CostCurve
@@ -335,6 +336,7 @@ class TreeProfile:
     bend_s: Mapping[str, Mapping[int, tuple[float, ...]]] = field(default_factory=dict)
     kind_s: Mapping[str, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
     token_s: tuple[float, float] = (0.0, 0.0)
+    node_s: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def bend(self, draft: str, passes: int, width: int) -> float:
         """``bend_s`` of a draft at a number of passes and a width of the tree (children of its root; linear between the measured ones, as
@@ -345,9 +347,16 @@ class TreeProfile:
         return float(np.interp(width, list(bends), [bend[min(passes, len(bend) - 1)] for bend in bends.values()]))
 
     def more(self, draft: str, kinds: Sequence[str]) -> tuple[float, float]:
-        """(seconds per pass, seconds per law read) that blocks of these kinds cost together."""
+        """(seconds per pass, seconds per law read and per node drafted) that blocks of these kinds cost together."""
         found = [self.kind_s.get(draft, {}).get(kind, (0.0, 0.0)) for kind in kinds]
         return sum(f[0] for f in found), sum(f[1] for f in found)
+
+    def per_node(self, draft: str, kinds: Sequence[str] = ()) -> tuple[float, float]:
+        """Seconds that near ties of a draft cost per law read and per node drafted, greedy and at temperature > 0, with blocks of these
+        kinds."""
+        cold, hot = self.node_s.get(draft, (0.0, 0.0))
+        more = self.more(draft, kinds)[1]
+        return cold + more, hot + more
 
 
 @dataclass(frozen=True)
@@ -431,6 +440,7 @@ class LatencyProfile:
                 for d, found in trees.get("bend_s", {}).items()  # once without widths
             }
             by_draft["kind_s"] = {d: {k: tuple(v) for k, v in m.items()} for d, m in trees.get("kind_s", {}).items()}
+            by_draft["node_s"] = {d: tuple(s) for d, s in trees.get("node_s", {}).items()}  # once part of ``first`` and ``level``
             token_s = tuple(trees.get("token_s", (0.0, 0.0)))  # once part of ``verify``
             rest["trees"] = TreeProfile(curve(trees["verify"]), curve(trees["sampled_verify"]), **by_draft, token_s=token_s)
         for name in ("verify", "prefill"):

@@ -130,19 +130,20 @@ def _tree_window_costs(profile: LatencyProfile, policy: Policy, rules: tuple[Tre
     compiled = rules or _rules(policy, None)
     assert compiled is not None
     rule = compiled[0]
-    level, (per_pass, per_law) = trees.level[draft], trees.more(draft, tree_kinds(policy))
+    level, kinds = trees.level[draft], tree_kinds(policy)
+    per_pass, per_node = trees.more(draft, kinds)[0], trees.per_node(draft, kinds)[0]
     widths = [rule.step_width(n) for n in range(2, policy.gamma_max + 1)]
     # A static tree ends before a larger window.
-    later = [max(LEAST, level.at(w, at) + per_pass + w * per_law) if w else 0.0 for w in widths]
-    passes = [s for s in later if s] or [max(LEAST, level.at(rule.frontier, at) + per_pass + rule.frontier * per_law)]
+    later = [max(LEAST, level.at(w, at) + per_pass + w * per_node) if w else 0.0 for w in widths]
+    passes = [s for s in later if s] or [max(LEAST, level.at(rule.frontier, at) + per_pass + rule.frontier * per_node)]
     step_s = sum(passes) / len(passes)
     verify_s, drafting, nodes = [trees.verify.at(1, at) + profile.overhead_s], 0.0, 0
     for g in range(1, policy.gamma_max + 1):
-        drafting += trees.first[draft].at(1, at) + per_pass + per_law if g == 1 else later[g - 2]
+        drafting += trees.first[draft].at(1, at) + per_pass + per_node if g == 1 else later[g - 2]
         # A classifier's nodes that are not expanded are not verified either.
         nodes += min(rule.places(g), rule.frontier) if rule.confidence is not None else rule.places(g)
         kept = nodes if rule.top_n is None else min(nodes, rule.top_n)
-        more_s = drafting + trees.bend(draft, g, rule.places(1)) - g * step_s
+        more_s = drafting + kept * per_node + trees.bend(draft, g, rule.places(1)) - g * step_s
         verify_s.append(_with(trees.verify.at(kept + 1, at) + profile.overhead_s, more_s))
     return WindowCosts(draft_step_s=step_s, verify_s=tuple(verify_s))
 
