@@ -236,6 +236,7 @@ def fidelity_report(
     artifacts: Artifacts | None = None,
     runs: int = FIDELITY_RUNS,
     every: int = 4,
+    turn: Callable[[int], None] = lambda done: None,
 ) -> dict[str, Any]:
     """Predicted against measured tokens/s of policies in ``runs`` interleaved runs, brought to one pace (:func:`paces`), then round by
     round the median of them (a policy makes the same rounds every time, and most of what disturbs a machine is shorter than a request).
@@ -243,11 +244,13 @@ def fidelity_report(
     do the same.
 
     ``measure`` profiles the pair, first and after every ``every`` requests. ``predict`` replays a policy, from the first profile (which
-    windows that read costs decided by) and all of them merged (what rounds cost). ``what`` names the policies in the summary.
+    windows that read costs decided by) and all of them merged (what rounds cost). ``turn`` is called after every request. ``what`` names
+    the policies in the summary.
     """
     profiles = [measure()]
 
     def between(done: int) -> None:
+        turn(done)
         if done % every == 0:
             profiles.append(measure())
             print(f"  {done} of {len(encoded.items)} requests", flush=True)

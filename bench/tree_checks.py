@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,13 @@ from optimizer.tree_tuning import fit_trees
 from runtime.decoder import Decoded
 from runtime.loading import LoadedPair, load_pair
 from runtime.loop import StaticSource
+from runtime.measuring import Bench
 from runtime.pair import read_pair
 from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from runtime.policies.prepared import prepare
 from runtime.policies.tree_rules import Artifacts
 from runtime.profiler import measure_profile
+from runtime.tree_profiler import SAMPLINGS, TreeMeasurement
 from traces.schema import Counts, LatencyProfile, Sampling, Step, Workload
 from traces.store import TraceStore
 
@@ -252,9 +255,11 @@ def trees_parity(state: Path) -> dict[str, Any]:
 
 def trees_fidelity(state: Path) -> dict[str, Any]:
     """Predicted against measured tokens/s of 63 tree policies, a sweep of width, depth and N and every other kind, in four interleaved
-    runs at one pace, round by round the median of the four; costs measured in between.
+    runs at one pace, round by round the median of the four; costs measured in between, a turn of the drafts after every request.
 
     Near ties are rare and dear (0 to 4 canonical passes in 8 requests, each as long as a round): it takes requests to average them out.
+    And a machine's moods last for minutes, in which verification (whose weights fill the shared cache) becomes dearer by 15% and a small
+    draft hardly at all: costs that are measured now and then are those of other moods than the rounds'.
     """
     pair = load_pair(read_pair("demo"), device="cpu")
     drafts = ["small", "medium", *pair.heads]
@@ -281,14 +286,24 @@ def trees_fidelity(state: Path) -> dict[str, Any]:
         ]
         policies += [parse_policy(d) for d in listed]
 
+    measured = TreeMeasurement(Bench(pair, 12, 1, lambda *_: None), (32, 160, 384))
+    costs = cache(measured.costs)
+
     def measure() -> LatencyProfile:
-        return measure_profile(pair, gamma_max=12, repeats=2)
+        measured.turn()
+        return measure_profile(pair, gamma_max=12, repeats=2, trees=False)
+
+    def turn(done: int) -> None:
+        context = measured.contexts[done % len(measured.contexts)]
+        measured.turn((context,), SAMPLINGS[:1])
 
     def predict(policy: Policy, first: LatencyProfile, merged: LatencyProfile) -> Counts:
-        return run_replay(trace, policy, merged, artifacts=find, approximate=True).total
+        return run_replay(trace, policy, replace(merged, trees=costs()), artifacts=find, approximate=True).total
 
     encoded = encode(pair, workload, options)
-    return fidelity_report(pair, policies, encoded, measure, predict, what="tree policies", artifacts=find, runs=4, every=8)
+    return fidelity_report(
+        pair, policies, encoded, measure, predict, what="tree policies", artifacts=find, runs=4, every=16, turn=turn
+    )
 
 
 def trees_sampled(state: Path) -> dict[str, Any]:

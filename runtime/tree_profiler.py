@@ -154,23 +154,44 @@ def tree_repeats(repeats: int) -> int:
     return max(2, repeats // 3)
 
 
+@dataclass
+class TreeMeasurement:
+    """Turns of a pair's drafts under the clock, taken whenever there is time for one, and the costs that all of them tell. ``contexts``:
+    tokens in the target's cache; at each of them, and at temperatures 0 and 1, two turns are the least that tells costs."""
+
+    bench: Bench
+    contexts: tuple[int, ...]
+    groups: list[TreeCells] = field(default_factory=list)
+    turns: int = 0
+
+    def __post_init__(self) -> None:
+        self.drafts = [*self.bench.pair.drafts, *self.bench.pair.heads]
+        self.bench.rng = np.random.default_rng()  # near ties are a text's: no two profiles shall stumble on the same ones
+
+    def turn(self, contexts: Sequence[int] | None = None, samplings: Sequence[Sampling] = SAMPLINGS) -> None:
+        """Every cell of every draft once at some of the contexts and temperatures, on a text of its own."""
+        with _canonical_seconds(self.bench) as apart:
+            own = _own_text(self.bench, self.drafts[0])
+            for context, sampling in itertools.product(contexts or self.contexts, samplings):
+                for name in self.drafts:
+                    self.groups.append(TreeCells())
+                    _measure_group(self.bench, name, context, sampling, self.groups[-1], own, apart, backwards=self.turns % 2 == 1)
+        self.turns += 1
+
+    def costs(self) -> TreeProfile:
+        """What is typical of all turns."""
+        return tree_costs(levelled(self.groups, len(self.drafts)), self.drafts, self.contexts)
+
+
 def measure_trees(bench: Bench, contexts: Sequence[int]) -> TreeProfile | None:
     """The tree costs of every draft of a pair but prompt lookup; None where there is no other. Ticks once per repeat."""
-    drafts = [*bench.pair.drafts, *bench.pair.heads]
-    repeats = tree_repeats(bench.repeats)
-    if not drafts:
+    measurement = TreeMeasurement(bench, tuple(contexts))
+    if not measurement.drafts:
         return None
-    bench.rng = np.random.default_rng()  # near ties are a text's: no two profiles shall stumble on the same ones
-    groups: list[TreeCells] = []
-    with _canonical_seconds(bench) as apart:
-        for repeat in range(repeats):
-            own = _own_text(bench, drafts[0])
-            for context, sampling in itertools.product(contexts, SAMPLINGS):
-                for name in drafts:
-                    groups.append(TreeCells())
-                    _measure_group(bench, name, context, sampling, groups[-1], own, apart, backwards=repeat % 2 == 1)
-            bench.tick("trees")
-    return tree_costs(levelled(groups, len(drafts)), drafts, tuple(contexts))
+    for _ in range(tree_repeats(bench.repeats)):
+        measurement.turn()
+        bench.tick("trees")
+    return measurement.costs()
 
 
 def levelled(groups: Sequence[TreeCells], drafts: int) -> TreeCells:
