@@ -25,13 +25,14 @@ from optimizer.tune import TuneOptions, expected_seconds, finite, profile_for, t
 from runtime.decoder import Decoded
 from runtime.loading import LoadedPair, load_pair
 from runtime.loop import StaticSource
-from runtime.measuring import center
+from runtime.measuring import Bench, center
 from runtime.pair import PairSpec, read_pair
 from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from runtime.policies.prepared import prepare
 from runtime.policies.tree_rules import Artifacts
-from runtime.profiler import measure_profile, merge_profiles
+from runtime.profiler import ChainMeasurement, measure_profile, merge_profiles
 from runtime.shortlists import ShortlistRule
+from runtime.tree_profiler import SAMPLINGS, TreeMeasurement
 from traces.schema import Counts, LatencyProfile, Sampling, Step, Workload
 from traces.store import TraceStore
 
@@ -236,7 +237,7 @@ def fidelity_report(
     artifacts: Artifacts | None = None,
     runs: int = FIDELITY_RUNS,
     every: int = 4,
-    turn: Callable[[int], None] = lambda done: None,
+    between: Interleaved | None = None,
 ) -> dict[str, Any]:
     """Predicted against measured tokens/s of policies in ``runs`` interleaved runs, brought to one pace (:func:`paces`), then round by
     round the median of them (a policy makes the same rounds every time, and most of what disturbs a machine is shorter than a request).
@@ -244,13 +245,14 @@ def fidelity_report(
     do the same.
 
     ``measure`` profiles the pair, first and after every ``every`` requests. ``predict`` replays a policy, from the first profile (which
-    windows that read costs decided by) and all of them merged (what rounds cost). ``turn`` is called after every request. ``what`` names
-    the policies in the summary.
+    windows that read costs decided by) and all of them merged (what rounds cost), with the costs measured in turns ``between`` all
+    requests, if given, in place of theirs. ``what`` names the policies in the summary.
     """
     profiles = [measure()]
 
-    def between(done: int) -> None:
-        turn(done)
+    def after(done: int) -> None:
+        if between is not None:
+            between.turn(done)
         if done % every == 0:
             profiles.append(measure())
             print(f"  {done} of {len(encoded.items)} requests", flush=True)
@@ -263,10 +265,12 @@ def fidelity_report(
         executed.setdefault(order[-1], []).append(decoded)
 
     outcomes = [
-        compare(pair, policies, encoded, profile=profiles[0], artifacts=artifacts, between=between, each=keep, seed=run).outcomes
+        compare(pair, policies, encoded, profile=profiles[0], artifacts=artifacts, between=after, each=keep, seed=run).outcomes
         for run in range(runs)
     ]
     merged, pace = merge_profiles(profiles), paces(order, executed)
+    if between is not None:
+        merged = between.applied(merged)
 
     def typical(policy: Policy, part: slice) -> float:
         return sum(typical_s(executed[policy.id, item.id][part], pace[policy.id, item.id][part]) for item, _ in encoded.items)
@@ -310,6 +314,31 @@ def fidelity_report(
         "profiles": [json.loads(json.dumps(dict(p.check), default=str)) for p in profiles],
         "rows": sorted(rows, key=lambda r: -r["measured_tokens_per_s"]),
     }
+
+
+class Interleaved:
+    """A measurement of the costs of chains and trees that is spread over whatever else goes on, a turn at a time.
+
+    A machine's moods last for minutes, in which verification (whose weights fill a shared cache) becomes dearer by 15% or more and a small
+    draft hardly at all: profiles that are measured now and then are those of other moods than the rounds'.
+    """
+
+    def __init__(self, pair: LoadedPair, gamma_max: int, contexts: tuple[int, ...] = (32, 160, 384)) -> None:
+        bench = Bench(pair, gamma_max, 1, lambda *_: None)
+        self.chains, self.trees = ChainMeasurement(bench, contexts), TreeMeasurement(bench, contexts)
+        self.chains.turn()
+        for _ in range(2):
+            self.trees.turn()
+
+    def turn(self, done: int) -> None:
+        """Every greedy cell once at one of the contexts, by how many requests are done."""
+        context = self.chains.contexts[done % len(self.chains.contexts)]
+        self.chains.turn((context,))
+        self.trees.turn((context,), SAMPLINGS[:1])
+
+    def applied(self, profile: LatencyProfile) -> LatencyProfile:
+        """A profile with these costs in place of its own."""
+        return replace(profile, **self.chains.costs(), trees=self.trees.costs())
 
 
 def paces(order: Sequence[tuple[str, str]], executed: Mapping[tuple[str, str], Sequence[Decoded]]) -> dict[tuple[str, str], list[float]]:

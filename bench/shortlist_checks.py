@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from checks import fidelity_report, priced, stored
+from checks import Interleaved, fidelity_report, priced, stored
 from tree_checks import (
     DEPTH,
     STATIC,
@@ -252,7 +252,7 @@ def compared_rounds(
 
 def shortlists_fidelity(state: Path) -> dict[str, Any]:
     """Predicted against measured tokens/s of 26 shortlisted policies in three interleaved runs, round by round the median of the three;
-    costs measured in between."""
+    costs measured in between, a turn of the drafts after every request."""
     pair = load_pair(read_pair("demo"), device="cpu")
     drafts = [*pair.drafts, *pair.heads]
     path = state / "shortlists-fidelity.db"
@@ -275,8 +275,10 @@ def shortlists_fidelity(state: Path) -> dict[str, Any]:
         decided = run_replay(trace, policy, first, per_round=True, artifacts=find)
         return priced(trace, policy, decided, merged, prepare(policy, pair.draft_names, profile=first, artifacts=find).shortlist)
 
-    encoded = encode(pair, workload, options)
-    report = fidelity_report(pair, policies, encoded, measure, predict, what="shortlisted policies", artifacts=find)
+    encoded, between = encode(pair, workload, options), Interleaved(pair, 12)
+    report = fidelity_report(
+        pair, policies, encoded, measure, predict, what="shortlisted policies", artifacts=find, every=12, between=between
+    )
     return {**report, "holds": report["median_error"] <= 0.05 and len(report["rows"]) >= 20}
 
 

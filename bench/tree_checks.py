@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from checks import CATEGORIES, fidelity_report, stored
+from checks import CATEGORIES, Interleaved, fidelity_report, stored
 from pairs import make_pair
 
 from optimizer.artifacts import fitted
@@ -23,13 +22,11 @@ from optimizer.tree_tuning import fit_trees
 from runtime.decoder import Decoded
 from runtime.loading import LoadedPair, load_pair
 from runtime.loop import StaticSource
-from runtime.measuring import Bench
 from runtime.pair import read_pair
 from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from runtime.policies.prepared import prepare
 from runtime.policies.tree_rules import Artifacts
 from runtime.profiler import measure_profile
-from runtime.tree_profiler import SAMPLINGS, TreeMeasurement
 from traces.schema import Counts, LatencyProfile, Sampling, Step, Workload
 from traces.store import TraceStore
 
@@ -258,8 +255,6 @@ def trees_fidelity(state: Path) -> dict[str, Any]:
     runs at one pace, round by round the median of the four; costs measured in between, a turn of the drafts after every request.
 
     Near ties are rare and dear (0 to 4 canonical passes in 8 requests, each as long as a round): it takes requests to average them out.
-    And a machine's moods last for minutes, in which verification (whose weights fill the shared cache) becomes dearer by 15% and a small
-    draft hardly at all: costs that are measured now and then are those of other moods than the rounds'.
     """
     pair = load_pair(read_pair("demo"), device="cpu")
     drafts = ["small", "medium", *pair.heads]
@@ -286,23 +281,15 @@ def trees_fidelity(state: Path) -> dict[str, Any]:
         ]
         policies += [parse_policy(d) for d in listed]
 
-    measured = TreeMeasurement(Bench(pair, 12, 1, lambda *_: None), (32, 160, 384))
-    costs = cache(measured.costs)
-
     def measure() -> LatencyProfile:
-        measured.turn()
         return measure_profile(pair, gamma_max=12, repeats=2, trees=False)
 
-    def turn(done: int) -> None:
-        context = measured.contexts[done % len(measured.contexts)]
-        measured.turn((context,), SAMPLINGS[:1])
-
     def predict(policy: Policy, first: LatencyProfile, merged: LatencyProfile) -> Counts:
-        return run_replay(trace, policy, replace(merged, trees=costs()), artifacts=find, approximate=True).total
+        return run_replay(trace, policy, merged, artifacts=find, approximate=True).total
 
-    encoded = encode(pair, workload, options)
+    encoded, between = encode(pair, workload, options), Interleaved(pair, 12)
     return fidelity_report(
-        pair, policies, encoded, measure, predict, what="tree policies", artifacts=find, runs=4, every=16, turn=turn
+        pair, policies, encoded, measure, predict, what="tree policies", artifacts=find, runs=4, every=16, between=between
     )
 
 

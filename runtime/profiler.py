@@ -65,20 +65,13 @@ def measure_profile(
     room = pair.max_positions - gamma_max - max(LAGS) - 4
     usable = tuple(c for c in contexts if c <= room) or (max(1, room // 2),)
     bench = Bench(pair, gamma_max, repeats, progress, clock)
-    drafts = [*pair.drafts, "ngram"]
     models = len(pair.drafts) + len(pair.heads)
     bench.total = repeats + models + 4 + (tree_repeats(repeats) + models if trees else 0)
-    gammas = measured_gammas(gamma_max)
-    cells = _Cells()
-    for repeat in range(repeats):
+    chains = ChainMeasurement(bench, usable)
+    for _ in range(repeats):
         # Every cell once per repeat, so that a slow second of the machine falls on all of them alike.
-        for name in drafts:
-            for context in usable:
-                _measure_rounds(bench, name, context, cells, gammas[::-1] if repeat % 2 else gammas)
+        chains.turn()
         bench.tick("rounds")
-    verify, evicted = _verify_costs(cells, drafts, usable, gammas)
-    phase, steps = _draft_costs(cells, drafts, usable, evicted)
-    bend = _bends(cells, drafts, usable, evicted, phase, steps)
     of_trees = measure_trees(bench, usable) if trees else None
     prefill = _prefill(bench, lambda ids: pair.target.read(ids, 0), pair.target)
     bench.tick("prefill")
@@ -103,18 +96,15 @@ def measure_profile(
         pair_id=pair.id,
         device=pair.device.type,
         dtype=str(pair.target.dtype).removeprefix("torch."),
-        verify=curve(verify, tuple(g + 1 for g in gammas), usable),
+        **chains.costs(),
         prefill=prefill,
-        draft_step={name: curve(steps[name], LAGS if name in pair.drafts else (1,), usable) for name in drafts},
         draft_prefill=draft_prefill,
-        draft_phase_s=phase,
         stop_step_s=stops,
         noise_s=noise_s,
         sample_s=sample_s,
         draft_sample_s=draft_sample_s,
         environment=environment(pair),
         trees=of_trees,
-        draft_bend_s=bend,
         shortlist_s={name: curves for name, curves in shortlists.items() if curves},
     )
     checked = _check(bench, profile, usable)
@@ -137,6 +127,42 @@ class _Cells:
     verify: dict[tuple[str, int, int], list[float]] = field(default_factory=dict)
     draft: dict[tuple[str, int, int], list[float]] = field(default_factory=dict)
     lag: dict[tuple[str, int, int], list[float]] = field(default_factory=dict)
+
+
+@dataclass
+class ChainMeasurement:
+    """Turns of a pair's drafts of chains under the clock, taken whenever there is time for one, and the costs that all of them tell.
+    ``contexts``: tokens in the target's cache; at each of them one turn is the least that tells costs."""
+
+    bench: Bench
+    contexts: tuple[int, ...]
+    cells: _Cells = field(default_factory=_Cells)
+    turns: int = 0
+
+    def __post_init__(self) -> None:
+        self.drafts = [*self.bench.pair.drafts, "ngram"]
+        self.gammas = measured_gammas(self.bench.gamma_max)
+
+    def turn(self, contexts: Sequence[int] | None = None) -> None:
+        """Every cell of every draft once, at some of the contexts."""
+        gammas = self.gammas[::-1] if self.turns % 2 else self.gammas
+        for name in self.drafts:
+            for context in contexts or self.contexts:
+                _measure_rounds(self.bench, name, context, self.cells, gammas)
+        self.turns += 1
+
+    def costs(self) -> dict[str, Any]:
+        """The fields of a profile that all turns tell: ``verify``, ``draft_step``, ``draft_phase_s`` and ``draft_bend_s``."""
+        cells, drafts, contexts = self.cells, self.drafts, self.contexts
+        verify, evicted = _verify_costs(cells, drafts, contexts, self.gammas)
+        phase, steps = _draft_costs(cells, drafts, contexts, evicted)
+        lags = {name: LAGS if name in self.bench.pair.drafts else (1,) for name in drafts}
+        return {
+            "verify": curve(verify, tuple(g + 1 for g in self.gammas), contexts),
+            "draft_step": {name: curve(steps[name], lags[name], contexts) for name in drafts},
+            "draft_phase_s": phase,
+            "draft_bend_s": _bends(cells, drafts, contexts, evicted, phase, steps),
+        }
 
 
 def _measure_rounds(bench: Bench, name: str, context: int, cells: _Cells, gammas: Sequence[int]) -> None:
