@@ -304,7 +304,7 @@ def _rounds(request: str, steps: Any) -> Iterator[dict[str, Any]]:
 @click.option("--gamma-max", type=click.IntRange(2, 64), default=16, show_default=True, help="Longest window the panorama holds.")
 @click.option("--policy", "policy_name", default="active", show_default=True, help="Decodes the texts (never changes them).")
 @click.option("--fresh", is_flag=True, help="Begin anew instead of resuming an unfinished recording.")
-@click.option("--resume", "retrace_id", metavar="ID", help="Make the panoramas a recording lacks, for every draft of the pair.")
+@click.option("--resume", "retrace_id", metavar="ID", help="Make what a recording lacks: texts, and panoramas of every draft.")
 @click.option(
     "--tree-width",
     type=int,
@@ -334,8 +334,8 @@ def _rounds(request: str, steps: Any) -> Iterator[dict[str, Any]]:
 def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     """Decode a workload, store the texts, and look around from every start of them.
 
-    An unfinished recording of the same arguments is resumed. Trees are recorded on request; with --resume they may be made
-    wider, deeper, or cover more than before.
+    An unfinished recording of the same arguments is resumed, and so is the one that --resume names. Trees are recorded on request; with
+    --resume they may be made wider, deeper, or cover more than before.
 
     \b
     Example:  cli.py record --limit 64 --max-new-tokens 96
@@ -349,16 +349,20 @@ def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     with _store(ctx) as store:
         pair = _load(kw)
         from optimizer.artifacts import fitted, q_tables
-        from optimizer.record import RecordRequest, retrace, retrace_trees
+        from optimizer.record import RecordRequest, begun_as, retrace, retrace_trees
         from optimizer.record import record as do_record
         from runtime.loop import StaticSource
         from runtime.policies.prepared import prepare
 
         with Meter() as meter:
-            if workload is None:
+            begun = None
+            if kw["retrace_id"]:
                 recording = store.resolve_recording(kw["retrace_id"])
                 before = store.get_recording(recording)
                 _same_pair(before.pair_id, pair, recording)
+                if before.state == "recording" and before.workload_id is not None:
+                    begun, (workload, options) = before, begun_as(store, pair, before)
+            if workload is None:
                 trees = _trees(store, pair, kw, sampled=not before.sampling.greedy)
                 retrace(store, pair, recording, pair.draft_names, kw["gamma_max"], progress=meter)
                 retrace_trees(
@@ -392,7 +396,7 @@ def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
                     )
                 source = StaticSource(prepared)
                 wanted = RecordRequest(workload, options, pair.draft_names, kw["gamma_max"], **trees)
-                info = do_record(store, pair, wanted, source, fresh=kw["fresh"], progress=meter)
+                info = do_record(store, pair, wanted, source, fresh=kw["fresh"], begun=begun, progress=meter)
     data = {"recording": info.id, "pair": info.pair_id, **info.to_json()}
     _emit(
         as_json,

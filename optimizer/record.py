@@ -68,13 +68,15 @@ def record(
     *,
     fresh: bool = False,
     reuse_complete: bool = False,
+    begun: RecordingInfo | None = None,
     progress: Progress = lambda phase, done, total: None,
 ) -> RecordingInfo:
     """Decodes and stores every request, then every panorama, then the trees; what is stored already is not done again.
 
     A recording that was begun with the same arguments and not finished is resumed, unless ``fresh``; with ``reuse_complete`` a
-    finished one counts as well. The policy in ``source`` changes how fast this goes, never what is recorded. Every request is
-    committed as it ends, so that a kill loses at most the one in hand.
+    finished one counts as well. ``begun`` is the one to go on with (:func:`begun_as` has its arguments). The policy in ``source``
+    changes how fast this goes, never what is recorded. Every request is committed as it ends, so that a kill loses at most the one
+    in hand.
     """
     encoded = encode(pair, wanted.workload, wanted.options)
     store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
@@ -84,8 +86,8 @@ def record(
         "verifier": wanted.options.verifier,
         "options": recording_options(pair, wanted.options),
     }
-    info = None
-    if not fresh:
+    info = begun
+    if info is None and not fresh:
         info = store.find_recording(pair.id, digest, wanted.options.sampling, **spec, state="recording")
         if info is None and reuse_complete:
             info = store.find_recording(pair.id, digest, wanted.options.sampling, **spec, state="complete")
@@ -117,6 +119,19 @@ def record(
     if info.state != "complete":
         store.finish_recording(info.id)
     return store.get_recording(info.id)
+
+
+def begun_as(store: TraceStore, pair: LoadedPair, info: RecordingInfo) -> tuple[Workload, DecodeOptions]:
+    """The arguments that an unfinished recording of a workload was begun with. Raises TraceError where the pair is loaded otherwise."""
+    assert info.workload_id is not None
+    kept = info.options
+    options = DecodeOptions(info.sampling, info.max_new_tokens, info.verifier, tuple(kept["stop_strings"]), kept["chat"])
+    if recording_options(pair, options) != dict(kept):
+        raise TraceError(
+            f"recording {info.id} is unfinished and was begun on {kept['device']} in {kept['dtype']}; go on with "
+            f"--device {kept['device']} --dtype {kept['dtype']}"
+        )
+    return store.get_workload(info.workload_id), options
 
 
 def retrace(

@@ -87,6 +87,27 @@ def test_trees_are_recorded_with_the_texts(tmp_path: Path, tiny_pair: Path) -> N
     assert "trees of far 3x2, near 3x2" in door.call("traces", "show").stdout.replace("\n", " ")
 
 
+def test_resume_finishes_what_was_begun(door: Door, store: TraceStore) -> None:
+    """Texts as well as panoramas, by the arguments that it was begun with; not another one that was begun alike."""
+    whole = store.get_recording(store.resolve_recording("latest"))
+
+    def begin(**options: object) -> str:
+        kept = {"max_new_tokens": whole.max_new_tokens, "options": {**whole.options, **options}}
+        return store.create_recording(whole.pair_id, whole.workload_id, whole.sampling, **kept).id
+
+    begun, newer, other = begin(), begin(), begin(dtype="bfloat16")
+    found = door.json("record", "--pair", door.pair, "--resume", begun, "--gamma-max", 4, "--max-new-tokens", 99)
+    assert (found["recording"], found["state"], found["drafts"]) == (begun, "complete", dict(whole.drafts))
+    texts = [[t.output_ids.tolist() for t in store.load(name).trajectories] for name in (begun, whole.id)]
+    assert texts[0] == texts[1]
+    assert len(texts[0]) == 3
+    assert store.get_recording(newer).n_requests == 0
+    refused = door.call("record", "--pair", door.pair, "--resume", other, "--gamma-max", 4)
+    assert refused.exit_code == 2
+    assert f"recording {other} is unfinished and was begun on cpu in bfloat16" in refused.stderr
+    assert "--device cpu --dtype bfloat16" in refused.stderr
+
+
 def test_trees_are_widened_and_never_narrowed(door: Door, store: TraceStore) -> None:
     assert resumed(door)["trees"] == {}
     assert resumed(door, "--tree-width", 3, "--tree-depth", 2)["trees"]["near"] == extent(3, 3, 2)
