@@ -304,7 +304,7 @@ def _rounds(request: str, steps: Any) -> Iterator[dict[str, Any]]:
 @click.option("--gamma-max", type=click.IntRange(2, 64), default=16, show_default=True, help="Longest window the panorama holds.")
 @click.option("--policy", "policy_name", default="active", show_default=True, help="Decodes the texts (never changes them).")
 @click.option("--fresh", is_flag=True, help="Begin anew instead of resuming an unfinished recording.")
-@click.option("--resume", "retrace_id", metavar="ID", help="Make what a recording lacks: texts, and panoramas of every draft.")
+@click.option("--resume", "resumed_id", metavar="ID", help="Make what a recording lacks: texts, and panoramas of every draft.")
 @click.option(
     "--tree-width",
     type=int,
@@ -343,7 +343,7 @@ def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
               cli.py record --resume latest --tree-width 8 --tree-depth 8
     """
     options = _decode_options(kw)
-    workload = None if kw["retrace_id"] else _workload(kw)
+    workload = None if kw["resumed_id"] else _workload(kw)
     for key in ("workloads", "all_turns", "limit", "categories"):
         kw.pop(key, None)
     with _store(ctx) as store:
@@ -356,8 +356,8 @@ def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
 
         with Meter() as meter:
             begun = None
-            if kw["retrace_id"]:
-                recording = store.resolve_recording(kw["retrace_id"])
+            if kw["resumed_id"]:
+                recording = store.resolve_recording(kw["resumed_id"])
                 before = store.get_recording(recording)
                 _same_pair(before.pair_id, pair, recording)
                 if before.state == "recording" and before.workload_id is not None:
