@@ -239,36 +239,36 @@ def fidelity_report(
     every: int = 4,
     between: Interleaved | None = None,
 ) -> dict[str, Any]:
-    """Predicted against measured tokens/s of policies in ``runs`` interleaved runs, brought to one pace (:func:`paces`), then round by
+    """Predicted against measured tokens/s of policies in ``runs`` interleaved runs, brought to one pace (:class:`Pacer`), then round by
     round the median of them (a policy makes the same rounds every time, and most of what disturbs a machine is shorter than a request).
     What slow moments add is spread over all policies alike, so that the total of seconds is the measured one (``slow_moments``); profiles
     do the same.
 
     ``measure`` profiles the pair, first and after every ``every`` requests. ``predict`` replays a policy, from the first profile (which
     windows that read costs decided by) and all of them merged (what rounds cost), with the costs measured in turns ``between`` all
-    requests, if given, in place of theirs. ``what`` names the policies in the summary.
+    requests, if given, in place of theirs (on the texts just said). ``what`` names the policies in the summary.
     """
-    profiles = [measure()]
+    profiles, pacer = [measure()], Pacer(pair)
+    executed: dict[tuple[str, str], list[Decoded]] = {}
+    pace: dict[tuple[str, str], list[np.ndarray]] = {}
+    said: list[int] = []
 
     def after(done: int) -> None:
         if between is not None:
-            between.turn(done)
+            between.turn(said)
         if done % every == 0:
             profiles.append(measure())
             print(f"  {done} of {len(encoded.items)} requests", flush=True)
 
-    executed: dict[tuple[str, str], list[Decoded]] = {}
-    order: list[tuple[str, str]] = []
-
     def keep(policy: Policy, decoded: Decoded) -> None:
-        order.append((policy.id, decoded.trajectory.request_id))
-        executed.setdefault(order[-1], []).append(decoded)
+        key = policy.id, decoded.trajectory.request_id
+        executed.setdefault(key, []).append(decoded)
+        pace.setdefault(key, []).append(pacer.taken())
+        said[:] = [*decoded.trajectory.prompt_ids.tolist(), *decoded.trajectory.output_ids.tolist()]
 
-    outcomes = [
-        compare(pair, policies, encoded, profile=profiles[0], artifacts=artifacts, between=after, each=keep, seed=run).outcomes
-        for run in range(runs)
-    ]
-    merged, pace = merge_profiles(profiles), paces(order, executed)
+    how: dict[str, Any] = {"profile": profiles[0], "artifacts": artifacts, "between": after, "each": keep, "after_round": pacer}
+    outcomes = [compare(pair, policies, encoded, seed=run, **how).outcomes for run in range(runs)]
+    merged, pace = merge_profiles(profiles), pacer.slower(pace)
     if between is not None:
         merged = between.applied(merged)
 
@@ -330,52 +330,55 @@ class Interleaved:
         for _ in range(2):
             self.trees.turn()
 
-    def turn(self, done: int) -> None:
-        """Every greedy cell once at one of the contexts, by how many requests are done."""
-        context = self.chains.contexts[done % len(self.chains.contexts)]
+    def turn(self, text: Sequence[int]) -> None:
+        """Every greedy cell once at one of the contexts in turn, trees at the end of ``text``."""
+        context = self.chains.contexts[self.chains.turns % len(self.chains.contexts)]
         self.chains.turn((context,))
-        self.trees.turn((context,), SAMPLINGS[:1])
+        self.trees.turn((context,), SAMPLINGS[:1], [text])
 
     def applied(self, profile: LatencyProfile) -> LatencyProfile:
         """A profile with these costs in place of its own."""
         return replace(profile, **self.chains.costs(), trees=self.trees.costs())
 
 
-def paces(order: Sequence[tuple[str, str]], executed: Mapping[tuple[str, str], Sequence[Decoded]]) -> dict[tuple[str, str], list[float]]:
-    """How much slower than usual the machine was at every execution, by what was executed, run by run.
+class Pacer:
+    """The machine's pace, told after every round by passes that are always the same: one of a draft, then one of the target.
 
-    A machine's pace drifts by several percent within seconds, and a request takes a third of one. What was executed just before and just
-    after, other policies every time, tells the pace: how much longer their rounds took, in the median, than in the median of the runs.
+    A machine's pace drifts by 15% and more, over seconds rather than rounds. Brought to one pace, executions of one request differ by 5%
+    where they differed by 17%, and by 10% at the pace that the executions before and after tell (docs/log.md).
     """
-    turns: dict[tuple[str, str], int] = {}
-    apart = []
-    for key in order:
-        turns[key] = turns.get(key, -1) + 1
-        apart.append(_slower(executed[key], turns[key]))
-    found: dict[tuple[str, str], list[float]] = {}
-    for i, key in enumerate(order):
-        near = [apart[j] for j in (i - 1, i + 1) if 0 <= j < len(order)]
-        found.setdefault(key, []).append(float(np.exp(np.mean(near))))
-    return found
+
+    def __init__(self, pair: LoadedPair) -> None:
+        self.models = [*list(pair.drafts.values())[-1:], pair.target]
+        self.prefix = [t % pair.target.vocab_size for t in (100, 200, 300, 400)]
+        self._taken: list[float] = []
+
+    def __call__(self) -> None:
+        began = CLOCK()
+        for model, length in zip(self.models, (1, len(self.prefix)), strict=True):
+            model.canonical(self.prefix[:length])
+        self._taken.append(CLOCK() - began)
+
+    def taken(self) -> np.ndarray:
+        """Seconds after every round since last asked."""
+        found, self._taken = np.array(self._taken), []
+        return found
+
+    @staticmethod
+    def slower(taken: Mapping[tuple[str, str], Sequence[np.ndarray]]) -> dict[tuple[str, str], list[np.ndarray]]:
+        """How much slower than usual the machine was at every round: before it and after it."""
+        usual = float(np.median(np.concatenate([seconds for runs in taken.values() for seconds in runs])))
+        return {key: [(s[np.maximum(np.arange(len(s)) - 1, 0)] + s) / (2 * usual) for s in runs] for key, runs in taken.items()}
 
 
-def _slower(runs: Sequence[Decoded], turn: int) -> float:
-    """Logarithm of how much longer the rounds of one of the runs took than usual, a median."""
-    rounds = [np.array([s.round_s for s in d.steps]) for d in runs]
-    if len({len(r) for r in rounds}) > 1:
-        rounds = [np.array([d.seconds]) for d in runs]
-    return float(np.median(np.log(rounds[turn] / np.median(rounds, axis=0))))
-
-
-def typical_s(runs: Sequence[Decoded], pace: Sequence[float] | None = None) -> float:
+def typical_s(runs: Sequence[Decoded], pace: Sequence[np.ndarray] | None = None) -> float:
     """Seconds of a request: each round's median over the runs, and that of what is no round, at the usual pace. Of a window that reads the
     clock, whose rounds may differ from run to run, the median of the whole."""
-    slower = np.ones(len(runs)) if pace is None else np.asarray(pace)
+    slower = [np.ones(len(d.steps)) for d in runs] if pace is None else pace
     rounds = [np.array([s.round_s for s in d.steps]) / p for d, p in zip(runs, slower, strict=True)]
-    whole = np.array([d.seconds for d in runs]) / slower
+    rest = [(d.seconds - sum(s.round_s for s in d.steps)) / p[0] for d, p in zip(runs, slower, strict=True)]
     if len({len(r) for r in rounds}) > 1:
-        return float(np.median(whole))
-    rest = [w - r.sum() for w, r in zip(whole, rounds, strict=True)]
+        return float(np.median([r.sum() + other for r, other in zip(rounds, rest, strict=True)]))
     return float(np.median(rounds, axis=0).sum() + np.median(rest))
 
 

@@ -252,7 +252,8 @@ def trees_parity(state: Path) -> dict[str, Any]:
 
 def trees_fidelity(state: Path) -> dict[str, Any]:
     """Predicted against measured tokens/s of 63 tree policies, a sweep of width, depth and N and every other kind, in four interleaved
-    runs at one pace, round by round the median of the four; costs measured in between, a turn of the drafts after every request.
+    runs at one pace, round by round the median of the four; costs measured in between, a turn of the drafts after every request, on its
+    text.
 
     Near ties are rare and dear (0 to 4 canonical passes in 8 requests, each as long as a round): it takes requests to average them out.
     """
@@ -263,7 +264,7 @@ def trees_fidelity(state: Path) -> dict[str, Any]:
     store = stored(path)
     workload = load_workload(["demo"], limit=16)
     options = DecodeOptions(Sampling(), 48)
-    _, trace, limits = prepared_trees(store, pair, workload, options, drafts)
+    recording, _, limits = prepared_trees(store, pair, workload, options, drafts)
     find = fitted(store)
     policies: list[Policy] = []
     for draft in drafts:
@@ -279,7 +280,11 @@ def trees_fidelity(state: Path) -> dict[str, Any]:
             {**top_k(draft, 4, 6, 12), "window": {"kind": "fsm", "gamma_max": 6}},
             top_k(draft, 4, 8, 12, stop={"kind": "entropy", "threshold": 0.4}),
         ]
-        policies += [parse_policy(d) for d in listed]
+        mine = [parse_policy(d) for d in listed]
+        covers = [cover_of(p, sampled=False, artifacts=find) for p in mine if p.growth.kind != "top_k"]
+        retrace_trees(store, pair, recording, [draft], WIDTH, DEPTH, covers=covers, chain_depth=12)
+        policies += mine
+    trace = traced(store, recording, ("small", "medium"), drafts)
 
     def measure() -> LatencyProfile:
         return measure_profile(pair, gamma_max=12, repeats=2, trees=False)

@@ -209,6 +209,7 @@ def compare(
     artifacts: Artifacts | None = None,
     between: Callable[[int], None] = lambda done: None,
     each: Callable[[Policy, Decoded], None] = lambda policy, decoded: None,
+    after_round: Callable[[], None] | None = None,
     seed: int = 0,
 ) -> Comparison:
     """Executes every policy on every request, request by request in an order drawn anew (by ``seed``), so that a slow minute of the
@@ -216,12 +217,14 @@ def compare(
 
     With ``repeats`` a request's seconds are its fastest. Windows that carry state keep one controller for the whole comparison.
     ``between`` is called after every request, with how many are done (to measure costs in the same minutes, say), ``each`` with every
-    execution.
+    execution. ``after_round`` is called after every round, and is in nobody's seconds.
     After ``budget_s`` no further request is begun (at least one is executed). Raises PolicyError if a policy cannot run.
     """
     warm(pair, encoded)
     unique = list({p.id: p for p in policies}.values())
     decoders = _decoders(pair, unique, encoded, profile, q_tables, artifacts, clock)
+    for decoder in decoders.values():
+        decoder.after_round = after_round
     collected: dict[str, list[RequestOutcome]] = {p.id: [] for p in unique}
     rng = np.random.default_rng(seed)
     began, differ = clock(), 0

@@ -224,7 +224,8 @@ def tune_recording(
     if not recording.requests:
         raise TraceError(f"recording {recording_id} has no usable request; record again")
     began = clock()
-    stored = profile_for(store, pair, drafts, wanted, progress=progress)
+    texts = [[*t.prompt_ids.tolist(), *t.output_ids.tolist()] for t in recording.trajectories]
+    stored = profile_for(store, pair, drafts, wanted, texts, progress=progress)
     times["profile"] = clock() - began
     profile = stored.profile
 
@@ -342,10 +343,11 @@ def profile_for(
     pair: LoadedPair,
     drafts: tuple[str, ...],
     wanted: TuneOptions,
+    texts: Sequence[Sequence[int]] = (),
     *,
     progress: Progress = lambda phase, done, total: None,
 ) -> StoredProfile:
-    """A profile fit for use: a recent one of this environment, else a new measurement (tried twice if its check fails)."""
+    """A profile fit for use: a recent one of this environment, else a new measurement, on ``texts`` (tried twice if its check fails)."""
     found = None if wanted.fresh else usable_profile(store, pair, drafts, datetime.now(UTC), trees=_tree_size(wanted)[0] > 0)
     if found is not None:
         return found
@@ -356,6 +358,7 @@ def profile_for(
             pair,
             gamma_max=wanted.gamma_max,
             trees=_tree_size(wanted)[0] > 0,
+            texts=texts,
             progress=lambda what, done, total: progress("profile", done, total),
         )
         if best is None or profile.check["median_error"] < best.check["median_error"]:

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from optimizer.shortlist_ranks import UNKNOWN_CODE
 from runtime.decoder import shortlisted_model
-from runtime.head_drafts import canonical_output, columns
+from runtime.head_drafts import columns
 from runtime.loading import LoadedPair
 from runtime.models import CHUNK
 from runtime.sampling import CHOICE_MARGIN, Noise, filters, log_law, scaled
@@ -80,7 +80,7 @@ class _HeadStates(HeadPasses):
         return self.head.state(out)
 
     def canonical_before(self, length: int) -> Tensor | None:
-        return self.head.state(canonical_output(self.target, self.head, self.text[: length - 1], [])) if length > 2 else None
+        return self.head.state(self._canonical.output(length - 1, [])) if length > 2 else None
 
 
 def states_over(pair: LoadedPair, draft: str, text: list[int], prompt: int) -> States:

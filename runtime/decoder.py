@@ -250,12 +250,14 @@ class Decoder:
     """Serves requests one after another under a policy source.
 
     Windows that carry their state (Q-learning, transformers' heuristic) carry it from request to request of one decoder.
+    ``after_round`` is called by :meth:`decode` after every round; what it takes is no part of the request's seconds.
     """
 
     pair: LoadedPair
     source: PolicySource
     verifier: Verifier = "coupled"
     clock: Callable[[], float] = time.perf_counter
+    after_round: Callable[[], None] | None = None
     backend: ModelBackend = field(init=False)
 
     def __post_init__(self) -> None:
@@ -295,13 +297,17 @@ class Decoder:
         steps: list[Step] = []
         output: list[int] = []
         finish: Finish | None = None
-        in_rounds = 0.0
+        in_rounds = away = 0.0
         for item in self.rounds(request):
             steps.append(item.step)
             output.extend(item.tokens)
             finish = item.finish
             in_rounds += item.step.round_s
-        seconds = self.clock() - began
+            if self.after_round is not None:
+                left = self.clock()
+                self.after_round()
+                away += self.clock() - left
+        seconds = self.clock() - began - away
         assert finish is not None
         return Decoded(
             Trajectory(

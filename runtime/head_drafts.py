@@ -91,6 +91,30 @@ class HeadDraft:
         return 0
 
 
+class CanonicalPasses:
+    """A head's canonical passes after the first tokens of one text: functions of these and of what is drafted after them, alone. The pass
+    of the target, the dearest part, is made once for all that follow the same tokens, as the near ties of one round do."""
+
+    def __init__(self, target: CausalModel, head: EagleHead, text: list[int]) -> None:
+        self.target, self.head, self.text = target, head, text
+        self._read = 0
+        self._features = torch.zeros(0)
+
+    def output(self, length: int, path: list[int]) -> torch.Tensor:
+        """The output [1, hidden_size] after ``length`` tokens (two or more) of the text and a drafted ``path``."""
+        return self.head.canonical_output(self.text[:length], self._of(length), path)
+
+    def law(self, length: int, path: list[int]) -> torch.Tensor:
+        """Float32 logits [vocab] after the same."""
+        return self.head.canonical(self.text[:length], self._of(length), path)
+
+    def _of(self, length: int) -> torch.Tensor:
+        if self._read != length:
+            self._features = self.target.canonical_features(self.text[: length - 1], self.head.taps)
+            self._read = length
+        return self._features
+
+
 class HeadReader:
     """A head's passes over one tree (:class:`runtime.tree_drafts.Reader`)."""
 
@@ -103,6 +127,7 @@ class HeadReader:
         self._placed = 0
         self._mask: torch.Tensor | None = None
         self._hidden = torch.zeros(0)
+        self._canonical = CanonicalPasses(draft.features.target, self.head, text)
 
     def root(self) -> torch.Tensor:
         draft, head = self.draft, self.head
@@ -142,10 +167,8 @@ class HeadReader:
     def _previous(self, path: list[int]) -> torch.Tensor | None:
         """What the output matrix read before the last token of the text and a drafted ``path``, by a canonical pass, [1, hidden_size];
         None where the head read nothing before."""
-        text, path = (self.text, path[:-1]) if path else (self.text[:-1], path)
-        if len(text) < 2:
-            return None
-        return self.head.state(canonical_output(self.draft.features.target, self.head, text, path))
+        read, path = (self.length, path[:-1]) if path else (self.length - 1, path)
+        return None if read < 2 else self.head.state(self._canonical.output(read, path))
 
     def level(
         self, tokens: torch.Tensor, parents: torch.Tensor | None, depth: int, exists: torch.Tensor | None = None
@@ -180,16 +203,5 @@ class HeadReader:
         return shortlists.logits(states, support)
 
     def canonical(self, path: list[int]) -> torch.Tensor:
-        logits = canonical_law(self.draft.features.target, self.head, self.text, path)
+        logits = self._canonical.law(self.length, path)
         return logits if self.ids is None else logits.index_select(0, self.ids)
-
-
-def canonical_output(target: CausalModel, head: EagleHead, text: list[int], path: list[int]) -> torch.Tensor:
-    """The output [1, hidden_size] of a head after ``text`` (two tokens or more) and a drafted ``path``: a function of both alone."""
-    return head.canonical_output(text, target.canonical_features(text[:-1], head.taps), path)
-
-
-def canonical_law(target: CausalModel, head: EagleHead, text: list[int], path: list[int]) -> torch.Tensor:
-    """Float32 logits [vocab] of a head after ``text`` and a drafted ``path``: a function of both alone."""
-    features = target.canonical_features(text[:-1], head.taps)
-    return head.canonical(text, features, path)

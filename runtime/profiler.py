@@ -55,12 +55,14 @@ def measure_profile(
     contexts: Sequence[int] = (32, 160, 384),
     repeats: int = 9,
     trees: bool = True,
+    texts: Sequence[Sequence[int]] = (),
     progress: Progress = lambda what, done, total: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> LatencyProfile:
     """Profiles every cost the simulator charges. A pair of a few million parameters takes well under a minute on two cores.
 
-    ``contexts`` beyond what the models hold are left out. The result's ``check`` says how well composed rounds match executed ones.
+    ``contexts`` beyond what the models hold are left out. ``texts``: token ids of what is served, on whose ends trees are measured. The
+    result's ``check`` says how well composed rounds match executed ones.
     """
     room = pair.max_positions - gamma_max - max(LAGS) - 4
     usable = tuple(c for c in contexts if c <= room) or (max(1, room // 2),)
@@ -72,7 +74,7 @@ def measure_profile(
         # Every cell once per repeat, so that a slow second of the machine falls on all of them alike.
         chains.turn()
         bench.tick("rounds")
-    of_trees = measure_trees(bench, usable) if trees else None
+    of_trees = measure_trees(bench, usable, texts) if trees else None
     prefill = _prefill(bench, lambda ids: pair.target.read(ids, 0), pair.target)
     bench.tick("prefill")
     draft_prefill = {}

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from runtime.head_drafts import canonical_law, columns
+from runtime.head_drafts import CanonicalPasses, columns
 from runtime.heads import EagleHead
 from runtime.laws import LawRows, read_laws
 from runtime.loading import LoadedPair
@@ -182,6 +182,7 @@ class HeadPasses(_SlotPasses):
     def __init__(self, target: CausalModel, head: EagleHead, text: list[int], prompt: int) -> None:
         super().__init__(head, text, prompt)
         self.target, self.head = target, head
+        self._canonical = CanonicalPasses(target, head, text)
         self._root_hidden = torch.zeros(0)
         self._hidden = torch.zeros(0)
 
@@ -219,7 +220,7 @@ class HeadPasses(_SlotPasses):
         return logits
 
     def canonical(self, start: int, path: list[int]) -> torch.Tensor:
-        return canonical_law(self.target, self.head, self.text[: self.prompt + start], path)
+        return self._canonical.law(self.prompt + start, path)
 
 
 def record_tree_panorama(

@@ -2,8 +2,9 @@
 
 Every sample is one round: a tree is drafted, verified and committed, then text and draft are set back to where it began. A line through
 trees of few and of many levels gives the first pass and what a level more costs, by its width; what deviates from the line is kept by width
-and number of levels. Trees of one shape that keep more or fewer nodes give the verification, with the moving of cache entries. What
-verification costs more after one draft than after the others is charged to that draft's first pass. Static and classified trees, bins and
+and number of levels. Trees of one shape that keep more or fewer nodes give the verification. What verification costs more
+after one draft than after the others is charged to that draft's first pass; the moving of cache entries, which trees of one level hardly
+need and which takes a draft's as well as the target's, is part of drafting. Static and classified trees, bins and
 stops are charged for what their rounds draft longer than top-k trees that read as much.
 
 A machine's pace changes by some percent within seconds, and single rounds take half as long again. So the drafts take turns at every
@@ -56,7 +57,7 @@ KIND_ROUNDS = 1
 CONFIDENCE_SHAPE = (MIDDLE, 256, 1024)
 """Width of their trees, rounds of each in a repeat, and the classifier's table (depths, entropies, joint probabilities)."""
 OWN = 48
-"""Tokens at a text's end, as the target says them, at every one of which a tree grows."""
+"""Tokens at a text's end at which trees grow."""
 SAMPLINGS = (Sampling(), Sampling(temperature=1.0))
 CHECKED = ((8, 5, 32), (4, 3, 12))
 """(width, levels, nodes) of the trees that a profile is checked with."""
@@ -168,11 +169,15 @@ class TreeMeasurement:
         self.drafts = [*self.bench.pair.drafts, *self.bench.pair.heads]
         self.bench.rng = np.random.default_rng()  # near ties are a text's: no two profiles shall stumble on the same ones
 
-    def turn(self, contexts: Sequence[int] | None = None, samplings: Sequence[Sampling] = SAMPLINGS) -> None:
-        """Every cell of every draft once at some of the contexts and temperatures, on a text of its own."""
+    def turn(
+        self, contexts: Sequence[int] | None = None, samplings: Sequence[Sampling] = SAMPLINGS, texts: Sequence[Sequence[int]] = ()
+    ) -> None:
+        """Every cell of every draft once at some of the contexts and temperatures, at the ends of ``texts`` drawn at random (token ids of
+        what is served: near ties are as frequent as there), else of one that the target says at temperature 1."""
         with _canonical_seconds(self.bench) as apart:
-            own = _own_text(self.bench, self.drafts[0])
+            own = [] if texts else _own_text(self.bench, self.drafts[0])
             for context, sampling in itertools.product(contexts or self.contexts, samplings):
+                own = list(texts[int(self.bench.rng.integers(len(texts)))]) if texts else own
                 for name in self.drafts:
                     self.groups.append(TreeCells())
                     _measure_group(self.bench, name, context, sampling, self.groups[-1], own, apart, backwards=self.turns % 2 == 1)
@@ -183,13 +188,14 @@ class TreeMeasurement:
         return tree_costs(levelled(self.groups, len(self.drafts)), self.drafts, self.contexts)
 
 
-def measure_trees(bench: Bench, contexts: Sequence[int]) -> TreeProfile | None:
-    """The tree costs of every draft of a pair but prompt lookup; None where there is no other. Ticks once per repeat."""
+def measure_trees(bench: Bench, contexts: Sequence[int], texts: Sequence[Sequence[int]] = ()) -> TreeProfile | None:
+    """The tree costs of every draft of a pair but prompt lookup, on ``texts``; None where there is no other. Ticks once per
+    repeat."""
     measurement = TreeMeasurement(bench, tuple(contexts))
     if not measurement.drafts:
         return None
     for _ in range(tree_repeats(bench.repeats)):
-        measurement.turn()
+        measurement.turn(texts=texts)
         bench.tick("trees")
     return measurement.costs()
 
@@ -310,7 +316,7 @@ def _measure_group(
     usual = tree_policy(name, WIDE, middle, 32)
     others = _other_kinds(name, known)
     text = [*bench.tokens(max(0, context + 1 - len(own))), *own][-(context + 1) :]
-    length, least = len(text), max(len(text) // 2, len(text) - len(own)) + 1
+    length, least = len(text), max(len(text) // 2, len(text) - min(len(own), OWN)) + 1
     source = Turns(prepare(usual, known))
     request = DecodeRequest("profile", text, sampling, 1, ROUNDS * (max(DEPTHS) + 2))
     rounds, committed = decode_rounds(backend, request, source, bench.clock), [0.0]
@@ -323,7 +329,7 @@ def _measure_group(
     near = cells.near.setdefault((name, hot, context), NearTies())
 
     def once(ready: PreparedPolicy, levels: int, lag: int = 1, kind: str = "") -> tuple[float, float, int]:
-        """Seconds of drafting, of verification with committing, and the nodes verified."""
+        """Seconds of drafting with committing, of verification, and the nodes verified."""
         nonlocal length
         if backend.length > length:
             length = max(length - 1, least)
@@ -334,7 +340,7 @@ def _measure_group(
         made = next(rounds)
         step, tree = made.step, made.tree
         settled, checked = apart
-        draft_s, verify_s = step.draft_s, step.verify_s + committed[0]
+        draft_s, verify_s = step.draft_s + committed[0], step.verify_s
         widths = tuple(tree.widths) if tree else ()
         near.verify_s, near.tokens = near.verify_s + checked, near.tokens + step.emitted
         if kind:

@@ -17,6 +17,7 @@ from test_tree_parity import artifacts, covers, decode, shape, tree_policies
 from optimizer.execute import DecodeOptions, encode, run
 from optimizer.replay import ReplayTrace, run_replay
 from runtime.decoder import Decoder
+from runtime.head_drafts import CanonicalPasses
 from runtime.loading import LoadedPair, load_pair
 from runtime.loop import StaticSource
 from runtime.pair import read_pair
@@ -97,6 +98,27 @@ def test_a_head_is_priced_as_trees_are(pair: LoadedPair, sampling: Sampling) -> 
         assert replayed.total.seconds == pytest.approx(in_rounds + before)
         for ran, steps in zip(decode(pair, policy, sampling, profile=profile), replayed.steps(), strict=True):
             assert [shape(s) for s in ran.steps] == [shape(s) for s in steps], policy.label()
+
+
+def test_near_ties_after_the_same_tokens_share_the_targets_pass(pair: LoadedPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Laws and outputs are those of a pass of their own, to the last bit; the target reads each beginning of the text once in a row."""
+    target, head, read = pair.target, pair.heads["head"], []
+    text = pair.encode(PROMPTS[0] * 2)[:12]
+    assert len(text) == 12
+    asked = [(12, []), (12, [5]), (12, [5, 9]), (11, [7]), (12, [3])]
+    expected = [(target.canonical_features(text[: n - 1], head.taps), n, path) for n, path in asked]
+    features = target.canonical_features
+
+    def counted(prefix: list[int], taps: tuple[int, ...]) -> torch.Tensor:
+        read.append(len(prefix))
+        return features(prefix, taps)
+
+    monkeypatch.setattr(target, "canonical_features", counted)
+    passes = CanonicalPasses(target, head, text)
+    for own, n, path in expected:
+        assert torch.equal(passes.law(n, path), head.canonical(text[:n], own, path))
+        assert torch.equal(passes.output(n, path), head.canonical_output(text[:n], own, path))
+    assert read == [11, 10, 11]
 
 
 class Alternating:

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,10 +15,13 @@ from pairs import make_pair
 from synthetic import flat_profile
 
 from optimizer.cost import TreeCosts
+from runtime.decoder import Decoder
 from runtime.loading import LoadedPair, load_pair
+from runtime.loop import DecodeRequest, StaticSource, decode_rounds
+from runtime.measuring import Bench
 from runtime.pair import read_pair
-from runtime.policies.document import GAMMA_LIMIT, parse_policy
-from runtime.policies.prepared import window_costs
+from runtime.policies.document import GAMMA_LIMIT, Policy, parse_policy
+from runtime.policies.prepared import prepare, window_costs
 from runtime.profiler import (
     _bends,
     _Cells,
@@ -33,18 +37,20 @@ from runtime.tree_profiler import (
     KIND_WIDTH,
     KINDS,
     NODES,
+    SAMPLINGS,
     TREE_LAGS,
     WIDTHS,
     KindRound,
     NearTies,
     TreeCells,
+    TreeMeasurement,
     compose_tree_round,
     levelled,
     tree_costs,
     typical,
 )
 from traces.errors import PolicyError
-from traces.schema import CostCurve, LatencyProfile, Step
+from traces.schema import CostCurve, LatencyProfile, Sampling, Step
 
 
 @pytest.fixture(scope="module")
@@ -331,6 +337,39 @@ def test_a_profile_without_trees(pair: LoadedPair) -> None:
     plain = measure_profile(pair, gamma_max=2, contexts=(16,), repeats=3, trees=False)
     assert plain.trees is None
     assert "trees" not in plain.check
+
+
+def test_trees_are_measured_at_the_end_of_a_text_that_is_served(pair: LoadedPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Near ties are as frequent as its laws make them. Where the context is longer than the text, other tokens come before it."""
+    prompts: list[list[int]] = []
+
+    def seen(backend: object, request: DecodeRequest, *rest: Any) -> Iterator[Any]:
+        prompts.append(list(request.prompt_ids))
+        return decode_rounds(backend, request, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("runtime.tree_profiler.decode_rounds", seen)
+    text = list(range(20, 60))
+    measurement = TreeMeasurement(Bench(pair, 2, 1, lambda *_: None), (16, 64))
+    measurement.turn(samplings=SAMPLINGS[:1], texts=[text])
+    assert [len(p) for p in prompts] == [17] * len(measurement.drafts) + [65] * len(measurement.drafts)
+    assert all(p[-40:] == text[-len(p) :] for p in prompts)
+
+
+def test_what_is_done_after_rounds_is_in_no_seconds(pair: LoadedPair) -> None:
+    now, calls = [0.0], []
+
+    def clock() -> float:
+        now[0] += 1e-3
+        return now[0]
+
+    def pause() -> None:
+        calls.append(now[0])
+        now[0] += 100.0
+
+    decoder = Decoder(pair, StaticSource(prepare(Policy(), pair.draft_names)), clock=clock, after_round=pause)
+    decoded = decoder.decode(DecodeRequest("r", [20, 21, 22], Sampling(), 1, 6))
+    assert len(calls) == len(decoded.steps) == 6
+    assert 0.0 < decoded.prefill_s < decoded.seconds < 1.0
 
 
 def test_json_round_trip(profile: LatencyProfile) -> None:

@@ -315,9 +315,9 @@ def _interpolate(xs: Sequence[int], ys: npt.NDArray[np.float64], x: float) -> fl
 class TreeProfile:
     """Measured cost of what rounds of trees do beyond those of chains, greedy and at temperature > 0 (``sampled_``).
 
-    - ``verify``: the target's pass over (root and nodes, context) under an ancestor mask, its choices, the walk and the moving of cache
-      entries included.
-    - ``first``: per draft, the pass that makes level 1, over (lag, context), with what a tree costs once (selection, reading it out).
+    - ``verify``: the target's pass over (root and nodes, context) under an ancestor mask, its choices and the walk included.
+    - ``first``: per draft, the pass that makes level 1, over (lag, context), with what a tree costs once (selection, reading it out,
+      the moving of cache entries after it).
     - ``level``: per draft, a pass that makes a later level, over (nodes read, context), its laws and its growing included.
     - ``bend_s``: per draft and width of the tree, what a round of so many passes takes more than these say, by their number 0, 1, ...;
       beyond the last as there.
