@@ -349,14 +349,14 @@ class Pacer:
     """
 
     def __init__(self, pair: LoadedPair) -> None:
-        self.models = [*list(pair.drafts.values())[-1:], pair.target]
-        self.prefix = [t % pair.target.vocab_size for t in (100, 200, 300, 400)]
+        prefix = [t % pair.target.vocab_size for t in (100, 200, 300, 400)]
+        self.passes = [*((draft, prefix[:1]) for draft in list(pair.drafts.values())[-1:]), (pair.target, prefix)]
         self._taken: list[float] = []
 
     def __call__(self) -> None:
         began = CLOCK()
-        for model, length in zip(self.models, (1, len(self.prefix)), strict=True):
-            model.canonical(self.prefix[:length])
+        for model, prefix in self.passes:
+            model.canonical(prefix)
         self._taken.append(CLOCK() - began)
 
     def taken(self) -> np.ndarray:
