@@ -3,7 +3,8 @@
     python bench/tree_replay_speed.py [--requests 12] [--out bench/results/tree_replay_speed.json]
 
 Panoramas are of k 10, d 8 with every score that recordings cover, bytes as they lie in SQLite. Tabulating grows the tree of every start;
-replay runs policies over a growth that is tabulated. One thread; seconds are the process's own (CPU).
+replay runs policies over a growth that is tabulated. Then what a search waits for before it can ask such a growth: a classifier's
+table of confidences, and the optimal static trees of up to 64 nodes. One thread; seconds are the process's own (CPU).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import json
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ import numpy as np
 
 from db.database import open_database
 from optimizer.execute import DecodeOptions
+from optimizer.fits.static_tree import best_static_tree
 from optimizer.inputs import load_workload
 from optimizer.record import RecordRequest, record, retrace_trees
 from optimizer.replay import ReplayTrace, run_replay
@@ -27,6 +30,7 @@ from optimizer.tree_outcomes import tabulate_growth
 from runtime.loading import load_pair
 from runtime.loop import StaticSource
 from runtime.pair import read_pair
+from runtime.policies.c2t import read_weights
 from runtime.policies.document import AUTOREGRESSIVE, parse_policy
 from runtime.policies.prepared import prepare
 from traces.schema import Sampling
@@ -99,7 +103,29 @@ def measure(requests: int) -> dict[str, Any]:
                 }
             )
             print(json.dumps(rows[-1]), flush=True)
-    return {"width": WIDTH, "depth": DEPTH, "rows": rows}
+    return {"width": WIDTH, "depth": DEPTH, "rows": rows, "prepared_s": prepared()}
+
+
+def prepared() -> dict[str, float]:
+    """Seconds to prepare the growths that are more than parameters, best of three; their values make no difference to it."""
+    chance = np.random.default_rng(0)
+    sizes = {"w1": (48, 3), "b1": 48, "w2": 48, "b2": 1}
+    weights = read_weights({name: chance.normal(size=size).astype(np.float32) for name, size in sizes.items()})
+    acceptance = 0.7 * 0.3 ** np.arange(WIDTH)
+    tasks: dict[str, Callable[[], object]] = {
+        "classifier's table": weights.table,
+        "static trees": lambda: best_static_tree(acceptance, max_nodes=64, max_depth=16),
+    }
+    found = {}
+    for name, task in tasks.items():
+        took = []
+        for _ in range(3):
+            began = time.process_time()
+            task()
+            took.append(time.process_time() - began)
+        found[name] = min(took)
+    print(json.dumps(found), flush=True)
+    return found
 
 
 def main() -> None:

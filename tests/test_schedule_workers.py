@@ -196,11 +196,11 @@ def test_each_of_200_slots_due_at_once_fires_once_under_8_workers(crew: Crew) ->
 def test_the_job_of_a_killed_worker_is_finished_by_another_and_published_once(crew: Crew, steps: str) -> None:
     """Killed before it published, or after and before it could say so."""
     schedules.add_schedule(crew.database, "hourly", every="1h", now=T0)
-    victim = crew.hire("victim", steps, lease_s=1.5)
+    victim = crew.hire("victim", steps, lease_s=3)
     last = "published" if steps.endswith("publish wait") else "executed"
     crew.until(lambda: crew.rows(f"SELECT 1 FROM {last}"))
-    heir = crew.hire("heir", "run publish", lease_s=1.5)
-    time.sleep(1.7)
+    heir = crew.hire("heir", "run publish", lease_s=3)
+    time.sleep(3.2)
     assert crew.job().lease_owner == "victim", "while the victim's heart beats, its lease holds"
     os.kill(victim.pid or 0, signal.SIGKILL)
     crew.until(lambda: crew.job().state == "done")

@@ -156,7 +156,7 @@ def test_a_slow_database_drops_and_never_blocks(store: TraceStore, served: str) 
     writer = TrafficWriter(gate, served, capacity=8, flush_s=0.01)
     begun = time.monotonic()
     taken = sum(writer.put(a_trajectory(i)) for i in range(100))
-    assert time.monotonic() - begun < 2
+    assert time.monotonic() - begun < 15, "the gate holds an insertion for 20 s"
     assert 8 <= taken <= 16
     assert writer.status.dropped == 100 - taken
     gate.open.set()
