@@ -6,6 +6,7 @@ Importing this module imports no torch, so that --help answers at once; commands
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -45,6 +46,8 @@ class Door(click.Group):
         from db.errors import DatabaseError
         from traces.errors import SpectuneError
 
+        # A second Ctrl-C may come while the first one's connections are handed back; the pool would log that with a traceback.
+        logging.getLogger("sqlalchemy.pool").setLevel(logging.CRITICAL)
         try:
             return super().invoke(ctx)
         except (SpectuneError, DatabaseError) as error:

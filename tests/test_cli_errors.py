@@ -14,9 +14,11 @@ from typing import Any
 
 import click
 import pytest
+import sqlalchemy as sa
 import torch
 from doors import CLI, ROOT, Door, lines, write_workload
 from pairs import tiny_model, tokenizer
+from sqlalchemy.pool import Pool
 
 import cli
 
@@ -456,10 +458,31 @@ def test_real_processes_print_one_line(door: Door, tmp_path: Path) -> None:
         door.start("run", "--pair", door.pair, *policy),
     ]
     for process, says in zip(started, ("exceed the context", "it has: far, near, ngram"), strict=True):
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=200)
         assert (process.returncode, out, err.count("\n")) == (2, "", 1), err
         assert err.startswith("error: ")
         assert says in err
+
+
+def test_a_second_interrupt_prints_one_line(door: Door, caplog: pytest.LogCaptureFixture) -> None:
+    """It comes while a connection is handed back, where SQLAlchemy would log a traceback."""
+    came = []
+
+    def interrupt(*_: object) -> None:
+        came.append(True)
+        if len(came) == 2:
+            raise KeyboardInterrupt
+
+    sa.event.listen(Pool, "reset", interrupt)
+    try:
+        found = door.call("traces", "list")
+    finally:
+        sa.event.remove(Pool, "reset", interrupt)
+    assert len(came) >= 2
+    assert (found.exit_code, found.stdout, found.stderr.count("\n")) == (130, "", 1), found.output
+    assert found.stderr.startswith("interrupted; ")
+    assert not caplog.records
+    assert door.json("traces", "list")["recordings"]
 
 
 # --------------------------------------------------------------------------------------------------------------- help

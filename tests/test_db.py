@@ -242,7 +242,7 @@ def test_a_new_database_opened_by_several_processes_at_once(kind: str, tmp_path:
     members = [context.Process(target=_open_at_once, args=(url, barrier, results)) for _ in range(3)]
     for member in members:
         member.start()
-    assert [results.get(timeout=60) for _ in members] == [""] * 3
+    assert [results.get(timeout=120) for _ in members] == [""] * 3
     for member in members:
         member.join()
     assert check(url).ok
@@ -321,8 +321,8 @@ def test_database_time_is_utc_and_moves(database: Database) -> None:
         time.sleep(0.01)
         second = database.now(session)
     assert first.utcoffset() == second.utcoffset() is not None
-    assert 0 < (second - first).total_seconds() < 5
-    assert abs(first.timestamp() - time.time()) < 5
+    assert 0 < (second - first).total_seconds() < 60
+    assert abs(first.timestamp() - time.time()) < 60
 
 
 def test_a_damaged_file_is_one_clear_line(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from optimizer.schedule import Job, JobContext
 WORKERS, SLOTS = 8, 200
 T0 = datetime(2026, 5, 4, 12, 0, tzinfo=UTC)
 LATER = T0 + timedelta(hours=1)
-PATIENCE_S = 30.0
+PATIENCE_S = 90.0
 
 # Workers come from a fork server that has imported what they need, so that eight of them cost no more than one.
 processes = multiprocessing.get_context("forkserver")

@@ -126,7 +126,7 @@ def test_the_writer_stores_everything_in_order(store: TraceStore, served: str) -
 def test_the_writer_flushes_within_a_second_by_itself(store: TraceStore, served: str) -> None:
     writer = TrafficWriter(store, served, flush_s=0.2)
     writer.put(a_trajectory(0))
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not store.recorded_ordinals(served) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert store.recorded_ordinals(served) == {0}
@@ -170,7 +170,7 @@ def test_a_database_that_goes_away_is_retried(store: TraceStore, served: str) ->
     gate.failing.set()
     writer = TrafficWriter(gate, served, flush_s=0.01)
     writer.put(a_trajectory(0))
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while writer.status.error is None and time.monotonic() < deadline:
         time.sleep(0.01)
     assert writer.status.error == "cannot reach database x"
