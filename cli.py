@@ -395,7 +395,7 @@ def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
                         pair.draft_names,
                         profile=profile,
                         q_tables=q_tables(store),
-                        artifacts=fitted(store),
+                        artifacts=fitted(store, pair.id),
                     )
                 source = StaticSource(prepared)
                 wanted = RecordRequest(workload, options, pair.draft_names, kw["gamma_max"], **trees)
@@ -425,7 +425,7 @@ def _trees(store: TraceStore, pair: LoadedPair, kw: dict[str, Any], *, sampled: 
         policy = _policy(store, name, pair.id, pair.device.type, option="--cover")
         if policy.draft not in pair.draft_names:
             raise PolicyError(f"--cover {name}: the pair has no draft {policy.draft!r} (it has: {', '.join(pair.draft_names)})")
-        cover = cover_of(policy, sampled=sampled, artifacts=fitted(store))
+        cover = cover_of(policy, sampled=sampled, artifacts=fitted(store, pair.id))
         named.append((name, cover))
         by_draft.setdefault(policy.draft, []).append(cover)
         ranked[getattr(policy.growth, "proposals", "coupled")] = name
@@ -570,7 +570,12 @@ def simulate(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         trace = trace.select(range(min(kw["limit"], len(loaded.requests))))
     with _store(ctx, create=False) as store:
         replayed = run_replay(
-            trace, policy, found, per_round=kw["per_round"] is not None, q_tables=q_tables(store), artifacts=fitted(store)
+            trace,
+            policy,
+            found,
+            per_round=kw["per_round"] is not None,
+            q_tables=q_tables(store),
+            artifacts=fitted(store, info.pair_id),
         )
         learned = None
         if kw["keep_q_table"]:
@@ -633,7 +638,8 @@ def _ranks(store: TraceStore, policy: Policy, recording: str, proposals: Proposa
     from runtime.shortlists import compile_shortlist
     from traces.errors import PolicyError
 
-    rule, found = compile_shortlist(policy, fitted(store)), ranks_of(store, recording, policy)
+    info = store.get_recording(recording)
+    rule, found = compile_shortlist(policy, fitted(store, info.pair_id)), ranks_of(store, recording, policy)
     assert rule is not None
     if found is None and rule.routed:
         order = rule.block.artifact
@@ -767,6 +773,20 @@ def _source(
 @click.option("--trials", type=click.IntRange(0), default=400, show_default=True, help="Optuna trials beside the enumeration.")
 @click.option("--gamma-max", type=click.IntRange(2, 64), default=16, show_default=True)
 @click.option(
+    "--tree-width",
+    type=click.IntRange(0, 32),
+    default=8,
+    show_default=True,
+    help="Children of the widest trees recorded and searched (EAGLE-2's k); 0: chains only.",
+)
+@click.option(
+    "--tree-depth",
+    type=click.IntRange(1, 64),
+    default=8,
+    show_default=True,
+    help="Levels of the deepest trees, HeteroSpec's extension included.",
+)
+@click.option(
     "--finalists", type=click.IntRange(1, 16), default=4, show_default=True, help="Policies executed beside the baselines."
 )
 @click.option("--budget", default="2m", show_default=True, help="Time for the executed comparison, e.g. 90s, 10m.")
@@ -793,6 +813,7 @@ def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     workload = None if kw["recording_id"] else _workload(kw)
     with _store(ctx) as store:
         pair = _load(kw)
+        from optimizer.record import tree_size
         from optimizer.report import evidence_table
         from optimizer.tune import TuneOptions, tune_recording
         from optimizer.tune import tune as do_tune
@@ -806,7 +827,11 @@ def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
             budget_s=budget_s,
             fresh=kw["fresh"],
             publish=not kw["no_publish"],
+            tree_width=kw["tree_width"],
+            tree_depth=kw["tree_depth"] if kw["tree_width"] else 0,
         )
+        if kw["tree_width"]:
+            tree_size(kw["tree_width"], kw["tree_depth"])
         with Meter() as meter:
             if workload is None:
                 recording = store.resolve_recording(kw["recording_id"])
@@ -870,8 +895,8 @@ def generate(ctx: click.Context, as_json: bool, prompt: str, **kw: Any) -> None:
 
 @main.group()
 def fit() -> None:
-    """Fit to a recording what trees (bins, classifier, static-tree), shortlists (frequencies, clusters, router) and a draft for each prompt
-    (chooser) need."""
+    """Fit to a recording what trees (bins, classifier, score, static-tree), shortlists (frequencies, clusters, router) and a draft for each
+    prompt (chooser) need."""
 
 
 fit_options = _options(
@@ -944,8 +969,8 @@ def fit_bins(ctx: click.Context, as_json: bool, **kw: Any) -> None:
 @click.option("--from", "carried", metavar="ARTIFACT", help="Fine-tune this classifier, of any draft, instead of a new one.")
 @click.option(
     "--fraction",
-    type=click.FloatRange(0.0, 1.0, min_open=True),
-    help="With --from: share of the rounds to fine-tune on; default: 0.1.",
+    type=click.FloatRange(0.0, 1.0),
+    help="With --from: share of the rounds to fine-tune on; default: 0.1. 0: carried over as it is, only scored.",
 )
 @sample_options
 @json_option
@@ -963,6 +988,24 @@ def fit_classifier(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     if kw["fraction"] is not None and kw["carried"] is None:
         raise PolicyError("--fraction says how much is fine-tuned on: give --from as well")
     _fitted(ctx, as_json, "fit_classifier_artifact", kw, classifier_table)
+
+
+@fit.command("score")
+@fit_options
+@click.option("--depth", type=click.IntRange(1, 64), help="Levels of a head's trees; default: as recorded.")
+@sample_options
+@json_option
+@with_context
+def fit_score(ctx: click.Context, as_json: bool, **kw: Any) -> None:
+    """The `sharpness` of the score `coupled`: how far a gap between siblings lowers the estimate that a node is accepted.
+
+    \b
+    Example:  cli.py fit score --draft small
+              cli.py fit score --recording latest --draft head --width 6
+    """
+    from optimizer.report import score_table
+
+    _fitted(ctx, as_json, "fit_score_artifact", kw, score_table)
 
 
 @fit.command("static-tree")

@@ -1,4 +1,5 @@
-"""Fitting to a recording, and keeping what was fitted: entropy bins, the node classifier, a static tree, as artifacts that policies name.
+"""Fitting to a recording, and keeping what was fitted: entropy bins, the node classifier, a static tree, as artifacts that policies name,
+and how sharp the score of nodes is, which policies write out.
 
 Only the requests that a search may see are used (:func:`optimizer.record.split`), so that ``tune`` can prove on the others what uses
 an artifact. A document says on which draft it was fitted, and a policy with another draft refuses it. Who fits several things to one
@@ -20,7 +21,8 @@ from db.errors import CorruptedChunkError, NotFoundError
 from optimizer.cost import BUCKET, TreeCosts
 from optimizer.fits.bins import fit_bins
 from optimizer.fits.classifier import BATCH, EPOCHS, FEATURES, HIDDEN, NEGATIVES, Classifier, fine_tune, train
-from optimizer.fits.from_trace import RankAcceptance, RecordedTrees, bin_rounds, classifier_examples, rank_acceptance
+from optimizer.fits.from_trace import RankAcceptance, RecordedTrees, bin_rounds, classifier_examples, rank_acceptance, score_laws
+from optimizer.fits.score import SCORE, fit_score
 from optimizer.fits.static_tree import StaticTree, best_static_tree, choose
 from optimizer.record import split
 from optimizer.replay import ReplayTrace
@@ -36,6 +38,8 @@ Progress = Callable[[str, int, int], None]
 
 BIN_STARTS: Final = 20000
 """Starts that bins are fitted to: only fully accepted ones count in the end."""
+SCORE_STARTS: Final = 20000
+"""Starts whose laws a score is fitted to."""
 NODE_STARTS: Final = 4000
 """Starts whose nodes a classifier is trained on; each has hundreds."""
 STEPS: Final = 2000
@@ -101,6 +105,11 @@ def fit_bins_artifact(
         bins = fit_bins(rounds.phi, rounds.tcr, rounds.fully_accepted, depth=depth)
     except ValueError as error:
         raise TraceError(f"recording {source.info.id}: {error}") from None
+    if not bins.thresholds:
+        raise TraceError(
+            f"recording {source.info.id}: ranks do not depend on entropy in the {bins.rounds} rounds of draft {draft!r}, so there is but "
+            "one bin; record more requests, or fit deeper trees (--depth)"
+        )
     growth = {"kind": "top_k", "width": width, **_unusual(proposals)}
     document = {**source.document(), **bins.to_json(), "width": width, "top_n": top_n, "starts": len(rounds.phi), "seed": seed}
     artifact = source.put(store, BINS, document, {}, (rounds.phi, rounds.tcr, rounds.fully_accepted))
@@ -236,6 +245,46 @@ def fit_static_tree_artifact(
     growth = {"kind": "static", "artifact": artifact, **_unusual(proposals)}
     policy = {"draft": draft, "window": {"kind": "fixed", "gamma": levels}, "growth": growth}
     return StoredFit(artifact, STATIC_TREE, document, policy)
+
+
+def fit_score_artifact(
+    store: TraceStore,
+    recording: str,
+    draft: str,
+    *,
+    depth: int | None = None,
+    width: int | None = None,
+    proposals: Proposals = "coupled",
+    starts: int = SCORE_STARTS,
+    seed: int = 0,
+    source: TreeSource | None = None,
+    progress: Progress = lambda phase, done, total: None,
+) -> StoredFit:
+    """Calibrates the score ``coupled``: the ``sharpness`` whose estimates of acceptance have the least log loss, for trees of ``width``.
+
+    A fifth of the requests is held out (of a single request, of its starts). ``width`` and ``depth`` are as recorded by default; a draft
+    model's laws do not depend on the depth. The document's ``sharpness`` goes into a policy's ``growth``; the recording covers such
+    growths exactly only after ``record --resume --cover``. Raises TraceError when too little was recorded, PolicyError for a draft that
+    there is not.
+    """
+    source = source or tree_source(store, recording, draft, proposals)
+    forest = source.trees.forest
+    width, depth = forest.width if width is None else width, forest.depth if depth is None else depth
+    progress("laws", 0, 1)
+    laws = score_laws(source.trees, width=width, depth=depth, count=starts, seed=seed)
+    requests = np.searchsorted(source.trace.offsets, laws.start, side="right")
+    try:
+        score = fit_score(laws, requests if len(np.unique(requests)) > 1 else laws.start, seed=seed)
+    except ValueError as error:
+        raise TraceError(f"recording {source.info.id}: {error}") from None
+    progress("laws", 1, 1)
+    used = (laws.gap, laws.q, laws.count, laws.taken, laws.start)
+    document = {**source.document(), **score.to_json(), "width": width, "depth": depth, "seed": seed}
+    document["starts"] = len(np.unique(laws.start))
+    artifact = source.put(store, SCORE, document, {}, used)
+    growth = {"kind": "top_k", "width": width, "score": "coupled", "sharpness": score.sharpness, **_unusual(proposals)}
+    policy = {"draft": draft, "window": {"kind": "fixed", "gamma": depth}, "growth": growth, "select": {"top_n": DEFAULT_TOP_N}}
+    return StoredFit(artifact, SCORE, document, policy)
 
 
 @dataclass(frozen=True)

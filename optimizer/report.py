@@ -151,6 +151,26 @@ def classifier_table(fitted: Mapping[str, Any]) -> RenderableType:
     return Group(table, Text(notes, style="dim"))
 
 
+def score_table(fitted: Mapping[str, Any]) -> RenderableType:
+    """A fitted sharpness: estimates of acceptance by rank beside what was observed, on the requests held out."""
+    title = f"Score of draft {fitted['draft']}, {fitted['width']} children: sharpness {fitted['sharpness']:g}"
+    table = Table(title=title, title_justify="left")
+    for column in ("rank", "laws", "accepted", "fitted", "default", "q"):
+        table.add_column(column, justify="right")
+    for row in fitted["ranks"]:
+        figures = (f"{row[k]:.3f}" for k in ("observed", "predicted", "default", "probability"))
+        table.add_row(str(row["rank"]), str(row["laws"]), *figures)
+    loss = fitted["loss"]
+    notes = (
+        f"log loss of a child {loss['fitted']:.4f}, with the default sharpness {loss['default']:.4f}, by q {loss['probability']:.4f}, on "
+        f"{fitted['held_out']} held-out laws, {100 * fitted['covered']:.0f}% of which have the text's token among their children; "
+        f"fitted to {fitted['laws']} laws"
+    )
+    if fitted["at_border"]:
+        notes += "; the sharpness is at the border of what was looked at"
+    return Group(table, Text(notes, style="dim"))
+
+
 def static_tree_table(fitted: Mapping[str, Any]) -> RenderableType:
     """A static tree, level by level."""
     table = Table(title=f"Static tree of draft {fitted['draft']}, {fitted['nodes']} nodes", title_justify="left")

@@ -72,7 +72,8 @@ class Trial:
 @dataclass(frozen=True)
 class Study:
     """What a search tried, best first, and how to repeat it. ``bounds``: :func:`shortlist_bounds` of what was tried without shortlists,
-    and ``shortlists``, by draft, the kinds that were searched."""
+    and ``shortlists``, by draft, the kinds that were searched. ``beyond``: what was not tried as more than :data:`MISSING_SHARE` of its
+    rounds read laws that were not recorded, valued without them, best first."""
 
     trials: tuple[Trial, ...]
     seed: int
@@ -80,6 +81,7 @@ class Study:
     requests: tuple[str, ...] = field(default=())
     bounds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     shortlists: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    beyond: tuple[Trial, ...] = ()
 
     def best(self, match: Callable[[Policy], bool] = lambda policy: True) -> Trial | None:
         """The fastest trial whose policy matches; ties within 1% go to the simpler."""
@@ -95,7 +97,15 @@ class Study:
             "sampler": self.sampler,
             "requests": list(self.requests),
             "shortlists": self.on_shortlists(),
+            "beyond_the_recording": self.left_out(),
             "trials": [t.to_json() for t in self.trials],
+        }
+
+    def left_out(self, most: int = 8) -> dict[str, Any]:
+        """How many policies read more than was recorded, and the ``most`` promising of them. JSON-ready."""
+        return {
+            "policies": len(self.beyond),
+            "best": [{"id": t.policy.id, "label": t.policy.label(), "value": t.value} for t in self.beyond[:most]],
         }
 
     def on_shortlists(self) -> dict[str, Any]:
@@ -199,22 +209,27 @@ def search(
     ``progress`` is called with (trials done, in all, best tokens/s). The result is a function of the arguments alone.
     """
     done: dict[str, Trial] = {t.policy.id: t for t in known}
+    beyond: dict[str, Trial] = {}
     todo = [p for p in (*enumerated(drafts, gamma_max), *enumerated_trees(trees or {})) if kinds.hold(p)]
     total = len(todo) + trials
     best = max((t.value for t in done.values()), default=0.0)
 
     def evaluate(policy: Policy, origin: str) -> float:
         nonlocal best
+        if policy.id in beyond:
+            return 0.0
         if policy.id not in done:
             parts = [
                 run_replay(part, judged, profile, q_tables=q_tables, artifacts=artifacts, approximate=True)
                 for part, judged in _parts(trace, policy, (shortlists or {}).get(policy.draft))
             ]
             sums = sum((part.total for part in parts), Counts())
-            if sum(part.missing for part in parts) > MISSING_SHARE * sums.rounds:
-                return 0.0
             value = sums.tokens_per_s
-            done[policy.id] = Trial(policy, value, origin, sums.draft_steps / sums.seconds if sums.seconds > 0 else 0.0)
+            trial = Trial(policy, value, origin, sums.draft_steps / sums.seconds if sums.seconds > 0 else 0.0)
+            if sum(part.missing for part in parts) > MISSING_SHARE * sums.rounds:
+                beyond[policy.id] = trial
+                return 0.0
+            done[policy.id] = trial
             best = max(best, value)
         return done[policy.id].value
 
@@ -244,7 +259,10 @@ def search(
         )  # `group` is marked so; its results are only judged
         sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, group=True, n_startup_trials=40)
     study = optuna.create_study(direction="maximize", sampler=sampler)
-    for trial in sorted(done.values(), key=lambda t: -t.value):
+    ranked = sorted(done.values(), key=lambda t: -t.value)
+    # The best of each paper's methods first, so that every part of the space is known to the sampler.
+    first = {_method(t.policy): t for t in reversed(ranked)}
+    for trial in dict.fromkeys([*sorted(first.values(), key=lambda t: -t.value), *ranked]):
         params = space.params(trial.policy) if kinds.hold(trial.policy) else None
         if params is not None:
             study.enqueue_trial(params, skip_if_exists=True)
@@ -257,7 +275,13 @@ def search(
         progress(total - trials + i + 1, total, best)
     ordered = sorted(done.values(), key=lambda t: -t.value)
     searched = {draft: limit.kinds for draft, limit in possible.items()}
-    return Study(tuple(ordered), seed, "enumeration + TPE (multivariate, group)", trace.request_ids, bounds, searched)
+    left_out = tuple(sorted(beyond.values(), key=lambda t: -t.value))
+    return Study(tuple(ordered), seed, "enumeration + TPE (multivariate, group)", trace.request_ids, bounds, searched, left_out)
+
+
+def _method(policy: Policy) -> tuple[str, str, bool, str]:
+    """What a policy has of the papers': window, growth, bins, shortlist."""
+    return policy.window.kind, policy.growth.kind, policy.stratify is not None, policy.shortlist.kind
 
 
 def _parts(trace: ReplayTrace, policy: Policy, limit: ShortlistLimit | None) -> list[tuple[ReplayTrace, Policy]]:

@@ -75,12 +75,18 @@ def enumerated(drafts: Sequence[str], gamma_max: int) -> list[Policy]:
     return list({p.id: p for p in policies}.values())
 
 
+KEEPS_ALL = DEFAULT_TOP_N + 4
+"""The ``top_n`` parameter by which a classifier's trees keep every node, as the paper's do."""
+RISE = 3 / 7
+"""What the second of HeteroSpec's fractions has of the way from the first to 1 (the paper's 0.3, 0.6, 1.0)."""
 BETAS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85)
 """C2T's thresholds that are tried."""
 
 
 SCORES = ("auto", *(f"coupled {s:g}" for s in SHARPNESSES))
-"""Scores of top-k growth that are tried: those that every recording covers."""
+"""Scores of top-k growth that are tried with every draft: those that every recording covers."""
+CALIBRATED = "calibrated"
+"""The score with the sharpness that was calibrated on the draft's recorded trees, as a parameter."""
 
 
 def _score(name: str) -> dict[str, Any]:
@@ -92,7 +98,8 @@ def _score(name: str) -> dict[str, Any]:
 class TreeLimit:
     """Trees that may be tried with one draft: what was recorded of it (``width``, ``depth``), and what was fitted on that:
     ids of ``bins`` and
-    ``classifier`` (with the ``grown`` width and cap it was covered at), and ``static`` trees as rank paths."""
+    ``classifier`` (with the ``grown`` width and cap it was covered at), ``static`` trees as rank paths, and the ``sharpness`` of its
+    score, None where those of :data:`SCORES` do as well."""
 
     width: int
     depth: int
@@ -101,15 +108,23 @@ class TreeLimit:
     classifier: str | None = None
     grown: int = 8
     static: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    sharpness: float | None = None
 
-    def grower(self, beta: float) -> dict[str, Any]:
-        """The document of C2T's growth at a threshold."""
-        return {"kind": "classifier", "width": self.grown, "cap": self.grown, "beta": beta, "artifact": self.classifier}
+    def score(self, name: str) -> dict[str, Any]:
+        """What a growth's document says for one of :data:`SCORES` or :data:`CALIBRATED`."""
+        if name == CALIBRATED:
+            return {"score": "coupled"} | ({} if self.sharpness is None else {"sharpness": self.sharpness})
+        return _score(name)
+
+    def grower(self, beta: float, *, chain: bool = False) -> dict[str, Any]:
+        """The document of C2T's growth at a threshold; ``chain``: its chain mode, an early exit."""
+        width = 1 if chain else self.grown
+        return {"kind": "classifier", "width": width, "cap": width, "beta": beta, "artifact": self.classifier}
 
 
 def enumerated_trees(trees: Mapping[str, TreeLimit]) -> list[Policy]:
-    """The tree families, by draft: EAGLE-2's width x depth x N whole on a grid, static trees, C2T's thresholds, HeteroSpec with the paper's
-    alpha and fractions, adaptive depths, and AdaEDL's stop."""
+    """The tree families, by draft: EAGLE-2's width x depth x N whole on a grid, static trees, C2T's thresholds on trees and chains,
+    HeteroSpec with the paper's alpha and fractions, adaptive depths, and AdaEDL's stop."""
     policies: list[Policy] = []
 
     def add(draft: str, growth: dict[str, Any], window: dict[str, Any], **blocks: Any) -> None:
@@ -118,8 +133,9 @@ def enumerated_trees(trees: Mapping[str, TreeLimit]) -> list[Policy]:
     for draft, limit in trees.items():
         sizes = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, DEFAULT_TOP_N)
         for width in (w for w in (2, 3, 4, 6, 8, 10, 16) if w <= limit.width):
-            scores: list[dict[str, Any]] = [{"kind": "top_k", "width": width, **_score(name)} for name in SCORES]
-            papers, sharpest = scores[0], scores[-1]
+            names = SCORES if limit.sharpness is None else (CALIBRATED, *SCORES)
+            scores: list[dict[str, Any]] = [{"kind": "top_k", "width": width, **limit.score(name)} for name in names]
+            papers, sharpest = scores[-len(SCORES)], scores[-1]
             for depth in range(1, limit.depth + 1):
                 fixed = {"kind": "fixed", "gamma": depth}
                 pool = width + (depth - 1) * width * width
@@ -145,6 +161,7 @@ def enumerated_trees(trees: Mapping[str, TreeLimit]) -> list[Policy]:
                 for depth in sorted({2, 3, 4, 6, limit.depth}):
                     if depth <= limit.depth:
                         add(draft, limit.grower(beta), {"kind": "fixed", "gamma": depth})
+                add(draft, limit.grower(beta, chain=True), {"kind": "fixed", "gamma": limit.depth})
     return list({p.id: p for p in policies}.values())
 
 
@@ -341,15 +358,17 @@ class TreeSpace(Space):
         found["growth"] = CategoricalDistribution(self.kinds.growths)
         widest = max(limit.width for limit in self.trees.values())
         if growth in ("top_k", "classifier"):
-            found["top_n"] = IntDistribution(2, DEFAULT_TOP_N + 4, log=True)
+            found["top_n"] = IntDistribution(2, KEEPS_ALL, log=True)
             found["alpha"] = IntDistribution(0, 4 if self.kinds.bins else 0)
             found["low_bins"] = IntDistribution(1, 3)
             found["fraction"] = FloatDistribution(0.2, 0.8)
+            found["rise"] = FloatDistribution(0.0, 1.0)
         if growth == "top_k":
             found["width"] = IntDistribution(2, max(2, widest))
-            found["score"] = CategoricalDistribution(SCORES)
+            found["score"] = CategoricalDistribution((*SCORES, CALIBRATED))
         if growth == "classifier":
             found["beta"] = CategoricalDistribution(BETAS)
+            found["early_exit"] = CategoricalDistribution((False, True))
         if growth == "static":
             found["tree"] = IntDistribution(0, max(0, max(len(limit.static) for limit in self.trees.values()) - 1))
         return found
@@ -378,14 +397,17 @@ class TreeSpace(Space):
             document["growth"] = {"kind": "static", "paths": limit.static[min(chosen["tree"], len(limit.static) - 1)]}
             return parse_policy({k: document[k] for k in ("draft", "window", "stop", "growth")}, where="search space")
         if growth == "top_k":
-            document["growth"] = {"kind": "top_k", "width": min(chosen["width"], limit.width), **_score(chosen["score"])}
+            document["growth"] = {"kind": "top_k", "width": min(chosen["width"], limit.width), **limit.score(chosen["score"])}
         else:
-            document["growth"] = limit.grower(chosen["beta"])
+            document["growth"] = limit.grower(chosen["beta"], chain=chosen["early_exit"])
+            if chosen["early_exit"] or chosen["top_n"] == KEEPS_ALL:
+                return parse_policy({k: document[k] for k in ("draft", "window", "stop", "growth")}, where="search space")
         document["select"] = {"top_n": chosen["top_n"]}
         alpha = min(chosen["alpha"], limit.depth - depth)
         if alpha > 0 and limit.bins is not None:
             first = round(chosen["fraction"], 2)
-            fractions = [round(min(1.0, first + i * (1.0 - first) / 2), 2) for i in range(chosen["low_bins"])]
+            second = round(first + chosen["rise"] * (1.0 - first), 2)
+            fractions = [first, second, 1.0][: chosen["low_bins"]]
             document["stratify"] = {"artifact": limit.bins, "alpha": alpha, "fractions": fractions}
         else:
             document.pop("stratify", None)
@@ -402,24 +424,32 @@ class TreeSpace(Space):
         found["growth"] = growth.kind
         if isinstance(growth, StaticGrowth):
             limit = self.trees.get(policy.draft)
-            if limit is None or growth.paths not in limit.static:
+            known = [] if limit is None else [frozenset(paths) for paths in limit.static]
+            if frozenset(growth.paths) not in known:
                 return None
-            found["tree"] = limit.static.index(growth.paths)
+            found["tree"] = known.index(frozenset(growth.paths))
         if isinstance(growth, (TopKGrowth, ClassifierGrowth)):
-            if policy.select.top_n is None or not 2 <= policy.select.top_n <= DEFAULT_TOP_N + 4:
+            top_n = KEEPS_ALL if policy.select.top_n is None else policy.select.top_n
+            if not 2 <= top_n <= KEEPS_ALL:
                 return None
-            found["top_n"] = policy.select.top_n
+            found["top_n"] = top_n
             bins = policy.stratify
             found["alpha"] = 0 if bins is None else min(4, bins.alpha)
             found["low_bins"] = 1 if bins is None else min(3, len(bins.fractions))
-            found["fraction"] = 0.3 if bins is None else min(0.8, max(0.2, bins.fractions[0]))
+            first, second = (0.3, 0.6) if bins is None else (bins.fractions[0], (*bins.fractions, 1.0)[1])
+            found["fraction"] = min(0.8, max(0.2, first))
+            found["rise"] = min(1.0, max(0.0, (second - first) / (1.0 - first))) if first < 1.0 else RISE
         if isinstance(growth, TopKGrowth):
             found["width"] = max(2, growth.width)
-            found["score"] = next((s for s in SCORES if _score(s).items() <= growth.model_dump().items()), SCORES[0])
+            limit = self.trees.get(policy.draft)
+            names = SCORES if limit is None or limit.sharpness is None else (CALIBRATED, *SCORES)
+            said = growth.model_dump().items()
+            found["score"] = next((s for s in names if (limit.score(s) if limit else _score(s)).items() <= said), SCORES[0])
         if isinstance(growth, ClassifierGrowth):
             if growth.beta not in BETAS:
                 return None
             found["beta"] = growth.beta
+            found["early_exit"] = growth.width == 1
         return found
 
 

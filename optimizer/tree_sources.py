@@ -58,7 +58,7 @@ def report_of(
         stored=stored_for(store, info.pair_id, name),
         tried=tried_on(store, info, name),
         points=list(ran_on(store, info, name)),
-        artifacts=fitted(store),
+        artifacts=fitted(store, info.pair_id),
         q_tables=q_tables(store),
         profile=None if profile is None else profile.profile,
         about=_about(store, info),

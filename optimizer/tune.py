@@ -20,7 +20,7 @@ from optimizer.artifacts import fitted, q_tables
 from optimizer.chooser_fits import fit_chooser_artifact
 from optimizer.execute import Comparison, DecodeOptions, Expected, encode_recorded, race
 from optimizer.fits.chooser import read_prompts
-from optimizer.record import RecordRequest, record, retrace, retrace_trees, split
+from optimizer.record import RecordRequest, cover_of, record, retrace, retrace_trees, split
 from optimizer.replay import ReplayTrace, replay
 from optimizer.search import TIE, Study, complexity, finalists, is_fixed, rivals, search, worth_trying
 from optimizer.shortlist_tuning import fit_shortlists, ranks_for
@@ -34,6 +34,7 @@ from runtime.policies.prepared import QTables, prepare
 from runtime.policies.prepared_chooser import PREDICTED, prompt_key
 from runtime.policies.tree_rules import Artifacts
 from runtime.profiler import environment, measure_profile
+from runtime.tree_panorama import Cover
 from traces.errors import PolicyError, TraceError
 from traces.recording import Recording
 from traces.schema import LatencyProfile, Outcome, Trajectory, Workload
@@ -44,6 +45,8 @@ PROFILE_AGE = timedelta(hours=24)
 
 PREDICTION_SPREAD = 0.02
 """Standard deviation, relative, of a predicted ratio of two policies' speeds (the median error of the fidelity checks)."""
+MOST_COVERS = 4
+"""Growths of one draft beyond the recording that are recorded as well; each makes every tree larger."""
 Progress = Callable[[str, int, int], None]
 """Called with (phase, done, total)."""
 
@@ -263,6 +266,17 @@ def tune_recording(
     first = searched(0)
     times["search"] = clock() - began
     began = clock()
+    covered = _cover(store, pair, recording_id, first, wanted, find, progress)
+    if covered:
+        loaded = store.load(recording_id, covered, skip_corrupted=True, trees=True).having(trees=covered)
+        place = {r.ordinal: i for i, r in enumerate(loaded.requests)}
+        for draft in covered:
+            made = loaded.trees(draft)
+            trees[draft, "coupled"] = tuple(made[place[r.ordinal]] for r in recording.requests)
+        trace = ReplayTrace(trajectories, panoramas, trees=trees)
+        first = searched(0, known=first.trials)
+        times["cover"] = clock() - began
+        began = clock()
     # Only where, by what was measured and replayed without, a shortlist could win, is anything fitted.
     worth = worth_trying(first.bounds) if grown else {}
     routers = [draft for draft, passes in worth.items() if "routed" in passes]
@@ -287,6 +301,7 @@ def tune_recording(
             "requests": list(study.requests),
             "trials": len(study.trials),
             "shortlists": study.on_shortlists(),
+            "beyond_the_recording": study.left_out(),
             "chooser": why,
         },
         trials=[t.to_json() for t in study.trials],
@@ -395,6 +410,39 @@ def _tree_size(wanted: TuneOptions) -> tuple[int, int]:
     if wanted.options.verifier == "rejection" and not wanted.options.sampling.greedy:
         return 0, 0
     return wanted.tree_width, wanted.tree_depth
+
+
+def _cover(
+    store: TraceStore,
+    pair: LoadedPair,
+    recording: str,
+    study: Study,
+    wanted: TuneOptions,
+    find: Artifacts,
+    progress: Progress,
+) -> list[str]:
+    """Records the growths that read more than was recorded (C2T at a low threshold grows where EAGLE-2 would not), where what is known
+    of them promises more than the best of the others; the drafts whose trees were recorded anew."""
+    best = max((t.value for t in study.trials), default=0.0)
+    sampled = not store.get_recording(recording).sampling.greedy
+    covers: dict[str, dict[str, Cover]] = {}
+    for trial in (t for t in study.beyond if t.value > best and t.policy.is_tree):
+        cover = cover_of(trial.policy, sampled=sampled, artifacts=find)
+        own = covers.setdefault(trial.policy.draft, {})
+        if cover.name in own or len(own) < MOST_COVERS:
+            own[cover.name] = max(cover, own.get(cover.name, cover), key=lambda c: c.depth)
+    for draft, own in covers.items():
+        retrace_trees(
+            store,
+            pair,
+            recording,
+            [draft],
+            *_tree_size(wanted),
+            covers=tuple(own.values()),
+            chain_depth=wanted.gamma_max,
+            progress=progress,
+        )
+    return list(covers)
 
 
 def _recording_policy(pair: LoadedPair) -> Policy:

@@ -23,7 +23,7 @@ from runtime.policies.prepared_chooser import with_candidates
 from runtime.policies.tree_rules import Artifacts
 from runtime.sampling import Noise, filters
 from runtime.shortlists import HeadHashes, ShortlistedModel, ShortlistRule, Shortlists, head_hashes
-from runtime.tree_drafts import GrownTree, ModelLaws, TreeContext, ancestors, grow
+from runtime.tree_drafts import GrownTree, ModelLaws, Pruned, TreeContext, ancestors, grow
 from runtime.verification import verify_coupled, verify_rejection, verify_tree
 from traces.errors import PolicyError, WorkloadError
 from traces.schema import Finish, LatencyProfile, Request, Sampling, Step, Trajectory, Verifier, request_seed
@@ -36,10 +36,11 @@ class ModelBackend:
     """The loop's backend over a loaded pair. One request at a time; its caches are reused from request to request.
 
     ``every_shape``: on CUDA, passes of every shape are captured before a request, not those of its policy alone (the profiler's, whose
-    policies take turns).
+    policies take turns). ``keeps_pruned``: trees hold what was drafted and not verified, for a reader to look at.
     """
 
     every_shape = False
+    keeps_pruned = False
 
     def __init__(self, pair: LoadedPair) -> None:
         self.pair = pair
@@ -178,7 +179,8 @@ class ModelBackend:
         assert isinstance(draft, (LanguageModelDraft, HeadDraft))
         rule, shortlists = prepared.rule(request.sampling), self.shortlists(prepared)
         if isinstance(draft, HeadDraft) and len(self._text) < 2:
-            return Drafted(0, 0, draft.lag(self._text), [], GrownTree())  # a head has nothing to read before the second token
+            none = Pruned([], [], []) if self.keeps_pruned else None
+            return Drafted(0, 0, draft.lag(self._text), [], GrownTree(pruned=none))  # a head has nothing to read before the second token
         reader = draft.reader(self._text, shortlists)
         lag = draft.lag(self._text)
         context = TreeContext(request.sampling, self._noise, self.exact)
@@ -186,7 +188,8 @@ class ModelBackend:
         whole = not filters(request.sampling, target.vocab_size)
         if shortlists is not None:
             whole = whole and shortlists.least(limit) >= rule.width
-        tree = grow(rule, gamma, limit, ModelLaws(rule, reader, context), target.device, whole=whole)
+        laws = ModelLaws(rule, reader, context)
+        tree = grow(rule, gamma, limit, laws, target.device, whole=whole, keep_pruned=self.keeps_pruned)
         return Drafted(len(tree.tokens), tree.steps, lag, tree.tokens, tree)
 
     def _verify_tree(self, tree: GrownTree) -> Verified:

@@ -13,7 +13,7 @@ import torch
 
 from runtime.models import CausalModel, ids_tensor, view_of
 from runtime.ngram import NgramIndex
-from runtime.policies.document import WIDTH_LIMIT
+from runtime.policies.document import EXPANDED_LIMIT
 from runtime.policies.draft_choice import log_perplexity
 from runtime.policies.stops import STOP_ENTROPY, STOP_JOINT_PROB, STOP_MAX_PROB, STOP_NONE, CompiledStop, should_stop
 from runtime.sampling import (
@@ -31,7 +31,7 @@ from runtime.sampling import (
 from runtime.shortlists import Beam, Shortlists, States, Support
 from traces.schema import Sampling
 
-TREE_SLOTS = WIDTH_LIMIT * 16
+TREE_SLOTS = EXPANDED_LIMIT
 """Slots that a draft keeps beyond the text for the nodes of a tree."""
 LONG_LAG = 64
 """Tokens to read above which they are read apart from the first proposal's pass."""

@@ -3,7 +3,8 @@
 A head pairs the target's hidden state of token p - 1 with the embedding of token p, and predicts token p + 1. We keep that pair
 in slot p, at RoPE position p; slot 0 is never written. Behind the text the target has no states: there the head is fed its own
 output of the slot before. EAGLE-1 and 2 read the target's last state, after its final norm; EAGLE-3 reads three layers, has a
-norm and an output matrix of its own, and often a shorter vocabulary, whose other tokens get a logit of -inf.
+norm and an output matrix of its own, and often a shorter vocabulary, whose other tokens get a logit of -inf. EAGLE-3.1 may norm each
+of the three before they are fused, and feed the head its output after the norm rather than before.
 
 Formats are those of published checkpoints (the names are in ``_weights``). RoPE being relative, the slot convention changes nothing.
 """
@@ -40,7 +41,11 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class HeadShape:
-    """A head's sizes. ``fused`` is the width of the target features that ``fc`` takes (EAGLE-1/2: the last state's)."""
+    """A head's sizes. ``fused`` is the width of the target features that ``fc`` takes (EAGLE-1/2: the last state's).
+
+    EAGLE-3 alone: ``norm_output``, the outputs are those of the last norm; before ``fc`` either one norm over all features
+    (``norm_before_fc``), or ``fc_norms`` of them, one for each fused state.
+    """
 
     eagle3: bool
     hidden: int
@@ -52,6 +57,9 @@ class HeadShape:
     eps: float
     layers: int = 1
     norm_before_residual: bool = False
+    norm_output: bool = False
+    norm_before_fc: bool = False
+    fc_norms: int = 0
     draft_vocab: int | None = None
     fc_bias: bool = False
     qkv_bias: bool = False
@@ -108,26 +116,40 @@ class HeadLayer(nn.Module):
 
 
 class HeadNet(nn.Module):
-    """The head's own weights: ``fc``, layers, and for EAGLE-3 a norm and (unless the target's is used) an output matrix."""
+    """The head's own weights: ``fc``, layers, and for EAGLE-3 norms and (unless the target's is used) an output matrix."""
 
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()
         self.shape = shape
         width = shape.fused if shape.eagle3 else 2 * shape.hidden
+        self.input_norm = RMSNorm(shape.fused, shape.eps) if shape.norm_before_fc else None
+        self.fc_norm = nn.ModuleList(RMSNorm(shape.fused // shape.fc_norms, shape.eps) for _ in range(shape.fc_norms))
         self.fc = nn.Linear(width, shape.hidden, bias=shape.fc_bias)
         self.layers = nn.ModuleList(HeadLayer(shape, i) for i in range(shape.layers))
         self.norm = RMSNorm(shape.hidden, shape.eps) if shape.eagle3 else None
         self.lm_head = None if shape.draft_vocab is None else nn.Linear(shape.hidden, shape.draft_vocab, bias=False)
 
     def forward(self, embedded: Tensor, hidden: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend, *, own: bool) -> Tensor:
-        """Embeddings [B, n, H] and target features [B, n, fused] (or ``own`` outputs [B, n, H]) to outputs [B, n, H]."""
+        """Embeddings [B, n, H] and target features [B, n, fused] (or ``own`` outputs [B, n, H]) to outputs [B, n, H].
+
+        Outputs are what the head is fed where the target has no features: with ``norm_output`` after the norm.
+        """
         if not self.shape.eagle3:
             hidden = self.fc(torch.cat((embedded, hidden), -1))
         elif not own:
-            hidden = self.fc(hidden)
+            hidden = self.fc(self._normed(hidden))
         for layer in self.layers:
             hidden = layer(hidden, embedded, rotary, attend)
-        return hidden
+        return self.norm(hidden) if self.norm is not None and self.shape.norm_output else hidden
+
+    def _normed(self, features: Tensor) -> Tensor:
+        """Target features [B, n, fused] as ``fc`` takes them."""
+        if self.input_norm is not None:
+            features = self.input_norm(features)
+        if self.fc_norm:
+            parts = features.chunk(len(self.fc_norm), -1)
+            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+        return features
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -326,9 +348,10 @@ class EagleHead:
         return out[0]
 
     def state(self, out: Tensor) -> Tensor:
-        """What the output matrix reads of outputs [n, hidden_size]: after EAGLE-3's norm; the outputs themselves of EAGLE-1 and 2."""
+        """What the output matrix reads of outputs [n, hidden_size]: after EAGLE-3's norm; the outputs themselves of EAGLE-1 and 2, and
+        where they are normed already (``norm_output``)."""
         norm = self.net.norm
-        return out if norm is None else norm(out)
+        return out if norm is None or self.net.shape.norm_output else norm(out)
 
     def embedded(self, ids: Tensor) -> Tensor:
         """Input embeddings of ``ids`` (int64 [n]), [n, embedding size]."""
@@ -383,6 +406,68 @@ def _taps(config: Mapping[str, Any], layers: int, eagle3: bool) -> tuple[int, ..
     return default_taps(layers) if top is None else tuple(int(i) for i in top)
 
 
+_BESIDE = (
+    "architectures",
+    "speculators_model_type",
+    "draft_vocab_size",
+    "target_hidden_size",
+    "eagle_config",
+    "eagle_aux_hidden_state_layer_ids",
+    "norm_before_residual",
+    "norm_output",
+    "norm_before_fc",
+    "fc_norm",
+)
+"""What the speculators format has beside the sizes of a layer, which it nests."""
+
+
+def _flat(config: dict[str, Any], name: str) -> dict[str, Any]:
+    """A configuration on one level, as EAGLE's own format has it; that of the speculators format nests the sizes of a layer."""
+    kind, layer = config.get("speculators_model_type"), config.get("transformer_layer_config")
+    if kind is None and layer is None:
+        return config
+    if kind != "eagle3":
+        raise PairError(
+            f"{name}: config.json is of the speculators format with speculators_model_type {kind!r}; only 'eagle3' is read"
+        )
+    if not isinstance(layer, Mapping):
+        raise PairError(f"{name}: config.json is of the speculators format, but says no transformer_layer_config")
+    for key, known in (("model_type", "llama"), ("hidden_act", "silu")):
+        if layer.get(key, known) != known:
+            raise PairError(f"{name}: transformer_layer_config has {key} {layer[key]!r}; only {known!r} is read")
+    if config.get("norm_before_residual") is None:
+        # speculators takes False where nothing is said, vLLM True.
+        raise PairError(
+            f"{name}: config.json is of the speculators format, but says no norm_before_residual; add what was trained"
+        )
+    return {k: v for k, v in layer.items() if k not in _BESIDE} | {k: config[k] for k in _BESIDE if config.get(k) is not None}
+
+
+def _switch(config: Mapping[str, Any], key: str, name: str) -> bool:
+    """A switch of EAGLE-3.1, at the top or in ``eagle_config``; off where nothing is said."""
+    said = [v for v in (config.get(key), (config.get("eagle_config") or {}).get(key)) if v is not None]
+    if not all(isinstance(v, bool) for v in said) or len(set(said)) > 1:
+        raise PairError(f"{name}: config.json has {key} {' and '.join(map(repr, said))}; it must be true or false")
+    return said[:1] == [True]
+
+
+def _norms(config: Mapping[str, Any], tensors: Mapping[str, Tensor], eagle3: bool, name: str) -> dict[str, bool]:
+    """EAGLE-3.1's norms that a head has, by their switches. The tensors must agree with these."""
+    found = {key: _switch(config, key, name) for key in ("norm_output", "norm_before_fc", "fc_norm")}
+    on = [key for key, is_on in found.items() if is_on]
+    if on and not eagle3:
+        raise PairError(f"{name}: config.json has {on[0]}, but nothing else of EAGLE-3")
+    if found["norm_before_fc"] and found["fc_norm"]:
+        raise PairError(
+            f"{name}: config.json has norm_before_fc and fc_norm; a head has one norm over all states, or one for each"
+        )
+    for key, prefix in (("norm_before_fc", "input_norm."), ("fc_norm", "fc_norm.")):
+        stray = min((k for k in tensors if k.startswith(prefix)), default=None)
+        if eagle3 and stray is not None and not found[key]:
+            raise PairError(f"{name}: the checkpoint has a tensor {stray}, but config.json does not say {key}")
+    return found
+
+
 def _read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
     """Every tensor of a head's checkpoint, under the names used here: no ``model.`` before, ``layers.0.`` for ``midlayer.``."""
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
@@ -433,7 +518,7 @@ def load_head(path: str, *, name: str, target: CausalModel, device: torch.device
     """
     fingerprint = identity(path)
     folder = _folder(path, name)
-    config = head_config(folder)
+    config = _flat(head_config(folder), name)
     tensors = _read_tensors(folder, name)
     reader = _Reader(tensors, name)
     eagle3 = _is_eagle3(config, tensors)
@@ -483,6 +568,7 @@ def _folder(path: str, name: str) -> Path:
 
 def _is_eagle3(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
     named = any("eagle3" in str(a).lower() for a in config.get("architectures") or ())
+    named = named or config.get("speculators_model_type") == "eagle3"
     return named or "draft_vocab_size" in config or "eagle_config" in config or "layers.0.hidden_norm.weight" in tensors
 
 
@@ -520,6 +606,7 @@ def _shape(
         raise PairError(f"{name}: lm_head.weight has {lm_head.shape[0]} rows, draft_vocab_size is {draft_vocab}")
     if lm_head is None and (draft_vocab != vocab or hidden != target.hidden_size):
         raise PairError(f"{name}: the checkpoint has no tensor lm_head.weight, and the target's does not fit")
+    norms = _norms(config, tensors, eagle3, name)
     qkv_bias = "layers.0.self_attn.q_proj.bias" in tensors or bool(config.get("qkv_bias")) or bool(config.get("attention_bias"))
     return HeadShape(
         eagle3=eagle3,
@@ -532,6 +619,9 @@ def _shape(
         eps=float(config.get("rms_norm_eps", 1e-6)),
         layers=max(int(config.get("num_hidden_layers") or 1), *(1 + i for i in _layer_indices(tensors))),
         norm_before_residual=bool(config.get("norm_before_residual")),
+        norm_output=norms["norm_output"],
+        norm_before_fc=norms["norm_before_fc"],
+        fc_norms=len(taps) if norms["fc_norm"] else 0,
         draft_vocab=None if lm_head is None else draft_vocab,
         # EAGLE-3's own code never gives fc a bias, whatever the flag says; what the checkpoint holds is what was trained.
         fc_bias="fc.bias" in tensors or (not eagle3 and config.get("bias") is True),
@@ -562,6 +652,10 @@ def _weights(reader: _Reader, shape: HeadShape) -> dict[str, Tensor]:
     hidden, dim = shape.hidden, shape.head_dim
     width = shape.fused if shape.eagle3 else 2 * hidden
     out = {f"fc.{k}": t for k, t in reader.linear("fc", hidden, width, shape.fc_bias).items()}
+    if shape.norm_before_fc:
+        out["input_norm.weight"] = reader.take("input_norm.weight", shape.fused)
+    for i in range(shape.fc_norms):
+        out[f"fc_norm.{i}.weight"] = reader.take(f"fc_norm.{i}.weight", shape.fused // shape.fc_norms)
     for i in range(shape.layers):
         own = f"layers.{i}"
         wide = shape.eagle3 and i == 0

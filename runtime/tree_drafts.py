@@ -46,13 +46,26 @@ class LawSource(Protocol):
         """The level just added, with what rounding could have changed decided (docs/trees.md)."""
 
 
+class Pruned(NamedTuple):
+    """What one drafting phase drafted and did not send to verification: the candidates that selection left and those of a level that the
+    stop dropped, in creation order.
+
+    ``tokens``, ``depths`` (from 1) and ``parents`` (-1: the root; numbers count the kept nodes first, then these).
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    depths: list[int]
+
+
 @dataclass
 class GrownTree:
     """What one drafting phase grew and chose.
 
     ``tokens``, ``parents`` (index among the kept nodes, -1: the root), ``depths`` (from 1) of the kept nodes in creation order; ``place``:
     their places in the pool; ``slots``: where the draft cached them, -1 if it did not read them. ``levels`` kept of the growth, ``steps``
-    passes made, ``widths`` the nodes each pass read (1 for the first). ``bin`` is HeteroSpec's, ``phi`` in 1/16 nat.
+    passes made, ``widths`` the nodes each pass read (1 for the first). ``bin`` is HeteroSpec's, ``phi`` in 1/16 nat. ``pruned`` is None
+    unless it was asked for.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -66,16 +79,28 @@ class GrownTree:
     phi: int = 0
     bin: int = NO_BIN
     pool: int = 0
+    pruned: Pruned | None = None
 
 
-def grow(rule: TreeRule, depth: int, limit: int, source: LawSource, device: torch.device, *, whole: bool = False) -> GrownTree:
+def grow(
+    rule: TreeRule,
+    depth: int,
+    limit: int,
+    source: LawSource,
+    device: torch.device,
+    *,
+    whole: bool = False,
+    keep_pruned: bool = False,
+) -> GrownTree:
     """Grows one tree of at most ``depth`` levels (the window's; HeteroSpec may extend it up to ``limit``) and selects its nodes.
 
     ``whole`` promises that every law has ``rule.width`` children (nothing is filtered): then nothing is looked at to find out.
+    ``keep_pruned``: what was drafted and not selected is read out too, with a second transfer from the device.
     """
     growing = Growing(rule, 1, device, whole, lean=True)
     wanted = min(depth, len(rule.static)) if rule.static else depth
     tree = GrownTree()
+    dropped: list[Level] = []
     if isinstance(source, ModelLaws):
         source.phi_level = depth
     width, level = 1, 0
@@ -94,6 +119,7 @@ def grow(rule: TreeRule, depth: int, limit: int, source: LawSource, device: torc
         if rule.reads_stop and bool(added.stops[0]):
             if not rule.keep_last:
                 growing.undo()
+                dropped = [added]
             break
         if level == depth and rule.stratified:
             tree.phi = int(added.phi[0])
@@ -101,6 +127,8 @@ def grow(rule: TreeRule, depth: int, limit: int, source: LawSource, device: torc
             wanted = min(limit, depth + rule.extension(tree.bin))
     tree.levels = len(growing.levels)
     _keep(rule, growing, tree)
+    if keep_pruned:
+        tree.pruned = _pruned(rule, [*growing.levels, *dropped], tree.place)
     return tree
 
 
@@ -155,6 +183,26 @@ def _keep(rule: TreeRule, growing: Growing, tree: GrownTree) -> None:
     tree.place = kept.tolist()
     tree.expanded = read[kept].tolist()
     tree.pool = pool
+
+
+def _pruned(rule: TreeRule, levels: list[Level], kept: list[int]) -> Pruned:
+    """The eligible nodes of ``levels`` beside those in the places ``kept``."""
+    if not levels:
+        return Pruned([], [], [])
+    parts = [*(level.eligible for level in levels), *(level.tokens for level in levels), *(level.frontier.index for level in levels)]
+    found = torch.cat(parts, 1)[0].cpu().numpy()
+    sizes = tuple(level.cost.shape[1] for level in levels)
+    outline = _outline(rule.width, rule.static, sizes, tuple(level.frontier.index.shape[1] for level in levels))
+    pool, chosen = sum(sizes), np.array(kept, dtype=np.int64)
+    left = found[:pool] != 0
+    left[chosen] = False
+    places = left.nonzero()[0]
+    number = np.full(pool + 1, -1)
+    number[np.concatenate((chosen, places))] = np.arange(len(chosen) + len(places))
+    above = np.concatenate(([pool], outline.begins + found[2 * pool :]))
+    return Pruned(
+        found[pool : 2 * pool][places].tolist(), number[above[outline.parent[places]]].tolist(), outline.depth[places].tolist()
+    )
 
 
 def ancestors(tree: GrownTree) -> npt.NDArray[np.bool_]:

@@ -19,7 +19,7 @@ import optimizer.fit as fits
 from db import open_database
 from db.models import ArtifactRow
 from optimizer.artifacts import fitted
-from optimizer.fits.from_trace import RecordedTrees, bin_rounds, classifier_examples, rank_acceptance
+from optimizer.fits.from_trace import RecordedTrees, bin_rounds, classifier_examples, rank_acceptance, score_laws
 from optimizer.record import split
 from optimizer.replay import ReplayTrace, run_replay
 from optimizer.serving import last_good, watch
@@ -33,6 +33,7 @@ from traces.store import TraceStore
 
 WIDTH, DEPTH, TOP_N = 4, 5, 14
 TOKENS = 36
+OTHER_PAIR = "0123456789ab"
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +176,42 @@ def test_acceptance_by_level_and_rank(shared: TraceStore) -> None:
     assert len(rank_acceptance(RecordedTrees.of(r.trace, "near"), 3, least=10**6).chance) == 1
 
 
+@pytest.mark.parametrize("which", [0, 1], ids=["greedy", "sampled"])
+def test_laws_of_the_score_are_the_texts_own(shared: TraceStore, which: int) -> None:
+    r = recorded(shared, which)
+    trees = RecordedTrees.of(r.trace, "near")
+    laws = score_laws(trees, width=3, depth=DEPTH, count=10**6)
+    expected = []
+    for offset, t, p in zip(r.trace.offsets[:-1].tolist(), r.loaded.trajectories, r.trees, strict=True):
+        for i in range(min(p.positions, t.max_new_tokens - 1)):
+            slot = int(p.text_slot[i])
+            expected.append((offset + i, *p.gap[i, :3].tolist(), min(3, int(p.count[i])), slot if slot < 3 else -1))
+    found = [laws.start, *laws.gap.T, laws.count, laws.taken]
+    assert [tuple(map(int, row)) for row in zip(*found, strict=True)] == expected
+    assert {0, 1, -1} <= set(laws.taken.tolist())
+    assert laws.q[:, 0].max() <= 1
+    few = score_laws(trees, width=WIDTH, depth=1, count=9, seed=4)
+    assert few.start.tolist() == trees.pick(1, 9, 4).tolist()
+
+
+def test_a_heads_laws_are_followed_along_the_text(shared: TraceStore) -> None:
+    """Laws that depend on their start are read level by level; where they do not, a later start's are the same."""
+    r = recorded(shared, 1)
+    trees = RecordedTrees.of(r.trace, "near")
+    single = score_laws(trees, width=WIDTH, depth=1, count=10**6)
+    apart = replace(trees, forest=replace(trees.forest, shared=False))
+    deep = score_laws(apart, width=WIDTH, depth=3, count=10**6)
+    taken = dict(zip(single.start.tolist(), single.taken.tolist(), strict=True))
+    expected = []
+    for level in range(3):
+        for start in taken:
+            walked = [taken.get(start + i, -1) for i in range(level)]
+            if trees.left[start] > level and min(walked, default=0) >= 0:
+                expected.append((start, taken[start + level]))
+    assert list(zip(deep.start.tolist(), deep.taken.tolist(), strict=True)) == expected
+    assert len(single) < len(deep) < 3 * len(single)
+
+
 def test_starts_are_of_the_requests_selected_and_chosen_by_seed(shared: TraceStore) -> None:
     r = recorded(shared, 0)
     trees = RecordedTrees.of(r.trace.select([2, 1]), "near")
@@ -202,6 +239,7 @@ def test_every_fit_replays_and_runs(door: Door, shared: TraceStore, pair: Loaded
         "bins": fit(door, "bins", "--depth", 3, "--top-n", 10),
         "classifier": fit(door, "classifier", "--epochs", 3, "--hidden", 12),
         "static_tree": fit(door, "static-tree", "--nodes", 6, "--depth", 3),
+        "score": fit(door, "score", "--width", 3, "--depth", 4),
     }
     info = shared.get_recording("latest")
     texts = shared.load(info.id, ())
@@ -214,7 +252,7 @@ def test_every_fit_replays_and_runs(door: Door, shared: TraceStore, pair: Loaded
         assert len(stored.provenance["fitted_to"]) == 64
         assert {k: v for k, v in found.items() if k not in ("artifact", "kind", "policy")} == stored.document
         policy = json.dumps(found["policy"])
-        if kind == "classifier":
+        if kind in ("classifier", "score"):
             size = ("--tree-width", WIDTH, "--tree-depth", DEPTH)
             door.json("record", "--pair", door.pair, "--resume", "latest", "--gamma-max", 4, *size, "--cover", policy)
         simulated = door.json("simulate", "--policy", policy)
@@ -229,6 +267,12 @@ def test_every_fit_replays_and_runs(door: Door, shared: TraceStore, pair: Loaded
     assert made["classifier"]["hidden"] == 12
     assert len(made["static_tree"]["paths"]) == 6
     assert made["static_tree"]["expected_tokens_per_s"] is None
+    score = made["score"]
+    assert score["policy"]["growth"] == {"kind": "top_k", "width": 3, "score": "coupled", "sharpness": score["sharpness"]}
+    assert score["loss"].keys() == {"fitted", "default", "probability"}
+    assert [row["rank"] for row in score["ranks"]] == [0, 1, 2]
+    assert 0.25 <= score["sharpness"] <= 8
+    assert score["laws"] > score["held_out"] > 0
 
 
 def test_the_same_fit_is_the_same_artifact(door: Door) -> None:
@@ -242,6 +286,7 @@ def test_people_see_tables(door: Door) -> None:
     for kind, arguments, words in (
         ("bins", (), ("mean TCR", "up to, nats", "R2", "Jaccard")),
         ("classifier", ("--epochs", 12), ("recall", "positive rate", "trained on")),
+        ("score", (), ("sharpness", "rank", "accepted", "log loss", "held-out laws")),
         ("static-tree", ("--nodes", 4, "--depth", 2), ("paths", "0/0", "tokens a round expected")),
     ):
         found = door.call("fit", kind, "--draft", "near", *arguments)
@@ -283,6 +328,27 @@ def test_a_classifier_is_carried_to_another_draft(door: Door, shared: TraceStore
     line = said(door, "simulate", "--policy", json.dumps(policy))
     assert "was fitted on draft 'near', this policy drafts with 'far'" in line
     assert f"fit classifier --from {first['artifact']}" in line
+    frozen = fit(door, "classifier", "--from", first["artifact"], "--fraction", 0, draft="far")
+    assert (frozen["draft"], frozen["from"], frozen["metrics"]["fine_tuned"]) == ("far", first["artifact"], False)
+    new = shared.get_artifact(frozen["artifact"])
+    assert all(np.array_equal(old.arrays[name], new.arrays[name]) for name in ("w1", "b1", "w2", "b2"))
+
+
+def test_artifacts_of_another_pair_or_of_other_trees(door: Door, shared: TraceStore, pair: LoadedPair) -> None:
+    """A draft's name is no proof: the artifact may be of another pair's draft, or fitted to trees that rank children otherwise."""
+    shared.put_pair(OTHER_PAIR, "other", pair.spec.to_json())
+    document = {"paths": [[0], [1]], "draft": "near"}
+    theirs = growing(shared.put_artifact("static_tree", document, pair_id=OTHER_PAIR))
+    policy = json.dumps(theirs.spelled_out())
+    for command in (
+        ("simulate", "--policy", policy),
+        ("record", "--resume", "latest", "--pair", door.pair, "--device", "cpu", "--cover", policy),
+    ):
+        assert f"was fitted for pair {OTHER_PAIR}" in said(door, *command)
+    by_q = growing(shared.put_artifact("static_tree", {**document, "proposals": "probability"}))
+    assert "was fitted to trees of proposals 'probability', this policy's growth has 'coupled'" in said(
+        door, "simulate", "--policy", json.dumps(by_q.spelled_out())
+    )
 
 
 def test_what_cannot_be_fitted(door: Door, shared: TraceStore, tmp_path: Path) -> None:
@@ -294,6 +360,10 @@ def test_what_cannot_be_fitted(door: Door, shared: TraceStore, tmp_path: Path) -
         ("--tree-proposals probability` makes them", ("fit", "bins", "--draft", "near", "--proposals", "probability")),
         ("the recording holds 5", ("fit", "bins", "--draft", "near", "--depth", 6)),
         ("the recording holds 4", (*classifier, "--width", 5)),
+        ("the recording holds 4", ("fit", "score", "--draft", "near", "--width", 5)),
+        ("needs laws of two or more children", ("fit", "score", "--draft", "near", "--width", 1)),
+        ("of two groups or more; record more", ("fit", "score", "--draft", "near", "--starts", 1)),
+        ("has no such draft", ("fit", "score", "--draft", "third")),
         (f"artifact {bins} is a bins, not a classifier", (*classifier, "--from", bins)),
         ("there is no artifact 'ffffff'", (*classifier, "--from", "ffffff")),
         ("leave --hidden and --features out", (*classifier, "--from", bins, "--hidden", 12)),

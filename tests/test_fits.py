@@ -261,8 +261,11 @@ def test_fine_tuning_moves_towards_other_trees(trained: Classifier, examples: Ex
     assert curve[-1]["recall"] > 0.9 > curve[0]["recall"]
     assert tuned.metrics["fine_tuned"]
     assert tuned.metrics["positives"] == pytest.approx(0.1 * other.accepted.sum(), rel=0.15)
-    unmoved = fine_tune(trained, other, epochs=0)
-    np.testing.assert_array_equal(unmoved.w1, trained.w1)
+    for unmoved in (fine_tune(trained, other, epochs=0), fine_tune(trained, other, 0.0)):
+        for name in ("w1", "b1", "w2", "b2"):
+            np.testing.assert_array_equal(getattr(unmoved, name), getattr(trained, name))
+    assert not unmoved.metrics["fine_tuned"]
+    assert (unmoved.metrics["positives"], unmoved.metrics["recall"]) == (0, evaluate(trained, other)["recall"])
 
 
 def test_a_classifier_survives_its_document(trained: Classifier) -> None:
@@ -297,7 +300,7 @@ def test_examples_say_what_is_wrong(examples: Examples) -> None:
     with pytest.raises(ValueError, match="negatives"):
         train(examples, negatives=0)
     with pytest.raises(ValueError, match="fraction"):
-        fine_tune(train(examples, epochs=0), examples, 0.0)
+        fine_tune(train(examples, epochs=0), examples, 1.5)
 
 
 # -- static trees ----------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 import torch
 from pairs import make_pair, tiny_model, tokenizer
 from synthetic import flat_profile
-from test_heads import HIDDEN, LAYERS, VOCAB, Case, _eagle1, _eagle3_without_lm_head
+from test_heads import HIDDEN, LAYERS, VOCAB, Case, _eagle1, _eagle3_without_lm_head, _eagle31
 from test_lossless import PROMPTS
 from test_tree_parity import artifacts, covers, decode, shape, tree_policies
 
@@ -31,7 +31,7 @@ WIDTH, DEPTH = 5, 5
 SAMPLINGS = [Sampling(), Sampling(temperature=1.0, seed=4)]
 
 
-@pytest.fixture(scope="module", params=[_eagle3_without_lm_head, _eagle1], ids=["eagle3", "eagle1"])
+@pytest.fixture(scope="module", params=[_eagle3_without_lm_head, _eagle1, _eagle31], ids=["eagle3", "eagle1", "eagle3.1"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedPair]:
     folder: Path = tmp_path_factory.mktemp("heads")
     file = make_pair(folder)

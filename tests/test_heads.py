@@ -51,16 +51,24 @@ BASE: dict[str, Any] = {
 
 
 class Case:
-    """A published form: its configuration and tensors, how they are written, and the taps a loader must find."""
+    """A published form: its configuration and tensors, how they are written, and the taps a loader must find.
+
+    ``beside``: the configuration is written as the speculators format has it, with these keys beside the nested others.
+    """
 
     def __init__(
         self, config: dict[str, Any], tensors: dict[str, Tensor], taps: tuple[int, ...], file: str = "safetensors"
     ) -> None:
         self.config, self.tensors, self.taps, self.file = config, tensors, taps, file
+        self.beside: set[str] | None = None
 
     def write(self, folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(self.config))
+        document = self.config
+        if self.beside is not None:
+            document = {k: v for k, v in self.config.items() if k in self.beside}
+            document["transformer_layer_config"] = {k: v for k, v in self.config.items() if k not in self.beside}
+        (folder / "config.json").write_text(json.dumps(document))
         if self.file == "bin":
             torch.save(self.tensors, folder / "pytorch_model.bin")
         else:
@@ -168,6 +176,56 @@ def _eagle3_top_level_ids() -> Case:
     return case
 
 
+def _eagle31() -> Case:
+    """EAGLE-3.1: a norm for each fused state, and the output fed back after the last norm, whose weights are far from 1."""
+    case = _eagle3_without_lm_head()
+    case.config |= {"fc_norm": True, "norm_output": True, "norm_before_fc": False, "num_aux_hidden_states": 3}
+    make = _random(8)
+    case.tensors |= {f"fc_norm.{i}.weight": 1 + 2 * make(HIDDEN) for i in range(3)}
+    case.tensors["norm.weight"] = 1 + 2 * make(HIDDEN)
+    case.tensors = {"model." + k: t for k, t in case.tensors.items()}
+    return case
+
+
+def _eagle3_norm_before_fc() -> Case:
+    """One norm over all fused states, said where NVIDIA's configurations say it; two states of given ids."""
+    case = _eagle3(9, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 4], "norm_before_fc": True}, norm_output=None)
+    case.tensors["fc.weight"] = case.tensors["fc.weight"][:, : 2 * HIDDEN].clone()
+    case.tensors["input_norm.weight"] = 1 + _random(10)(2 * HIDDEN)
+    case.taps = (2, 5)
+    return case
+
+
+def _speculators(**extra: Any) -> Case:
+    """The speculators format: nested sizes, its names of tensors, ids of states; a second layer; norms of EAGLE-3.1."""
+    case = _eagle3(
+        11,
+        "safetensors",
+        architectures=["Eagle3DraftModel"],
+        speculators_model_type="eagle3",
+        model_type="llama",
+        hidden_act="silu",
+        head_dim=16,
+        num_hidden_layers=2,
+        rope_parameters={"rope_theta": 500.0, "rope_type": "default"},
+        eagle_aux_hidden_state_layer_ids=[1, 3, 7],
+        target_hidden_size=None,
+        norm_before_residual=True,
+        norm_output=True,
+        fc_norm=True,
+        **extra,
+    )
+    make = _random(12)
+    case.tensors |= _layer(make, "layers.1", case.config, False, ["input_layernorm", "post_attention_layernorm"])
+    case.tensors |= {f"fc_norm.{i}.weight": 1 + make(HIDDEN) for i in range(3)}
+    case.tensors |= {"embed_tokens.weight": make(VOCAB, HIDDEN), "verifier_norm.weight": make(HIDDEN)}
+    case.tensors = {k.replace("midlayer.", "layers.0."): t for k, t in case.tensors.items()}
+    case.beside = {"architectures", "speculators_model_type", "draft_vocab_size", "eagle_aux_hidden_state_layer_ids"}
+    case.beside |= {"target_hidden_size", "norm_before_residual", "norm_output", "fc_norm"}
+    case.taps = (1, 3, 7)
+    return case
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "eagle1": _eagle1,
     "eagle2-llama3": _eagle2_llama3,
@@ -175,6 +233,9 @@ CASES: dict[str, Callable[[], Case]] = {
     "eagle3-without-lm-head": _eagle3_without_lm_head,
     "eagle3-vllm": _eagle3_vllm,
     "eagle3-top-level-ids": _eagle3_top_level_ids,
+    "eagle3.1": _eagle31,
+    "eagle3-norm-before-fc": _eagle3_norm_before_fc,
+    "speculators": _speculators,
 }
 
 
@@ -230,7 +291,12 @@ def reference(case: Case, target: Any, ids: list[int], drafted: list[int]) -> Te
     old = "layers.0.hidden_norm.weight" not in t
     with torch.no_grad():
         states = _states(target, ids)
-        features = torch.cat([states[tap] for tap in case.taps], -1)[: len(ids) - 1]
+        fused = [states[tap][: len(ids) - 1] for tap in case.taps]
+        if config.get("fc_norm"):
+            fused = [_norm(h, t[f"fc_norm.{i}.weight"], eps) for i, h in enumerate(fused)]
+        features = torch.cat(fused, -1)
+        if (config.get("eagle_config") or {}).get("norm_before_fc"):
+            features = _norm(features, t["input_norm.weight"], eps)
         rows = list(features) if old else list(F.linear(features, t["fc.weight"], t.get("fc.bias")))
         logits = []
         for count in range(len(drafted) + 1):
@@ -253,7 +319,7 @@ def reference(case: Case, target: Any, ids: list[int], drafted: list[int]) -> Te
                     full[i + int(t["d2t"][i])] = value
                 found = full
             logits.append(found)
-            rows.append(out[-1])
+            rows.append(last if config.get("norm_output") else out[-1])
     return torch.stack(logits)
 
 
@@ -339,7 +405,26 @@ def test_chain_gives_every_row_and_none(tmp_path: Path, target: CausalModel) -> 
         head.chain(torch.tensor(ids[1:]), features[:-1], 1, own=True)
 
 
-@pytest.mark.parametrize("form", ["eagle1", "eagle3"])
+def test_normed_outputs_are_what_is_fed_back_and_what_the_output_matrix_reads(tmp_path: Path, target: CausalModel) -> None:
+    """With ``norm_output`` the first step is that of the same head without it, its output normed once; later steps differ."""
+    head = _load(_eagle31(), tmp_path / "with", target)
+    case = _eagle31()
+    case.config["norm_output"] = False
+    plain = _load(case, tmp_path / "without", target)
+    ids, (token,) = _ids(20), _ids(1, 1)
+    features = target.canonical_features(ids, TAPS)
+    out, before = head.canonical_output(ids, features), plain.canonical_output(ids, features)
+    assert torch.equal(head.state(out), out)
+    assert torch.equal(out, plain.state(before))
+    assert not torch.allclose(out, before)
+    assert torch.equal(head.canonical(ids, features), plain.canonical(ids, features))
+    assert not torch.allclose(head.canonical(ids, features, [token]), plain.canonical(ids, features, [token]), atol=1e-2)
+    rows = torch.tensor([3, 50, 299])
+    shortlisted = head.output.over(head.state(out), head.output.support(rows.numpy()))
+    _close(shortlisted[0], head.canonical(ids, features).index_select(0, rows))
+
+
+@pytest.mark.parametrize("form", ["eagle1", "eagle3", "eagle3.1"])
 def test_a_tree_in_one_pass_is_its_paths_one_by_one(form: str, tmp_path: Path, target: CausalModel) -> None:
     head = _load(CASES[form](), tmp_path, target)
     ids = _ids(30)
@@ -396,7 +481,7 @@ def _resize(key: str, *shape: int) -> Callable[[Case], None]:
     return lambda case: case.tensors.update({key: torch.zeros(*shape, dtype=case.tensors[key].dtype)})
 
 
-ERRORS: dict[str, tuple[Callable[[Case], None], str]] = {
+ERRORS: dict[str, tuple[Callable[[Case], Any], str]] = {
     "target width": (_set(target_hidden_size=64), "the head reads hidden states of width 64, the target's are 48 wide"),
     "fc width": (_resize("fc.weight", HIDDEN, 96), r"fc takes 96 features, but 3 hidden states of the target have 144"),
     "vocabulary": (_set(vocab_size=301), "a vocabulary of 301 tokens, the target one of 300"),
@@ -416,8 +501,49 @@ ERRORS: dict[str, tuple[Callable[[Case], None], str]] = {
     "missing layer": (_set(num_hidden_layers=2), r"has no tensor layers.1.self_attn.q_proj.weight"),
     "shape": (_resize("midlayer.mlp.up_proj.weight", 80, 47), r"layers.0.mlp.up_proj.weight is \[80, 47\], not \[80, 48\]"),
     "unknown": (
-        lambda case: case.tensors.update({"fc_norm.0.weight": torch.ones(HIDDEN)}),
-        "tensor fc_norm.0.weight .* not known here",
+        lambda case: case.tensors.update({"medusa_head.0.weight": torch.ones(HIDDEN)}),
+        "tensor medusa_head.0.weight .* not known here",
+    ),
+    "fc_norm unsaid": (
+        lambda case: case.tensors.update({f"model.fc_norm.{i}.weight": torch.ones(HIDDEN) for i in range(3)}),
+        "has a tensor fc_norm.0.weight, but config.json does not say fc_norm",
+    ),
+    "input_norm unsaid": (
+        lambda case: (
+            case.config.update({"norm_before_fc": False}),
+            case.tensors.update({"input_norm.weight": torch.ones(3 * HIDDEN)}),
+        ),
+        "has a tensor input_norm.weight, but config.json does not say norm_before_fc",
+    ),
+    "fc_norm without tensors": (_set(fc_norm=True), "has no tensor fc_norm.0.weight"),
+    "fc_norm of another count": (
+        lambda case: (
+            case.config.update({"fc_norm": True}),
+            case.tensors.update({f"fc_norm.{i}.weight": torch.ones(HIDDEN) for i in range(4)}),
+        ),
+        "tensor fc_norm.3.weight .* not known here",
+    ),
+    "norm_before_fc without its tensor": (_set(norm_before_fc=True), "has no tensor input_norm.weight"),
+    "two norms before fc": (_set(norm_before_fc=True, fc_norm=True), "has norm_before_fc and fc_norm; a head has one norm"),
+    "a switch of another type": (_set(norm_output="false"), "has norm_output 'false'; it must be true or false"),
+    "a switch said twice": (
+        _set(norm_output=True, eagle_config={"norm_output": False}),
+        "has norm_output True and False; it must be true or false",
+    ),
+    "speculators without a kind": (_set(transformer_layer_config={}), "speculators_model_type None; only 'eagle3' is read"),
+    "speculators of another kind": (_set(speculators_model_type="peagle"), "speculators_model_type 'peagle'; only 'eagle3' is read"),
+    "speculators without a layer": (_set(speculators_model_type="eagle3"), "says no transformer_layer_config"),
+    "speculators of another layer": (
+        _set(speculators_model_type="eagle3", transformer_layer_config={"model_type": "qwen3"}),
+        "transformer_layer_config has model_type 'qwen3'; only 'llama' is read",
+    ),
+    "speculators of an unsaid residual": (
+        _set(speculators_model_type="eagle3", transformer_layer_config={}),
+        "says no norm_before_residual",
+    ),
+    "speculators without sizes": (
+        _set(speculators_model_type="eagle3", transformer_layer_config={}, norm_before_residual=False),
+        "says no hidden_size",
     ),
     "no sizes": (lambda case: case.config.__delitem__("intermediate_size"), "says no intermediate_size"),
     "rope": (_set(rope_scaling={"rope_type": "spiral"}), "rope settings"),
@@ -446,6 +572,13 @@ def test_an_eagle1_head_of_another_width_or_without_its_bias_is_refused(tmp_path
     short = CausalModel(tiny_model("llama", VOCAB, hidden=HIDDEN, layers=2), "target", "t")
     with pytest.raises(PairError, match=r"reads hidden states \[2, 1, -1\]; the target has states 0 to 2"):
         _load(_eagle3(), tmp_path / "c", short)
+
+
+def test_an_eagle1_head_has_no_norms_to_switch_on(tmp_path: Path, target: CausalModel) -> None:
+    case = _eagle1()
+    case.config["norm_output"] = True
+    with pytest.raises(PairError, match=r"^head: config.json has norm_output, but nothing else of EAGLE-3$"):
+        _load(case, tmp_path, target)
 
 
 def test_damaged_files_are_told_in_one_line(tmp_path: Path, target: CausalModel) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from optimizer.spaces import Space, enumerated, transformers_heuristic
 from runtime.pair import PairSpec, read_pair
 from runtime.policies.document import AUTOREGRESSIVE, Policy, differences, parse_policy, policy_schema
 from runtime.policies.prepared import check_verifier, prepare
+from runtime.policies.tree_rules import Fitted, compile_tree
 from traces.errors import PolicyError
 from traces.schema import Sampling
 
@@ -78,6 +80,43 @@ def test_preparing_refuses_what_cannot_run() -> None:
         check_verifier(discarding, "rejection", Sampling(temperature=1.0))
     with pytest.raises(PolicyError, match="artifact"):
         prepare(parse_policy({"draft": "small", "window": {"kind": "q_learning", "artifact": "abc"}}), ["small"])
+
+
+TREE = {"draft": "near", "growth": {"kind": "top_k"}}
+GROWER = {"kind": "classifier", "artifact": "x"}
+
+
+@pytest.mark.parametrize(
+    ("blocks", "says"),
+    [
+        ({"growth": {"kind": "top_k", "width": 10}, "window": {"kind": "fixed", "gamma": 64}}, "expand up to 630 nodes, more than 512"),
+        ({"growth": {**GROWER, "width": 8, "cap": 32}, "window": {"kind": "fixed", "gamma": 24}}, "expand up to 712 nodes"),
+        ({"growth": {**GROWER, "width": 8, "cap": 20}, "window": {"kind": "fixed", "gamma": 20}}, "verify up to 388 nodes, more than 256"),
+        ({"growth": {**GROWER, "width": 8, "cap": None}, "window": {"kind": "fixed", "gamma": 9}}, "give select.top_n, or lower"),
+        ({"select": {"top_n": 256}, "stratify": {"artifact": "x"}}, "a low bin keeps 257 nodes, more than 256"),
+    ],
+)
+def test_trees_stay_within_what_the_runtime_holds(blocks: dict[str, Any], says: str) -> None:
+    with pytest.raises(PolicyError, match=re.escape(says)):
+        parse_policy(TREE | blocks)
+
+
+def test_a_classifiers_cap_is_optional() -> None:
+    policy = parse_policy({**TREE, "growth": {**GROWER, "cap": None}})
+    assert parse_policy(policy.spelled_out()) == policy
+    assert policy.growth.frontier == 32
+    assert "no cap" in policy.label()
+
+
+@pytest.mark.parametrize(("thresholds", "kept"), [((), ()), ((5,), (9 + 3,)), ((5, 9), (9 + 3, 18 + 2)), ((1, 5, 9), (12, 20, 31))])
+def test_the_bin_of_the_highest_entropy_is_no_low_one(thresholds: tuple[int, ...], kept: tuple[int, ...]) -> None:
+    """However few bins there are: without, a fit that found one bin would prune and deepen every round."""
+    policy = parse_policy({**TREE, "select": {"top_n": 30}, "stratify": {"artifact": "x", "alpha": 3}})
+    fitted = Fitted("bins", {"thresholds": list(thresholds), "depth": 5, "draft": "near"}, {})
+    rule = compile_tree(policy, sampled=False, artifacts=lambda name: fitted)
+    assert rule.kept == kept
+    assert rule.extension(len(thresholds)) == 0
+    assert rule.top_n_of(len(thresholds)) == 30
 
 
 def test_default_policy_is_autoregressive() -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import sqlalchemy as sa
 from doors import Door, write_workload
+from synthetic import flat_profile
 from trace_values import a_tree
 
 from db import open_database
@@ -20,6 +21,9 @@ from db.models import PanoramaChunkRow
 from optimizer import record as recorder
 from optimizer.artifacts import fitted
 from optimizer.record import cover_of, retrace, retrace_trees
+from optimizer.replay import ReplayTrace, run_replay
+from optimizer.search import search
+from optimizer.tune import TuneOptions, _cover
 from runtime.loading import LoadedPair, load_pair
 from runtime.pair import read_pair
 from runtime.policies.document import ClassifierGrowth, StaticGrowth, TopKGrowth, parse_policy
@@ -189,6 +193,35 @@ def test_a_covers_name_tells_its_growth(store: TraceStore, sampled: bool) -> Non
         assert [(x.places, x.expanded) for x in found.static] == [(x.places, x.expanded) for x in rule.static]
         assert (found.confidence is None) == (rule.confidence is None)
         assert found.confidence is None or bool((found.confidence == rule.confidence).all())
+
+
+def test_tune_covers_what_promises_more_than_the_recording_can_tell(door: Door, store: TraceStore, pair: LoadedPair) -> None:
+    """A growth that reads what was not recorded is left out of a search, until what is known of it beats all that was tried."""
+    resumed(door, "--tree-width", 2, "--tree-depth", 3)
+    recording = store.resolve_recording("latest")
+    grower = {"kind": "classifier", "width": 2, "cap": 8, "beta": 0.3, "artifact": classifier(store)}
+    wide = parse_policy({"draft": "near", "growth": grower, "window": {"kind": "fixed", "gamma": 3}})
+
+    def trace() -> ReplayTrace:
+        loaded = store.load(recording, ["near"], trees=True)
+        chains = {"near": loaded.panoramas("near")}
+        return ReplayTrace(loaded.trajectories, chains, trees={("near", "coupled"): loaded.trees("near")})
+
+    find = fitted(store)
+    profile = flat_profile(pair.id, pair.drafts)
+    study = search(trace(), profile, ["near"], gamma_max=2, trials=0, incumbents=[wide], artifacts=find)
+    (beyond,) = study.beyond
+    assert (beyond.policy, study.left_out()["policies"]) == (wide, 1)
+    assert wide not in [t.policy for t in study.trials]
+    wanted = TuneOptions(tree_width=2, tree_depth=3, gamma_max=4)
+    better = replace(study, trials=(replace(beyond, value=beyond.value * 1.01),))
+    assert _cover(store, pair, recording, better, wanted, find, lambda *_: None) == []
+    worse = replace(study, trials=(replace(beyond, value=beyond.value * 0.99),))
+    assert _cover(store, pair, recording, worse, wanted, find, lambda *_: None) == ["near"]
+    assert run_replay(trace(), wide, profile, artifacts=find).missing == 0
+    again = search(trace(), profile, ["near"], gamma_max=2, trials=0, incumbents=[wide], artifacts=find, known=study.trials)
+    assert not again.beyond
+    assert wide in [t.policy for t in again.trials]
 
 
 def test_a_chain_is_no_cover() -> None:

@@ -13,7 +13,7 @@ from optimizer.execute import Comparison
 from optimizer.record import split
 from optimizer.replay import ReplayTrace, replay
 from optimizer.search import TIE, complexity, finalists, search
-from optimizer.spaces import enumerated
+from optimizer.spaces import TreeLimit, TreeSpace, enumerated, enumerated_trees
 from optimizer.tune import Candidate, _verdict, _winner
 from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from runtime.profiler import compose_round
@@ -162,3 +162,27 @@ def test_the_profilers_composition_is_the_cost_models() -> None:
     for lag, drafted, context in [(1, 3, 47), (2, 8, 175), (5, 1, 303)]:
         step = Step(10, drafted, drafted + 1, 1, 2, drafted, lag, draft="near")
         assert model.round_seconds(step, context).round_s == pytest.approx(compose_round(profile, step, context), rel=0.02)
+
+
+LIMIT = TreeLimit(3, 11, bins="bins", fitted_depth=5, classifier="grower", grown=10, static=(((0,), (0, 0), (1,)),), sharpness=2.4)
+
+
+def test_every_tree_policy_of_the_enumeration_can_seed_the_sampler() -> None:
+    """The parameters of a policy make that policy again, so that what is enqueued is what was meant."""
+    space = TreeSpace(("small",), 16, trees={"small": LIMIT})
+    policies = enumerated_trees({"small": LIMIT})
+    for policy in [*policies[::11], *(p for p in policies if p.growth.kind in ("static", "classifier"))]:
+        params = space.params(policy)
+        assert params is not None, policy.label()
+        made = space.policy(params)
+        blocks = ("draft", "stop", "growth", "select", "stratify", "shortlist", "depth_max")
+        assert [getattr(made, b) for b in blocks] == [getattr(policy, b) for b in blocks], policy.label()
+        assert made.window.kind == policy.window.kind
+        domains = space.distributions(params["window"], params["stop"], params["growth"])
+        assert domains.keys() == params.keys()
+        assert all(domains[name]._contains(domains[name].to_internal_repr(value)) for name, value in params.items())
+    kinds = {(p.growth.kind, p.stratify is not None, p.depth_max) for p in policies}
+    assert {("top_k", True, 9), ("top_k", True, 11), ("classifier", False, 11), ("static", False, 2)} <= kinds
+    assert {p.stratify.fractions for p in policies if p.stratify} == {(0.3, 0.6, 1.0)}
+    assert {p.growth.sharpness for p in policies if p.growth.kind == "top_k" and p.growth.score == "coupled"} == {1.5, 2.4, 3.0}
+    assert any(p.growth.kind == "classifier" and p.growth.width == 1 for p in policies), "C2T's chain mode"

@@ -38,7 +38,7 @@ from optimizer.tree_report import (
     tree_report,
 )
 from optimizer.tree_tabulation import ABSENT
-from optimizer.tree_view import chosen_nodes, tree_json, tree_view
+from optimizer.tree_view import LINES, chosen_nodes, tree_json, tree_view
 from runtime.decoder import Decoder
 from runtime.loading import load_pair
 from runtime.loop import Round, StaticSource
@@ -46,7 +46,7 @@ from runtime.pair import read_pair
 from runtime.policies.document import Policy, parse_policy
 from runtime.policies.prepared import prepare
 from runtime.policies.tree_rules import Fitted
-from runtime.tree_drafts import GrownTree
+from runtime.tree_drafts import GrownTree, Pruned
 from runtime.tree_panorama import record_tree_panorama
 from traces.errors import PolicyError, TraceError
 from traces.schema import NO_BIN, Request, Sampling, Step, TreePanorama
@@ -399,10 +399,81 @@ def test_a_tree_is_drawn_with_its_accepted_path() -> None:
     assert '\x1b[2m"10"' in coloured
 
 
+def with_pruned() -> Round:
+    """The same round: of the root's two children more, one of the first node, and one of the second with a child of its own."""
+    round_ = a_round()
+    assert round_.tree is not None
+    pruned = Pruned([13, 14, 23, 24, 30], [-1, -1, 0, 1, 9], [1, 1, 2, 2, 3])
+    return replace(round_, tree=replace(round_.tree, pruned=pruned))
+
+
+def test_what_was_not_verified_is_drawn_too() -> None:
+    view = tree_view(3, with_pruned(), "root", lambda token: f"t{token}")
+    text = drawn(view)
+    assert text.splitlines() == [
+        "round 3: 6 nodes verified of 11 drafted, depth 2, 2 accepted",
+        '"root"',
+        '├── "t10"',
+        '│   ├── "t20"',
+        '│   └── "t23" not verified',
+        '├── "t11"',
+        '│   ├── "t21"',
+        '│   │   └── "t99"',
+        '│   ├── "t22"',
+        '│   └── "t24" not verified',
+        '│       └── "t30" not verified',
+        '├── "t12"',
+        '├── "t13" not verified',
+        '└── "t14" not verified',
+    ]
+    assert text in (Path(__file__).parents[1] / "docs" / "trees.md").read_text(encoding="utf-8")
+    coloured = drawn(view, force_terminal=True, color_system="standard", no_color=False)
+    assert '\x1b[2m"t24" not verified' in coloured
+
+
+def test_what_was_not_verified_is_cut_and_counted() -> None:
+    text = drawn(tree_view(3, with_pruned(), "root", lambda token: f"t{token}", lines=3))
+    assert text.splitlines() == [
+        "round 3: 6 nodes verified of 11 drafted, depth 2, 2 accepted",
+        '"root"',
+        '├── "t10"',
+        '│   └── "t23" not verified',
+        '├── "t11"',
+        '│   ├── "t21"',
+        '│   │   └── "t99"',
+        '│   └── + 2 more not verified',
+        '├── "t13" not verified',
+        '├── "t14" not verified',
+        "└── … 3 more verified",
+    ]
+    none = a_round()
+    assert none.tree is not None
+    wide = replace(none.tree, pruned=Pruned(list(range(40, 50)), [-1] * 10, [1] * 10))
+    assert drawn(tree_view(3, replace(none, tree=wide), "root", lambda token: f"t{token}")).splitlines()[-4:] == [
+        '├── "t40" not verified',
+        '├── "t41" not verified',
+        '├── "t42" not verified',
+        "└── + 7 more not verified",
+    ]
+    rng = np.random.default_rng(0)
+    for _ in range(50):  # every node is drawn or counted, once
+        n, more = int(rng.integers(1, 30)), int(rng.integers(0, 60))
+        parents = [int(rng.integers(-1, i)) for i in range(n + more)]
+        pruned = Pruned(list(range(n, n + more)), parents[n:], [1] * more)
+        tree = GrownTree(tokens=list(range(n)), parents=parents[:n], depths=[1] * n, pruned=pruned)
+        text = drawn(tree_view(1, Round(Step(0, n, n + 1, 0, 0, 1), [], [], None, tree), "root", lambda token: f"t{token}"))
+        lines = re.findall(r'"t(\d+)"( not verified)?', text)
+        assert all((int(token) >= n) == bool(mark) for token, mark in lines)
+        assert len(set(lines)) == len(lines)
+        unverified = sum(bool(mark) for _, mark in lines)
+        assert unverified <= LINES
+        assert unverified + sum(map(int, re.findall(r"\+ (\d+) more not verified", text))) == more
+
+
 def test_a_large_tree_is_cut_but_never_its_path() -> None:
     text = drawn(tree_view(3, a_round(), "root", lambda token: f"t{token}", lines=3))
     assert re.findall(r"t\d\d", text) == ["t10", "t11", "t21", "t99"]
-    assert "… 3 more" in text
+    assert "… 3 more verified" in text
     rng = np.random.default_rng(0)
     for _ in range(50):
         n = int(rng.integers(1, 60))
@@ -428,7 +499,10 @@ def test_a_round_as_arrays() -> None:
         "emitted": [11, 21, 99],
         "grown": 9,
         "bin": None,
+        "pruned": None,
     }
+    pruned = {"tokens": [13, 14, 23, 24, 30], "parents": [-1, -1, 0, 1, 9], "depths": [1, 1, 2, 2, 3]}
+    assert tree_json(with_pruned()) == {**found, "pruned": pruned}
     assert tree_json(replace(a_round(), tree=None)) is None
     assert a_round().step.bin == NO_BIN
 
@@ -541,3 +615,42 @@ def test_generate_draws_trees(door: Door, recorded: tuple[str, str]) -> None:
     )
     assert "trees" not in one_object(chain.stdout)
     assert "nodes verified" not in chain.stderr
+
+
+def test_generate_says_what_was_drafted_and_not_verified(door: Door, recorded: tuple[str, str]) -> None:
+    """Verified and not verified nodes together are those that the same policy verifies where nothing is selected."""
+
+    def nodes(tree: Any) -> tuple[set[tuple[int, ...]], set[tuple[int, ...]]]:
+        paths: list[tuple[int, ...]] = []
+        for name in ("tokens", "parents", "depths"):
+            assert len(tree["pruned"][name]) == len(tree["pruned"]["tokens"])
+        for part in (tree, tree["pruned"]):
+            for token, parent, depth in zip(part["tokens"], part["parents"], part["depths"], strict=True):
+                paths.append((*(paths[parent] if parent >= 0 else ()), token))
+                assert len(paths[-1]) == depth
+        assert len(set(paths)) == len(paths)
+        kept = len(tree["tokens"])
+        return set(paths[:kept]), set(paths[kept:])
+
+    policy = json.loads(TOP_K)
+    common = ("generate", "def add(", "--pair", door.pair, "--max-new-tokens", 16, "--no-compare", "--policy")
+    some = door.json(*common, json.dumps({**policy, "select": {"top_n": 5}}))
+    every = door.json(*common, json.dumps({**policy, "select": {"top_n": 256}}))
+    assert some["token_ids"] == every["token_ids"]
+    whole = {tree["start"]: nodes(tree) for tree in every["trees"] if tree is not None}
+    assert not any(pruned for _, pruned in whole.values())
+    same = 0
+    for tree in some["trees"]:
+        if tree is not None and tree["start"] in whole:
+            kept, pruned = nodes(tree)
+            assert len(kept) == min(5, len(kept | pruned))
+            if 16 - tree["start"] > 3:  # the budget does not clip the depth
+                assert len(pruned) == 3 + 9 + 9 - 5
+            assert kept | pruned == whole[tree["start"]][0]
+            same += 1
+    assert same
+    shown = door.call(*common, json.dumps({**policy, "select": {"top_n": 5}}), "--show-trees")
+    heads = re.findall(r"^round \d+: (\d+) nodes verified of (\d+) drafted", shown.stdout, re.MULTILINE)
+    grown = [tree for tree in some["trees"] if tree is not None]
+    assert heads == [(str(len(t["tokens"])), str(len(t["tokens"]) + len(t["pruned"]["tokens"]))) for t in grown]
+    assert " not verified" in shown.stdout

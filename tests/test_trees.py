@@ -224,6 +224,29 @@ def test_grows_what_the_papers_say(kind: str, way: str) -> None:
     assert set(seen) >= set(wanted[kind].split(", ")), seen
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_drafted_and_not_verified_is_kept_where_asked(kind: str, way: str) -> None:
+    """Beside the kept nodes exactly the other candidates and a dropped level's, and the same tree; unasked, nothing."""
+    seen = {"left": 0, "dropped": 0, "below": 0}
+    for trial in range(400):
+        case = random_case(random.Random(f"pruned {kind} {way} {trial}"), kind)
+        expected, (plain, _) = case.expected(), grown(case)
+        tree = grow(case.rule, case.gamma, case.limit, Told(case), CPU, whole=case.whole, keep_pruned=True)
+        assert plain.pruned is None
+        assert tree.pruned is not None
+        assert replace(tree, pruned=None) == plain
+        left = [node for node in expected.candidates if node not in expected.kept] + expected.dropped
+        joint = [*expected.kept, *left]
+        assert tree.pruned.tokens == [node.token for node in left]
+        assert tree.pruned.parents == [-1 if node.parent is None else joint.index(node.parent) for node in left]
+        assert tree.pruned.depths == [node.depth for node in left]
+        seen["left"] += len(left) > len(expected.dropped)
+        seen["dropped"] += bool(expected.dropped)
+        seen["below"] += any(parent >= len(expected.kept) for parent in tree.pruned.parents)
+    selects = kind in ("top_k", "classifier")
+    assert all(count > 10 for name, count in seen.items() if selects or name == "dropped"), seen
+
+
 def all_levels(
     rule: TreeRule, depth: int, laws: Callable[[Growing], Laws], batch: int, whole: bool = False
 ) -> tuple[list[Level], torch.Tensor]:

@@ -148,6 +148,8 @@ class Tree:
     """The depth growth was allowed to reach: gamma, or more in a stratum's extension."""
     meta_path: Path | None = None
     """HeteroSpec's candidate path (tokens), without its final token."""
+    dropped: list[Node] = field(default_factory=list)
+    """In creation order; the nodes of the level that a stop did not keep."""
 
 
 def local_costs(law: Law, width: int, score: Score, sharpness: float) -> list[int]:
@@ -223,6 +225,7 @@ class _Builder:
     read: list[Node | None] = field(default_factory=list)
     """The nodes the last pass read."""
     candidates: list[Node] = field(default_factory=list)
+    dropped: list[Node] = field(default_factory=list)
     created: int = 0
     depth: int = 0
     widths: list[int] = field(default_factory=list)
@@ -308,7 +311,7 @@ class _Builder:
             looked_at = drawn if isinstance(self.growth, Classifier) and self.growth.stop_reads == "drawn" else level
             stopped = self.stop is not None and stops(self.stop, looked_at, self.growth)
             if stopped and self.stop is not None and not self.stop.keep_last:
-                self.ended = "stop"
+                self.ended, self.dropped = "stop", level
                 return False
             self.candidates += level
             self.frontier = list(frontier)
@@ -380,6 +383,7 @@ def build(
         n=None if isinstance(growth, Static) else wanted,
         goal=goal,
         meta_path=meta,
+        dropped=builder.dropped,
     )
 
 

@@ -167,25 +167,31 @@ def fine_tune(
     held_out: float = HELD_OUT,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Classifier:
-    """Goes on training with other examples (appendix B.4): ``fraction`` of their trees, none of them held out.
+    """Goes on training with other examples (appendix B.4): ``fraction`` of their trees, none of them held out; 0 leaves the classifier
+    as it is and only scores it, on all of them (transfer without training, table 2).
 
     Everything else as in :func:`train`; a feature the classifier was trained without stays out. The curve's epoch 0 is the
     classifier as it came. Raises ValueError as :func:`train` does.
     """
-    if not 0 < fraction <= 1:
-        raise ValueError(f"fraction must be above 0 and at most 1, not {fraction}")
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"fraction must be from 0 to 1, not {fraction}")
+    mask = (classifier.w1 != 0).any(axis=0)
+    used = [n for n, kept in zip(FEATURES, mask, strict=True) if kept]
+    made = {"features": used, "seed": seed, "fine_tuned": fraction > 0, "negatives_per_positive": negatives, "fraction": fraction}
+    if fraction == 0:
+        scores = evaluate(classifier, examples)
+        figures = {**scores, "curve": [{"epoch": 0, "loss": None, **scores}], "positives": 0, "negatives": 0, "epochs": 0}
+        held_too = {"held_out": len(examples), "held_out_accepted": int(examples.accepted.sum())}
+        return Classifier(classifier.w1, classifier.b1, classifier.w2, classifier.b2, {**figures, **held_too, **made})
     rng = np.random.default_rng(seed)
     learning, held = _split(examples, rng, held_out)
     trees = np.unique(learning.tree)
     count = min(len(trees), max(1, round(fraction * (len(trees) + len(np.unique(held.tree))))))
     learning = learning.take(np.isin(learning.tree, rng.permutation(trees)[:count]))
     chosen = _sample(learning, rng, negatives)
-    mask = (classifier.w1 != 0).any(axis=0)
     tuned = _descend(
         classifier, chosen, held, mask, rng, epochs=epochs, batch=batch, learning_rate=learning_rate, progress=progress
     )
-    used = [n for n, kept in zip(FEATURES, mask, strict=True) if kept]
-    made = {"features": used, "seed": seed, "fine_tuned": True, "negatives_per_positive": negatives, "fraction": fraction}
     return Classifier(tuned.w1, tuned.b1, tuned.w2, tuned.b2, {**tuned.metrics, **made})
 
 

@@ -1,4 +1,5 @@
-"""From recorded trees to what is fitted: rounds for the entropy bins, nodes for the classifier, acceptance by rank for static trees.
+"""From recorded trees to what is fitted: rounds for the entropy bins, nodes for the classifier, laws for the score, acceptance by rank for
+static trees.
 
 Every start of a text that was recorded is a round that might have begun there, so a recording holds as many rounds as tokens, whatever
 policy decoded it. Their trees are grown by the functions that decode with them (:mod:`optimizer.tree_outcomes`), EAGLE-2's growth with its
@@ -16,8 +17,10 @@ import numpy.typing as npt
 import torch
 
 from optimizer.fits.classifier import Examples
+from optimizer.fits.score import ScoreLaws
 from optimizer.replay import ReplayTrace
 from optimizer.tree_outcomes import Forest, tabulate_growth
+from optimizer.tree_report import child_probabilities
 from optimizer.tree_tabulation import ABSENT, NEVER
 from runtime.policies.document import parse_policy
 from runtime.policies.tree_rules import compile_tree
@@ -190,6 +193,33 @@ def _grown(forest: Forest, rule: TreeRule, starts: Index, depth: int) -> Iterato
         above = np.take_along_axis(front, np.take_along_axis(parent, index, 1), 1)
         rank = np.take_along_axis(np.broadcast_to(added.rank.numpy(), shape), index, 1)
         front = np.where(there & (above >= 0), forest.child[np.maximum(above, 0), rank], -1).astype(np.int64)
+
+
+def score_laws(trees: RecordedTrees, *, width: int, depth: int, count: int, seed: int = 0) -> ScoreLaws:
+    """The laws whose parent is on the text, so that the child to be taken is known, of at most ``count`` starts: of a draft model one a
+    start, since what it reads deeper is what later starts begin with; of a head those of ``depth`` levels, as far as the recorded children
+    led along the text. Raises TraceError when too little was recorded."""
+    trees.rules(width, depth)
+    forest, starts = trees.forest, trees.pick(1, count, seed)
+    on, begun = forest.root[starts], starts
+    nodes, begins = [], []
+    for level in range(1, 2 if forest.shared else depth + 1):
+        alive = (on >= 0) & (trees.left[begun] >= level)
+        on, begun = on[alive], begun[alive]
+        nodes.append(on)
+        begins.append(begun)
+        slot = forest.text_slot[on].astype(np.int64)
+        on = np.where(slot < forest.width, forest.child[on, np.minimum(slot, forest.width - 1)], -1).astype(np.int64)
+    at = np.concatenate(nodes)
+    there = np.minimum(forest.count[at], width).astype(np.int64)
+    slot = forest.text_slot[at].astype(np.int64)
+    return ScoreLaws(
+        gap=forest.gap[at, :width].astype(np.int64),
+        q=child_probabilities(forest.logp[at], forest.count[at])[:, :width],
+        count=there,
+        taken=np.where(slot < there, slot, -1),
+        start=np.concatenate(begins),
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Self, Union
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from runtime.policies.heterospec import kept_nodes
 from traces.errors import PolicyError
 
 GAMMA_LIMIT = 64
@@ -24,6 +25,8 @@ NODE_LIMIT = 256
 """Most drafted nodes a tree may have in one verification."""
 POOL_LIMIT = 8192
 """Most candidates a tree may grow before selection."""
+EXPANDED_LIMIT = 512
+"""Most nodes that a tree may have read by the draft, beside the root: each holds a place in the draft's cache during a round."""
 DEFAULT_TOP_N = 60
 """Nodes that a top-k tree keeps when the policy does not say (EAGLE-2)."""
 
@@ -200,16 +203,27 @@ class TopKGrowth(_TreeGrowth):
 
     kind: Literal["top_k"] = "top_k"
 
+    @property
+    def frontier(self) -> int:
+        """Nodes expanded per level at most."""
+        return self.width
+
 
 class ClassifierGrowth(_TreeGrowth):
     """C2T: a node is drafted and expanded if a classifier's confidence in it exceeds ``beta``; of a level at most the ``cap`` most
-    confident ones (the paper's second use of top-k). ``artifact`` names the classifier (``fit classifier``)."""
+    confident ones (the paper's second, optional use of top-k; None: no cap but :data:`WIDTH_LIMIT`). ``artifact`` names the classifier
+    (``fit classifier``)."""
 
     kind: Literal["classifier"] = "classifier"
     width: Width = 15
-    cap: Width = 15
+    cap: Width | None = 15
     beta: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.5
     artifact: Annotated[str, Field(min_length=1)]
+
+    @property
+    def frontier(self) -> int:
+        """Nodes kept and expanded per level at most."""
+        return WIDTH_LIMIT if self.cap is None else self.cap
 
 
 class StaticGrowth(_Block):
@@ -368,16 +382,32 @@ class Policy(_Block):
                 raise ValueError("growth top_k keeps select.top_n nodes: give a number")
             if self.stratify is not None and self.select.top_n is None:
                 raise ValueError("stratify scales select.top_n: give a number")
-            frontier = self.growth.cap if isinstance(self.growth, ClassifierGrowth) else self.growth.width
-            pool = self.growth.width + max(0, self.depth_max - 1) * frontier * self.growth.width
-            if pool > POOL_LIMIT:
-                raise ValueError(
-                    f"width {self.growth.width} and depth {self.depth_max} grow {pool} candidates, more than {POOL_LIMIT}; "
-                    "lower the width or the window"
-                )
+            self._within_limits(self.growth)
         if self.depth_max > GAMMA_LIMIT:
             raise ValueError(f"window and stratify.alpha together reach depth {self.depth_max}, beyond the limit of {GAMMA_LIMIT}")
         return self
+
+    def _within_limits(self, growth: TopKGrowth | ClassifierGrowth) -> None:
+        """Raises ValueError for trees that could outgrow what the runtime holds of one."""
+        width, depth, frontier = growth.width, self.depth_max, growth.frontier
+        levels = [min(frontier, width**level) for level in range(1, depth + 1)]
+        capped = isinstance(growth, ClassifierGrowth)
+        lower = "lower the width, the cap or the window" if capped else "lower the width or the window"
+        pool = width + max(0, depth - 1) * frontier * width
+        if pool > POOL_LIMIT:
+            raise ValueError(f"width {width} and depth {depth} grow {pool} candidates, more than {POOL_LIMIT}; {lower}")
+        if sum(levels[:-1]) > EXPANDED_LIMIT:
+            raise ValueError(
+                f"width {width} and depth {depth} expand up to {sum(levels[:-1])} nodes, more than {EXPANDED_LIMIT}; {lower}"
+            )
+        if self.select.top_n is None and sum(levels) > NODE_LIMIT:
+            raise ValueError(
+                f"width {width} and depth {depth} verify up to {sum(levels)} nodes, more than {NODE_LIMIT}; give select.top_n, or {lower}"
+            )
+        if self.stratify is not None and self.select.top_n is not None:
+            most = max(kept_nodes(self.select.top_n, self.stratify.fractions, self.stratify.alpha))
+            if most > NODE_LIMIT:
+                raise ValueError(f"a low bin keeps {most} nodes, more than {NODE_LIMIT}; lower select.top_n or stratify.fractions")
 
     @property
     def is_tree(self) -> bool:
@@ -472,7 +502,9 @@ class Policy(_Block):
         elif isinstance(growth, (TopKGrowth, ClassifierGrowth)):
             shown = [f"k={growth.width}"]
             if isinstance(growth, ClassifierGrowth):
-                shown += [f"beta={growth.beta:.4g}"] + ([f"cap={growth.cap}"] if growth.cap != growth.width else [])
+                shown += [f"beta={growth.beta:.4g}"] + (
+                    [] if growth.cap == growth.width else ["no cap"] if growth.cap is None else [f"cap={growth.cap}"]
+                )
             if growth.score != "auto":
                 shown.append(growth.score)
             if growth.sharpness != 1.5:

@@ -64,16 +64,18 @@ def compile_tree(policy: Policy, *, sampled: bool, artifacts: Artifacts | None =
         common["thresholds"] = tuple(int(t) for t in bins.document["thresholds"])
         common["fitted_depth"] = int(bins.document["depth"])
         common["alpha"] = policy.stratify.alpha
-        common["kept"] = kept_nodes(policy.select.top_n, policy.stratify.fractions, policy.stratify.alpha)
+        # The bin of the highest entropy is never a low one, however few the bins are.
+        kept = kept_nodes(policy.select.top_n, policy.stratify.fractions, policy.stratify.alpha)
+        common["kept"] = kept[: len(common["thresholds"])]
     if isinstance(growth, TopKGrowth):
-        return TreeRule(width=growth.width, frontier=growth.width, **common)
+        return TreeRule(width=growth.width, frontier=growth.frontier, **common)
     assert isinstance(growth, ClassifierGrowth)
     found = find_artifact(policy, growth.artifact, CLASSIFIER, "growth", artifacts)
     try:
         table = torch.from_numpy(confidence_table(read_weights(found.arrays)).astype(np.int32))
     except ValueError as error:
         raise PolicyError(f"growth.artifact: {growth.artifact}: {error}") from None
-    return TreeRule(width=growth.width, frontier=growth.cap, confidence=table, beta_code=beta_code(growth.beta), **common)
+    return TreeRule(width=growth.width, frontier=growth.frontier, confidence=table, beta_code=beta_code(growth.beta), **common)
 
 
 def static_levels(paths: Sequence[Sequence[int]]) -> tuple[int, tuple[StaticLevel, ...]]:
@@ -124,4 +126,12 @@ def find_artifact(policy: Policy, name: str, kind: str, block: str, artifacts: A
             f"`fit {command} --draft {policy.draft}` makes one"
             + (" (a classifier may be carried over: `fit classifier --from " + name + "`)" if kind == CLASSIFIER else "")
         )
+    ranked = found.document.get("proposals")
+    if ranked is not None and kind in (BINS, CLASSIFIER, STATIC_TREE):
+        own = getattr(policy.growth, "proposals", ranked)
+        if ranked != own:
+            raise PolicyError(
+                f"{block}.artifact: {name} was fitted to trees of proposals {ranked!r}, this policy's growth has {own!r}; set "
+                f"growth.proposals to {ranked!r}, or fit one to trees of proposals {own!r}"
+            )
     return found

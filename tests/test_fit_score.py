@@ -1,0 +1,150 @@
+"""The sharpness of the coupled score, on laws whose answer is known."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tree_reference import Law
+from tree_reference import local_costs as reference_costs
+
+from optimizer.fits.score import DEFAULT, LEAST, MOST, ScoreLaws, coupled_loss, estimates, fit_score, probability_loss
+from runtime.policies.trees import Laws, TreeRule, local_costs
+
+
+def laws_of(gap: Any, taken: Any, *, count: Any = None, q: Any = None) -> ScoreLaws:
+    gap = np.asarray(gap, np.int64)
+    n, k = gap.shape
+    there = np.full(n, k) if count is None else np.asarray(count)
+    guess = np.full(gap.shape, 1.0 / k) if q is None else np.asarray(q, np.float64)
+    return ScoreLaws(gap, guess, there.astype(np.int64), np.asarray(taken, np.int64), np.arange(n))
+
+
+def planted(sharpness: float, n: int = 20000, k: int = 6, *, seed: int = 0, missed: float = 0.0) -> ScoreLaws:
+    """Laws whose children are taken as exp(-sharpness * gap) says, some of fewer than k children; in a share ``missed`` none is."""
+    rng = np.random.default_rng(seed)
+    gap = np.sort(rng.integers(0, 60, (n, k)), axis=1)
+    gap -= gap[:, :1]
+    count = rng.integers(1, k + 1, n)
+    weight = np.where(np.arange(k) < count[:, None], np.exp(-sharpness * gap / 16), 0.0)
+    taken = (rng.random((n, 1)) > (weight / weight.sum(1, keepdims=True)).cumsum(1)).sum(1)
+    taken = np.where(rng.random(n) < missed, -1, np.minimum(taken, count - 1))
+    return laws_of(gap, taken, count=count)
+
+
+def groups(laws: ScoreLaws, of: int = 40) -> np.ndarray:
+    return np.arange(len(laws)) // of
+
+
+@pytest.mark.parametrize("sharpness", [0.4, 1.0, 1.5, 2.6, 5.0])
+def test_a_planted_sharpness_is_found(sharpness: float) -> None:
+    laws = planted(sharpness)
+    found = fit_score(laws, groups(laws))
+    assert found.sharpness == pytest.approx(sharpness, rel=0.06)
+    assert found.sharpness == round(found.sharpness, 2)
+    assert found.loss["fitted"] <= found.loss["default"] + 1e-4
+    assert not found.at_border
+    for rank in found.ranks:
+        assert rank.predicted == pytest.approx(rank.observed, abs=4 * math.sqrt(0.25 / rank.laws))
+
+
+def test_no_hundredth_is_better() -> None:
+    laws = planted(2.0, n=1500)
+    which = np.arange(len(laws)) % 2
+    found = fit_score(laws, which)  # of two groups one is fitted to
+    fitted = min((laws.take(which == g) for g in (0, 1)), key=lambda part: abs(coupled_loss(part, LEAST) - found.curve[0][1]))
+    every = {round(0.01 * i, 2): coupled_loss(fitted, round(0.01 * i, 2)) for i in range(25, 801)}
+    assert found.sharpness == min(every, key=lambda s: every[s])
+    assert [s for s, _ in found.curve][:1] == [LEAST]
+    assert [s for s, _ in found.curve][-1:] == [MOST]
+
+
+def test_what_no_child_covers_makes_it_flatter() -> None:
+    """Binary loss counts laws without a taken child: a sure estimate is wrong there."""
+    whole, missed = planted(2.0), planted(2.0, missed=0.3)
+    found = fit_score(missed, groups(missed))
+    assert found.covered == pytest.approx(0.7, abs=0.03)
+    assert found.sharpness < fit_score(whole, groups(whole)).sharpness - 0.2
+
+
+def test_estimates_are_the_costs_before_rounding() -> None:
+    laws = planted(1.0, n=300)
+    for sharpness in (0.25, 1.5, 2.37, 8.0):
+        chance = estimates(laws, sharpness)
+        gap, count = torch.from_numpy(laws.gap)[:, None], torch.from_numpy(laws.count)[:, None]
+        none = torch.zeros_like(gap)
+        rule = TreeRule(width=6, frontier=6, coupled=True, sharpness=sharpness)
+        cost = local_costs(Laws(none, none, gap, none[..., 0], none[..., 0], count), rule)[:, 0].numpy()
+        there = laws.exists
+        np.testing.assert_array_equal(cost[there], np.floor(-16 * np.log(chance[there]) + 0.5))
+        assert not chance[~there].any()
+        np.testing.assert_allclose(chance.sum(1), 1.0)
+        for i in range(0, 300, 29):
+            n = int(laws.count[i])
+            law = Law(list(range(n)), [0] * n, laws.gap[i, :n].tolist(), 0, 0)
+            assert reference_costs(law, 6, "coupled", sharpness) == cost[i, :n].tolist()
+
+
+def test_losses_are_those_of_each_child() -> None:
+    q = [[0.6, 0.3, 0.1], [0.5, 0.2, 0.0], [0.9, 0.0, 0.0]]
+    laws = laws_of([[0, 16, 32], [0, 0, 255], [0, 255, 255]], [1, -1, 0], count=[3, 2, 1], q=q)
+    e = [math.exp(-1.5 * g) for g in (0, 1, 2)]
+    p = [*(x / sum(e) for x in e), 0.5, 0.5]  # the law of one child says nothing of sharpness
+    taken = [False, True, False, False, False]
+    for chances, loss in ((p, coupled_loss(laws, 1.5)), ([0.6, 0.3, 0.1, 0.5, 0.2], probability_loss(laws))):
+        expected = -sum(math.log(x if y else 1 - x) for x, y in zip(chances, taken, strict=True)) / 5
+        assert loss == pytest.approx(expected, rel=1e-6)
+    sure = laws_of([[0, 255]] * 2, [1, -1], q=[[1.0, 0.0]] * 2)
+    assert math.isfinite(coupled_loss(sure, MOST))
+    assert math.isfinite(probability_loss(sure))
+
+
+def test_ties_keep_the_default() -> None:
+    """Equal gaps say nothing of sharpness."""
+    laws = laws_of(np.zeros((40, 3)), np.arange(40) % 3)
+    found = fit_score(laws, groups(laws, 4))
+    assert found.sharpness == DEFAULT
+    assert found.loss["fitted"] == found.loss["default"] == pytest.approx(-(math.log(1 / 3) + 2 * math.log(2 / 3)) / 3)
+
+
+@pytest.mark.parametrize(("taken", "border"), [(0, MOST), (2, LEAST)])
+def test_what_lies_beyond_is_told(taken: int, border: float) -> None:
+    laws = laws_of([[0, 8, 16]] * 50, [taken] * 50)
+    found = fit_score(laws, groups(laws, 5))
+    assert (found.sharpness, found.at_border) == (border, True)
+
+
+def test_whole_groups_are_held_out_by_seed() -> None:
+    laws = planted(1.5, n=1000)
+    alone, one, two, other = (fit_score(laws, groups(laws, 100), seed=s) for s in (0, 3, 3, 4))
+    assert one == two
+    assert one != other
+    assert alone.held_out + alone.laws == int((laws.count > 1).sum())
+    assert 0.1 < alone.held_out / (alone.held_out + alone.laws) < 0.3
+    assert json.loads(json.dumps(one.to_json(), allow_nan=False))["sharpness"] == one.sharpness
+
+
+@pytest.mark.parametrize(
+    ("laws", "group", "message"),
+    [
+        (laws_of(np.zeros((0, 3)), []), [], "two groups or more"),
+        (laws_of([[0, 3]] * 3, [0] * 3), [7, 7, 7], "two groups or more"),
+        (laws_of([[0, 3]] * 3, [0] * 3, count=[1] * 3), [1, 2, 3], "two or more children"),
+        (laws_of([[0, 3]] * 3, [-1] * 3), [1, 2, 3], "is the text's token"),
+        (laws_of([[0, 3]] * 3, [0] * 3), [1, 2], "differ in length"),
+    ],
+)
+def test_what_cannot_be_fitted(laws: ScoreLaws, group: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fit_score(laws, np.array(group, dtype=np.int64))
+
+
+def test_laws_say_what_is_wrong() -> None:
+    with pytest.raises(ValueError, match="differ in length"):
+        laws_of([[0, 3]] * 3, [0, 0])
+    with pytest.raises(ValueError, match="from 0 to 2 children"):
+        laws_of([[0, 3]] * 2, [1, 1], count=[2, 1])
