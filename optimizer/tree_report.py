@@ -12,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from optimizer.fits.from_trace import child_probabilities
 from optimizer.fits.static_tree import best_static_tree
 from optimizer.replay import ReplayTrace, run_replay
 from optimizer.tree_outcomes import Forest, GrowthTable
@@ -100,17 +101,6 @@ def rank_profile(starts: Starts, top_n: int) -> RankProfile:
         top_quarter=share(0.25 * top_n),
         quartiles=(quartiles[0], quartiles[1], quartiles[2]),
     )
-
-
-def child_probabilities(logp: npt.NDArray[np.uint8], count: npt.NDArray[np.uint8]) -> npt.NDArray[np.float64]:
-    """q of each child [n, k] from codes that were rounded down: the middle of the code's interval, 0 for children that do not exist.
-
-    A code of 0 says only that q is above exp(-1/16) = 0.94; there it is what the other recorded children leave, at least that.
-    """
-    exists = np.arange(logp.shape[1]) < count[:, None]
-    q: npt.NDArray[np.float64] = np.where(exists & (logp > 0), np.exp(-(logp + 0.5) / TREE_SCALE), 0.0)
-    first = exists & (logp == 0)
-    return np.where(first, np.maximum(1.0 - q.sum(1, keepdims=True), np.exp(-1 / TREE_SCALE)), q)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from rich.console import Console
 from trace_values import a_trajectory
 
 from db import open_database
+from optimizer.fits.from_trace import child_probabilities
 from optimizer.replay import ReplayTrace, run_replay
 from optimizer.report_html import FIGURES, Plot, page, ticks
 from optimizer.tree_outcomes import GrowthTable, join_trees
@@ -28,7 +29,6 @@ from optimizer.tree_report import (
     Stored,
     TreeReport,
     bin_lines,
-    child_probabilities,
     family,
     heat,
     phi_grid,

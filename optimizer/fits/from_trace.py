@@ -20,13 +20,12 @@ from optimizer.fits.classifier import Examples
 from optimizer.fits.score import ScoreLaws
 from optimizer.replay import ReplayTrace
 from optimizer.tree_outcomes import Forest, tabulate_growth
-from optimizer.tree_report import child_probabilities
 from optimizer.tree_tabulation import ABSENT, NEVER
 from runtime.policies.document import parse_policy
 from runtime.policies.tree_rules import compile_tree
 from runtime.policies.trees import Growing, TreeRule
 from traces.errors import TraceError
-from traces.schema import Proposals
+from traces.schema import TREE_SCALE, Proposals
 
 Index = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
@@ -193,6 +192,17 @@ def _grown(forest: Forest, rule: TreeRule, starts: Index, depth: int) -> Iterato
         above = np.take_along_axis(front, np.take_along_axis(parent, index, 1), 1)
         rank = np.take_along_axis(np.broadcast_to(added.rank.numpy(), shape), index, 1)
         front = np.where(there & (above >= 0), forest.child[np.maximum(above, 0), rank], -1).astype(np.int64)
+
+
+def child_probabilities(logp: npt.NDArray[np.uint8], count: npt.NDArray[np.uint8]) -> npt.NDArray[np.float64]:
+    """q of each child [n, k] from codes that were rounded down: the middle of the code's interval, 0 for children that do not exist.
+
+    A code of 0 says only that q is above exp(-1/16) = 0.94; there it is what the other recorded children leave, at least that.
+    """
+    exists = np.arange(logp.shape[1]) < count[:, None]
+    q: npt.NDArray[np.float64] = np.where(exists & (logp > 0), np.exp(-(logp + 0.5) / TREE_SCALE), 0.0)
+    first = exists & (logp == 0)
+    return np.where(first, np.maximum(1.0 - q.sum(1, keepdims=True), np.exp(-1 / TREE_SCALE)), q)
 
 
 def score_laws(trees: RecordedTrees, *, width: int, depth: int, count: int, seed: int = 0) -> ScoreLaws:
