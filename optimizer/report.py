@@ -82,9 +82,21 @@ def evidence_table(tuned: Tuned) -> RenderableType:
         f"{tuned.trials} policies replayed on {tuned.search_requests} requests, {len(unique)} executed on {tuned.test_requests} others; "
         f"requests whose text differed between policies: {tuned.texts_differ}",
         f"{tuned.reason}; {done}",
+        *_not_tried(tuned),
         "seconds: " + ", ".join(f"{k} {v:.0f}" for k, v in tuned.seconds.items()),
     ]
     return Group(table, Text("\n".join(notes), style="dim"))
+
+
+def _not_tried(tuned: Tuned) -> list[str]:
+    """A line on policies that read more than was recorded, where there are any."""
+    best = next(iter(tuned.beyond.get("best", ())), None)
+    if best is None:
+        return []
+    return [
+        f"{tuned.beyond['policies']} policies read laws that were not recorded and were not tried; of the most promising, "
+        f"{best['label']}, what is known says {best['value']:.1f} tokens/s (`record --cover` records more)"
+    ]
 
 
 def profile_table(profile: LatencyProfile, name: str) -> RenderableType:

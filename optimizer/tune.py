@@ -114,7 +114,8 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What a tuning found and did. ``published`` is the new publication, None when the incumbent stays (``reason`` says why)."""
+    """What a tuning found and did. ``published`` is the new publication, None when the incumbent stays (``reason`` says why);
+    ``beyond`` is :meth:`optimizer.search.Study.left_out`."""
 
     winner: Candidate
     incumbent: Candidate
@@ -129,6 +130,7 @@ class Tuned:
     reason: str
     published: Publication | None
     seconds: Mapping[str, float] = field(default_factory=dict)
+    beyond: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """The contract's keys ``winner``, ``predicted``, ``measured``, ``baselines``, ``published``, and the evidence."""
@@ -154,6 +156,7 @@ class Tuned:
             "test_requests": self.test_requests,
             "trials": self.trials,
             "texts_differ": self.texts_differ,
+            "beyond_the_recording": dict(self.beyond),
             "seconds": dict(self.seconds),
         }
 
@@ -344,6 +347,7 @@ def tune_recording(
         reason=reason,
         published=None,
         seconds=times,
+        beyond=study.left_out(),
     )
     if fresh_choice and wanted.publish and wanted.still_owner():
         published = publish(
