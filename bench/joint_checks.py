@@ -125,14 +125,15 @@ def _ablation(
     path = state / "ablation.db"
     path.unlink(missing_ok=True)
     store = stored(path)
-    profile = measure_profile(pair, gamma_max=GAMMA)
     rows: list[dict[str, Any]] = []
+    checked: dict[str, Any] = {}
     executions: dict[str, Any] = {}
     kept: dict[str, Any] = {}
     for category in workloads:
         workload = load_workload(["demo"], categories=[category])
         recorded = replace(workload, requests=workload.requests[:requests])
-        chosen, part = _searched(store, pair, profile, recorded, tokens, trials, each)
+        chosen, part, profile = _searched(store, pair, recorded, tokens, trials, each)
+        checked[category] = dict(profile.check)
         others = [r for r in workload.requests if r.id not in part]
         encoded = encode(pair, replace(workload, requests=tuple(others[:executed])), DecodeOptions(Sampling(), tokens))
         winners, found, executions[category] = _executed(store, pair, profile, category, chosen, encoded)
@@ -153,7 +154,7 @@ def _ablation(
         "noise",
         "least_over_single_paper": least,
         "least_over_single_paper_apart": apart,
-        "profile_check": dict(profile.check),
+        "profile_check": checked,
         "rows": rows,
         "executions": executions,
     }
@@ -162,18 +163,20 @@ def _ablation(
 def _searched(
     store: TraceStore,
     pair: LoadedPair,
-    profile: LatencyProfile,
     workload: Workload,
     tokens: int,
     trials: int,
     each: int,
-) -> tuple[dict[str, list[Winner]], frozenset[str]]:
-    """The best policies of every subspace and baseline by replay of a workload's search part, best first, and that part's requests."""
+) -> tuple[dict[str, list[Winner]], frozenset[str], LatencyProfile]:
+    """The best policies of every subspace and baseline by replay of a workload's search part, best first, that part's requests, and the
+    profile, measured on the recorded texts as ``tune`` does it."""
     plain = StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names))
     wanted = RecordRequest(workload, DecodeOptions(Sampling(), tokens), DRAFTS, GAMMA, WIDTH, DEPTH)
     recording = record(store, pair, wanted, plain).id
     loaded = store.load(recording, DRAFTS, trees=True)
     texts = loaded.trajectories
+    served = [[*t.prompt_ids.tolist(), *t.output_ids.tolist()] for t in texts]
+    profile = measure_profile(pair, gamma_max=GAMMA, texts=served)
     stored_profile = store.put_profile(profile)
     limits = fit_trees(store, recording, DRAFTS, profile=stored_profile)
     shortlists = fit_shortlists(store, pair, recording, DRAFTS)
@@ -221,7 +224,7 @@ def _searched(
         fitting = [t for t in found if t.policy.speculates and match(t.policy)]
         chosen[name] = [Winner.of(max(fitting, key=lambda t: t.value))]
     chosen["autoregressive"] = [next(Winner.of(t) for t in found if not t.policy.speculates)]
-    return chosen, frozenset(texts[i].request_id for i in part)
+    return chosen, frozenset(texts[i].request_id for i in part), profile
 
 
 def _choosing(
