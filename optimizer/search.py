@@ -279,9 +279,9 @@ def search(
     return Study(tuple(ordered), seed, "enumeration + TPE (multivariate, group)", trace.request_ids, bounds, searched, left_out)
 
 
-def _method(policy: Policy) -> tuple[str, str, bool, str]:
+def _method(policy: Policy) -> tuple[str, ...]:
     """What a policy has of the papers': window, growth, bins, shortlist."""
-    return policy.window.kind, policy.growth.kind, policy.stratify is not None, policy.shortlist.kind
+    return policy.window.kind, policy.growth.kind, str(policy.stratify is not None), policy.shortlist.kind
 
 
 def _parts(trace: ReplayTrace, policy: Policy, limit: ShortlistLimit | None) -> list[tuple[ReplayTrace, Policy]]:
@@ -329,8 +329,7 @@ def is_fixed(policy: Policy) -> bool:
 
 
 def _family(policy: Policy) -> tuple[str, ...]:
-    blocks = (policy.window, policy.stop, policy.growth, policy.shortlist)
-    return (policy.draft, *(block.kind for block in blocks), str(policy.stratify is not None))
+    return policy.draft, policy.stop.kind, *_method(policy)
 
 
 def outcomes(trace: ReplayTrace, profile: LatencyProfile, policies: Iterable[Policy]) -> dict[str, Outcome]:

@@ -427,6 +427,8 @@ def _cover(
 ) -> list[str]:
     """Records the growths that read more than was recorded (C2T at a low threshold grows where EAGLE-2 would not), where what is known
     of them promises more than the best of the others; the drafts whose trees were recorded anew."""
+    if not _tree_size(wanted)[0]:
+        return []
     best = max((t.value for t in study.trials), default=0.0)
     sampled = not store.get_recording(recording).sampling.greedy
     covers: dict[str, dict[str, Cover]] = {}
