@@ -456,12 +456,17 @@ def _same_pair(pair_id: str, pair: LoadedPair, recording: str) -> None:
 @click.option("--contexts", default="32,160,384", show_default=True, help="Context lengths to measure at, comma-separated.")
 @click.option("--repeats", type=click.IntRange(3), default=9, show_default=True)
 @click.option("--no-trees", is_flag=True, help="Leave out what trees cost: quicker, for chains alone.")
+@click.option(
+    "--recording", help="Measure trees on the texts of ID or latest; default: the pair's newest complete one, else random tokens."
+)
 @json_option
 @with_context
 def profile(
-    ctx: click.Context, as_json: bool, gamma_max: int, contexts: str, repeats: int, no_trees: bool, **kw: Any
+    ctx: click.Context, as_json: bool, gamma_max: int, contexts: str, repeats: int, no_trees: bool, recording: str | None, **kw: Any
 ) -> None:
     """Measure what every part of a round costs on this device.
+
+    What drafting and verifying trees costs depends on the text, so `record` first.
 
     \b
     Example:  cli.py profile --device cpu
@@ -472,14 +477,25 @@ def profile(
         raise click.BadParameter("whole numbers separated by commas are expected", param_hint="--contexts") from None
     if lengths[0] < 1:
         raise click.BadParameter(f"{lengths[0]}: a context has at least 1 token", param_hint="--contexts")
+    if no_trees and recording is not None:
+        raise click.UsageError("--recording says on which texts trees are measured; leave it out, or --no-trees")
     with _store(ctx) as store:
         pair = _load(kw)
+        from optimizer.record import texts_to_profile
         from optimizer.report import profile_table
         from runtime.profiler import measure_profile
 
+        texts: list[list[int]] = []
+        if not no_trees:
+            if recording is not None:
+                _same_pair(store.get_recording(recording).pair_id, pair, recording)
+            recording, texts = texts_to_profile(store, pair.id, recording)
+            on = f"the {len(texts)} texts of recording {recording}" if recording else "random tokens: nothing of this pair is recorded"
+            click.echo(f"trees are measured on {on}", err=True)
         with Meter() as meter:
             measured = measure_profile(
                 pair,
+                texts=texts,
                 gamma_max=gamma_max,
                 contexts=lengths,
                 repeats=repeats,

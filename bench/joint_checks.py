@@ -18,7 +18,7 @@ from optimizer.chooser_fits import ChooserSource, fit_source, keep_chooser
 from optimizer.execute import DROP_LEVEL, Comparison, DecodeOptions, Encoded, Timings, encode, race
 from optimizer.fits.chooser import read_prompts
 from optimizer.inputs import load_workload
-from optimizer.record import RecordRequest, record, split
+from optimizer.record import RecordRequest, record, split, whole_texts
 from optimizer.replay import ReplayTrace, run_replay
 from optimizer.search import TIE, Study, Trial, finalists, search
 from optimizer.shortlist_tuning import fit_shortlists, ranks_for
@@ -175,8 +175,7 @@ def _searched(
     recording = record(store, pair, wanted, plain).id
     loaded = store.load(recording, DRAFTS, trees=True)
     texts = loaded.trajectories
-    served = [[*t.prompt_ids.tolist(), *t.output_ids.tolist()] for t in texts]
-    profile = measure_profile(pair, gamma_max=GAMMA, texts=served)
+    profile = measure_profile(pair, gamma_max=GAMMA, texts=whole_texts(texts))
     stored_profile = store.put_profile(profile)
     limits = fit_trees(store, recording, DRAFTS, profile=stored_profile)
     shortlists = fit_shortlists(store, pair, recording, DRAFTS)

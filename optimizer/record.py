@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from runtime.policies.trees import TreeRule
 from runtime.tree_panorama import Cover, base_covers, cover_name, record_tree_panorama
 from traces.errors import PolicyError, TraceError
 from traces.recording import TREE_DEPTH, TREE_WIDTH
-from traces.schema import Proposals, Workload
+from traces.schema import Proposals, Trajectory, Workload
 from traces.store import RecordingInfo, TraceStore
 
 Progress = Callable[[str, int, int], None]
@@ -30,6 +30,25 @@ TREE_BATCH = 4
 """Tree panoramas stored in one transaction; each takes seconds to make."""
 Covers = Sequence[Cover] | Mapping[str, Sequence[Cover]]
 """Growths to cover: of every draft, or by draft."""
+
+
+def whole_texts(trajectories: Iterable[Trajectory]) -> list[list[int]]:
+    """Token ids of each text, prompt and output: what a profile measures trees on."""
+    return [[*t.prompt_ids.tolist(), *t.output_ids.tolist()] for t in trajectories]
+
+
+def texts_to_profile(store: TraceStore, pair_id: str, recording: str | None) -> tuple[str | None, list[list[int]]]:
+    """A recording's id and texts: the one named, else the pair's newest that is complete; (None, []) where there is none.
+
+    Raises NotFoundError where none has that name, TraceError where the one named holds no text.
+    """
+    complete = [r.id for r in store.list_recordings(pair_id, state="complete")] if recording is None else [recording]
+    if not complete:
+        return None, []
+    found = store.load(complete[0], (), skip_corrupted=True)
+    if recording is not None and not found.requests:
+        raise TraceError(f"recording {found.info.id} holds no text; name another, or none")
+    return (found.info.id if found.requests else None), whole_texts(found.trajectories)
 
 
 def recording_options(pair: LoadedPair, options: DecodeOptions) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from optimizer.artifacts import fitted, q_tables
 from optimizer.chooser_fits import fit_chooser_artifact
 from optimizer.execute import Comparison, DecodeOptions, Expected, encode_recorded, race
 from optimizer.fits.chooser import read_prompts
-from optimizer.record import RecordRequest, cover_of, record, retrace, retrace_trees, split
+from optimizer.record import RecordRequest, cover_of, record, retrace, retrace_trees, split, whole_texts
 from optimizer.replay import ReplayTrace, replay
 from optimizer.search import TIE, Study, complexity, finalists, is_fixed, rivals, search, worth_trying
 from optimizer.shortlist_tuning import fit_shortlists, ranks_for
@@ -230,8 +230,7 @@ def tune_recording(
     if not recording.requests:
         raise TraceError(f"recording {recording_id} has no usable request; record again")
     began = clock()
-    texts = [[*t.prompt_ids.tolist(), *t.output_ids.tolist()] for t in recording.trajectories]
-    stored = profile_for(store, pair, drafts, wanted, texts, progress=progress)
+    stored = profile_for(store, pair, drafts, wanted, whole_texts(recording.trajectories), progress=progress)
     times["profile"] = clock() - began
     profile = stored.profile
 

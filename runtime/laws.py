@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from runtime.policies.jit import compiled
-from runtime.policies.trees import Laws, fused
+from runtime.policies.trees import LawRows, fused
 from runtime.sampling import filters, kept, kept_wide_and_narrow, scaled
 from traces.schema import TOP_ENTROPY, TREE_CODE_MAX, TREE_SCALE, Sampling
 
@@ -23,29 +23,6 @@ _BLOCK: Final = 64
 _LONG_ROW: Final = 8192
 _LEAST, _MOST = 0.4, TREE_CODE_MAX + 0.4
 """Bounds of scaled values: inside them the code does not change, and the only borders near are those between two codes."""
-
-
-class LawRows(NamedTuple):
-    """Laws of n nodes: the fields of :class:`runtime.policies.trees.Laws` without the batch axis (int64 [n, k] and [n]), and what rounding
-    could change: ``unsure`` bool [n, k] by child, ``unsure_entropy`` bool [n]; None: not asked for, or nothing."""
-
-    tokens: torch.Tensor
-    logp: torch.Tensor
-    gap: torch.Tensor
-    entropy: torch.Tensor
-    top_entropy: torch.Tensor
-    count: torch.Tensor  # type: ignore[assignment]  # hides tuple.count
-    unsure: torch.Tensor | None
-    unsure_entropy: torch.Tensor | None
-
-    def laws(self, places: int) -> Laws:
-        """As the laws of one tree whose frontier has ``places`` places; those beyond the n rows have no children."""
-        parts = [self.tokens, self.logp, self.gap, self.entropy, self.top_entropy, self.count]
-        missing = places - len(self.count)
-        if missing:
-            parts = [torch.cat([p, p.new_zeros(missing, *p.shape[1:])]) for p in parts]
-        tokens, logp, gap, entropy, top_entropy, count = parts
-        return Laws(tokens[None], logp[None], gap[None], entropy[None], top_entropy[None], count[None])
 
 
 class VocabularyReading(NamedTuple):
@@ -164,21 +141,22 @@ def read_laws(
     )
     n, device = logits.shape[0], logits.device
     margin = LAW_MARGIN / (1.0 if sampling.greedy else min(1.0, sampling.temperature))
-    logp = gap = _filled(0, (n, width), device)
-    found_entropy = found_top = _filled(0, (n,), device)
+    unread = _unread(n, width, device)
+    logp = gap = unread.children
+    found_entropy = found_top = unread.laws
     fewer = read.filtered or ids is not None
-    count = torch.isfinite(read.scores[:, :width]).sum(-1) if fewer else _filled(width, (n,), device)
+    count = torch.isfinite(read.scores[:, :width]).sum(-1) if fewer else unread.count
     unsure = unsure_entropy = None
     if fused(device):
-        if reads_logp:
-            logp = torch.empty(n, width, dtype=torch.int64)
-        if reads_gap:
-            gap = torch.empty(n, width, dtype=torch.int64)
-        near = np.empty((n, width), dtype=np.bool_)
+        near, codes_of = np.empty((n, width), dtype=np.bool_), np.empty((2, n, width), dtype=np.int64)
         found = read.scores.numpy()
         nats = found if read.nats is None else read.nats.numpy()
-        if _codes_of_children(found, nats, logp.numpy(), gap.numpy(), near, reads_logp, reads_gap, margin) and exact:
+        if _codes_of_children(found, nats, codes_of[0], codes_of[1], near, reads_logp, reads_gap, margin) and exact:
             unsure = torch.from_numpy(near)
+        if reads_logp:
+            logp = torch.from_numpy(codes_of[0])
+        if reads_gap:
+            gap = torch.from_numpy(codes_of[1])
     else:
         if exact:
             unsure = _undecided_order(read.scores, width, margin)
@@ -192,8 +170,10 @@ def read_laws(
             gap = scale.long()
             if unsure is not None:
                 unsure |= _near_border(scale, margin)
-    if exact:
-        unsure_entropy = _nowhere((n,), device)
+    if exact and (read.entropy is not None or read.top_entropy is not None):
+        unsure_entropy = unread.nowhere[:, 0]
+        if unsure is None:
+            unsure = unread.nowhere
     if read.entropy is not None:
         scale = _scaled(read.entropy)
         found_entropy = scale.long()
@@ -205,10 +185,8 @@ def read_laws(
         if unsure_entropy is not None:
             unsure_entropy = unsure_entropy | _near_border(scale, margin)
     if read.torn is not None:
-        unsure = read.torn[:, None] | (_nowhere((n, width), device) if unsure is None else unsure)
+        unsure = read.torn[:, None] | (unread.nowhere if unsure is None else unsure)
         unsure &= torch.arange(width, device=device) < count[:, None]
-    if exact and unsure is None and (read.entropy is not None or read.top_entropy is not None):
-        unsure = _nowhere((n, width), device)
     return LawRows(read.tokens if ids is None else ids[read.tokens], logp, gap, found_entropy, found_top, count, unsure, unsure_entropy)
 
 
@@ -287,11 +265,22 @@ def codes(nats: torch.Tensor) -> torch.Tensor:
     return _scaled(nats).long()
 
 
+class _Unread(NamedTuple):
+    """What stands for what is not read of n laws of k children: zeros int64 for the ``children`` [n, k] and the ``laws`` [n], the whole
+    ``count`` k [n], and ``nowhere`` bool [n, k] for what rounding could change. Shared: nobody writes into them."""
+
+    children: torch.Tensor
+    laws: torch.Tensor
+    count: torch.Tensor  # type: ignore[assignment]  # hides tuple.count
+    nowhere: torch.Tensor
+
+
 @lru_cache(maxsize=256)
-def _filled(value: int, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    return torch.full(shape, value, dtype=torch.int64, device=device)
-
-
-@lru_cache(maxsize=64)
-def _nowhere(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    return torch.zeros(shape, dtype=torch.bool, device=device)
+def _unread(n: int, width: int, device: torch.device) -> _Unread:
+    whole = torch.int64
+    return _Unread(
+        torch.zeros((n, width), dtype=whole, device=device),
+        torch.zeros((n,), dtype=whole, device=device),
+        torch.full((n,), width, dtype=whole, device=device),
+        torch.zeros((n, width), dtype=torch.bool, device=device),
+    )

@@ -15,13 +15,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from runtime.laws import LawRows, read_laws
+from runtime.laws import read_laws
 from runtime.policies.c2t import CONFIDENCE_SCALE, look_up
 from runtime.policies.heterospec import bin_of
+from runtime.policies.lean_trees import LeanGrowing, grows_lean
 from runtime.policies.trees import (
     INFINITE,
     ORDER_BITS,
     Growing,
+    LawRows,
     Laws,
     Level,
     StaticLevel,
@@ -32,18 +34,21 @@ from runtime.policies.trees import (
 from runtime.sampling import Noise
 from traces.schema import NO_BIN, TREE_CODE_MAX, TREE_SCALE, Sampling
 
+AnyGrowing = Growing | LeanGrowing
+"""A tree while it grows, by tensor operations or, where its rule allows it, without them."""
+
 
 class LawSource(Protocol):
     """Where the laws of one tree come from."""
 
-    def root(self) -> Laws:
-        """The law after the text, [1, 1, k]."""
+    def root(self) -> Laws | LawRows:
+        """The law after the text, [1, 1, k] or one row."""
 
-    def expand(self, growing: Growing, width: int) -> Laws:
-        """The laws of the last level's frontier, [1, F, k]; only its first ``width`` nodes exist."""
+    def expand(self, growing: AnyGrowing, width: int) -> Laws | LawRows:
+        """The laws of the last level's frontier, [1, F, k], or of its first ``width`` nodes, [width, k]: only these exist."""
 
-    def settled(self, growing: Growing, laws: Laws) -> Level:
-        """The level just added, with what rounding could have changed decided (docs/trees.md)."""
+    def settle(self, growing: AnyGrowing) -> None:
+        """Decides what rounding could have changed of the level just added (docs/trees.md)."""
 
 
 class Pruned(NamedTuple):
@@ -97,7 +102,11 @@ def grow(
     ``whole`` promises that every law has ``rule.width`` children (nothing is filtered): then nothing is looked at to find out.
     ``keep_pruned``: what was drafted and not selected is read out too, with a second transfer from the device.
     """
-    growing = Growing(rule, 1, device, whole, lean=True)
+    growing: AnyGrowing
+    if grows_lean(rule, device):
+        growing = LeanGrowing(rule, limit if rule.stratified else depth)
+    else:
+        growing = Growing(rule, 1, device, whole, lean=True)
     wanted = min(depth, len(rule.static)) if rule.static else depth
     tree = GrownTree()
     dropped: list[Level] = []
@@ -109,27 +118,38 @@ def grow(
         tree.steps += 1
         tree.widths.append(width)
         growing.add(laws)
-        added = source.settled(growing, laws)
+        source.settle(growing)
         level += 1
-        existing = added.frontier.exists
-        width = existing.shape[1] if rule.static or added.whole else int(existing.sum())
+        width = growing.expandable
         if rule.confidence is not None and width == 0:
             growing.undo()
             break
-        if rule.reads_stop and bool(added.stops[0]):
+        if rule.reads_stop and growing.stops:
             if not rule.keep_last:
+                dropped = [growing.levels[-1]]
                 growing.undo()
-                dropped = [added]
             break
         if level == depth and rule.stratified:
-            tree.phi = int(added.phi[0])
+            tree.phi = growing.phi
             tree.bin = int(bin_of(np.array([tree.phi]), depth, rule.thresholds, rule.fitted_depth)[0])
             wanted = min(limit, depth + rule.extension(tree.bin))
-    tree.levels = len(growing.levels)
-    _keep(rule, growing, tree)
+    tree.levels = growing.depth
+    if isinstance(growing, LeanGrowing):
+        _keep_lean(rule, growing, tree)
+    else:
+        _keep(rule, growing, tree)
     if keep_pruned:
         tree.pruned = _pruned(rule, [*growing.levels, *dropped], tree.place)
     return tree
+
+
+def _keep_lean(rule: TreeRule, growing: LeanGrowing, tree: GrownTree) -> None:
+    """:func:`_keep` without tensors."""
+    if not growing.depth:
+        return
+    top_n = rule.top_n_of(tree.bin) if tree.bin != NO_BIN else rule.top_n
+    tree.tokens, tree.parents, tree.depths, tree.place, tree.expanded = growing.kept(top_n, tree.widths)
+    tree.pool = growing.pool
 
 
 class _Outline(NamedTuple):
@@ -261,73 +281,60 @@ class ModelLaws:
         self.phi_level: int | None = None
         self._ids: list[torch.Tensor | None] = []
         reader.ids = None  # no pass was made
+        self._reading = {
+            "by_probability": rule.by_probability,
+            "entropy": rule.reads_entropy,
+            "top_entropy": rule.stratified,
+            "reads_logp": not rule.coupled or rule.reads_q,
+            "reads_gap": rule.coupled,
+        }
 
     def _laws(self, logits: torch.Tensor, depth: int, exact: bool) -> LawRows:
         """Codes of laws whose children stand at ``depth``."""
-        context, rule = self.context, self.rule
+        context = self.context
         noise = None if context.noise is None else context.noise.row(self.reader.length + depth - 1)
-        return read_laws(
-            logits,
-            context.sampling,
-            noise,
-            rule.width,
-            by_probability=rule.by_probability,
-            entropy=rule.reads_entropy,
-            top_entropy=rule.stratified,
-            exact=exact,
-            reads_logp=not rule.coupled or rule.reads_q,
-            reads_gap=rule.coupled,
-            ids=self.reader.ids,
-        )
+        return read_laws(logits, context.sampling, noise, self.rule.width, exact=exact, ids=self.reader.ids, **self._reading)
 
-    def root(self) -> Laws:
+    def root(self) -> LawRows:
         self.rows = [self._laws(self.reader.root(), 1, self.context.exact)]
         self._ids = [self.reader.ids]
-        return self.rows[0].laws(1)
+        return self.rows[0]
 
-    def expand(self, growing: Growing, width: int) -> Laws:
-        level = growing.levels[-1]
-        depth = len(growing.levels)
-        index = level.frontier.index[0]
-        places = index.shape[0]
-        if width < places:
-            index = index[:width]
-        tokens = level.tokens[0].take(index)
-        parents = None if depth == 1 else level.parent[0].take(index)
-        if self.reader.ids is not None and self.rule.static and not level.whole:
+    def expand(self, growing: AnyGrowing, width: int) -> LawRows:
+        depth = growing.depth
+        tokens, parents = growing.following(width)
+        if self.reader.ids is not None and self.rule.static and not growing.levels[-1].whole:
             # A static tree reads its places whether or not there is a node, others read nodes alone; shortlists are for nodes.
-            logits = self.reader.level(tokens, parents, depth, level.frontier.exists[0])
+            logits = self.reader.level(tokens, parents, depth, growing.levels[-1].frontier.exists[0])
         else:
             logits = self.reader.level(tokens, parents, depth)
         self.rows.append(self._laws(logits, depth + 1, self.context.exact))
         self._ids.append(self.reader.ids)
-        return self.rows[-1].laws(places)
+        return self.rows[-1]
 
-    def settled(self, growing: Growing, laws: Laws) -> Level:
-        while True:
-            doubtful = self._doubtful(growing)
-            if not doubtful:
-                return growing.levels[-1]
+    def settle(self, growing: AnyGrowing) -> None:
+        while doubtful := self._doubtful(growing):
             for at, node in doubtful:
                 self.rows[at] = self._replaced(growing, at, node)
             first = min(at for at, _ in doubtful)
-            while len(growing.levels) > first:
+            while growing.depth > first:
                 growing.undo()
             for rows in self.rows[first:]:
-                growing.add(rows.laws(growing.levels[-1].frontier.index.shape[1] if growing.levels else 1))
+                growing.add(rows)
 
-    def _doubtful(self, growing: Growing) -> list[tuple[int, int]]:
+    def _doubtful(self, growing: AnyGrowing) -> list[tuple[int, int]]:
         """The laws (level from 0, frontier node) that must be settled: an undecided code could change what is expanded, kept or read."""
         rule, sampling = self.rule, self.context.sampling
-        reads_phi = rule.stratified and self.phi_level in (None, len(growing.levels))
+        reads_phi = rule.stratified and self.phi_level in (None, growing.depth)
         # Codes of laws above are left undecided only where Phi or a static tree's stop reads them.
-        if not any(_undecided(rows) for rows in (self.rows if reads_phi or rule.static else self.rows[-1:])):
+        if not (any(map(_undecided, self.rows)) if reads_phi or rule.static else _undecided(self.rows[-1])):
             return []
         perturbed = self.context.noise is not None and not rule.by_probability
         filtered = not sampling.greedy and (sampling.top_p < 1.0 or sampling.top_k > 0)
-        return _doubtful_laws(rule, growing.levels, [_bounds(r, perturbed, filtered) for r in self.rows], reads_phi=reads_phi)
+        read = self.rows if reads_phi or rule.reads_stop else self.rows[-1:]
+        return _doubtful_laws(rule, growing.levels, [_bounds(r, perturbed, filtered) for r in read], reads_phi=reads_phi)
 
-    def _replaced(self, growing: Growing, at: int, node: int) -> LawRows:
+    def _replaced(self, growing: AnyGrowing, at: int, node: int) -> LawRows:
         """The rows of level ``at`` (from 0) with one node's law taken from the canonical pass."""
         path: list[int] = []
         place = node
@@ -359,7 +366,8 @@ class ModelLaws:
 
 def _undecided(rows: LawRows) -> bool:
     """Whether rounding could change anything of these laws."""
-    return any(unsure is not None and bool(unsure.any()) for unsure in (rows.unsure, rows.unsure_entropy))
+    marks, of_laws = rows.unsure, rows.unsure_entropy
+    return (marks is not None and bool(marks.any())) or (of_laws is not None and bool(of_laws.any()))
 
 
 IntArray = npt.NDArray[np.int64]
@@ -422,7 +430,8 @@ def _bounds(rows: LawRows, perturbed: bool, filtered: bool) -> _Bounds:
 
 
 def _doubtful_laws(rule: TreeRule, levels: list[Level], bounds: list[_Bounds], *, reads_phi: bool) -> list[tuple[int, int]]:
-    """The laws, each as (level from 0, frontier node), to settle for the last of ``levels`` of one tree; ``bounds`` of each level's laws.
+    """The laws, each as (level from 0, frontier node), to settle for the last of ``levels`` of one tree; ``bounds`` of each level's laws,
+    where neither a stop nor Phi is read of the last level's alone.
 
     When it names none, then whichever codes within the bounds are the true ones, the tree has the same frontier, in the same order, the
     same tokens, costs and q_costs of all places that may be verified, the same stop and, where it is read now, the same Phi. It named

@@ -16,11 +16,11 @@ import torch
 
 from runtime.head_drafts import CanonicalPasses, columns
 from runtime.heads import EagleHead
-from runtime.laws import LawRows, read_laws
+from runtime.laws import read_laws
 from runtime.loading import LoadedPair
 from runtime.models import CHUNK, CausalModel, view_of
 from runtime.policies.document import ChainGrowth, ClassifierGrowth, Growth, StaticGrowth, TopKGrowth
-from runtime.policies.trees import Growing, Laws, TreeRule
+from runtime.policies.trees import Growing, LawRows, Laws, TreeRule
 from runtime.sampling import Noise
 from traces.schema import Proposals, Trajectory, TreePanorama, request_seed
 

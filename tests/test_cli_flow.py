@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 from doors import USAGE, Door, lines, one_object, put_profile, write_workload
 
+import runtime.profiler
 from db import open_database
 from optimizer.jobs import gather
 from runtime.loading import load_pair
 from runtime.pair import read_pair
+from traces.errors import TraceError
 from traces.store import TraceStore
 
 CONTRACT = [
@@ -117,10 +119,33 @@ def test_simulate_and_run_agree_on_every_round(
 
 def test_profile(door: Door, tmp_path: Path) -> None:
     other = Door(str(tmp_path / "other.db"), door.pair)
-    made = other.json("profile", "--pair", other.pair, "--gamma-max", 1, "--contexts", "16", "--repeats", 3)
-    assert made.keys() >= {"profile", "device", "dtype", "environment", "check"}
+    measured = other.call("profile", "--pair", other.pair, "--gamma-max", 1, "--contexts", "16", "--repeats", 3, "--json")
+    assert measured.exit_code == 0
+    assert json.loads(measured.stdout).keys() >= {"profile", "device", "dtype", "environment", "check"}
+    assert "on random tokens: nothing of this pair is recorded" in measured.stderr
     analytic = json.dumps({"draft": "near", "window": {"kind": "analytic", "gamma_max": 1}})
     assert other.call("generate", "x", "--pair", other.pair, "--policy", analytic, *SHORT, "--no-compare").exit_code == 0
+
+
+def test_profile_measures_trees_on_the_newest_recorded_texts(
+    door: Door, recording: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+
+    def measure(pair: Any, *, texts: Any, **_: Any) -> Any:
+        seen.append(texts)
+        raise TraceError("seen")
+
+    monkeypatch.setattr(runtime.profiler, "measure_profile", measure)
+    for named in ((), ("--recording", recording), ("--recording", "latest")):
+        assert f"texts of recording {recording}" in door.call("profile", "--pair", door.pair, *named).stderr
+    with open_database(door.db) as database:
+        loaded = TraceStore(database).load(recording)
+    expected = [[*t.prompt_ids.tolist(), *t.output_ids.tolist()] for t in loaded.trajectories]
+    assert seen == [expected] * 3
+    assert len(expected) > 1
+    assert door.call("profile", "--pair", door.pair, "--recording", "none-such").exit_code == 2
+    assert door.call("profile", "--pair", door.pair, "--recording", recording, "--no-trees").exit_code == 2
 
 
 @pytest.mark.parametrize("document", CONTRACT, ids=str)

@@ -13,11 +13,10 @@ import pytest
 import torch
 
 import runtime.tree_drafts
-from runtime.laws import LawRows
 from runtime.policies.c2t import ClassifierWeights
 from runtime.policies.heterospec import kept_nodes
 from runtime.policies.tree_rules import static_levels
-from runtime.policies.trees import INFINITE, TreeRule
+from runtime.policies.trees import INFINITE, LawRows, TreeRule
 from runtime.sampling import Noise
 from runtime.tree_drafts import GrownTree, ModelLaws, TreeContext, grow
 from traces.schema import TREE_CODE_MAX, Sampling

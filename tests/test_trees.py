@@ -16,13 +16,15 @@ import tree_reference as reference
 import runtime.laws
 import runtime.policies.trees
 import runtime.sampling
+import runtime.tree_drafts
 from runtime.laws import read_laws
 from runtime.models import CausalModel
 from runtime.policies.heterospec import bin_of, kept_nodes
+from runtime.policies.lean_trees import LeanGrowing, grows_lean
 from runtime.policies.tree_rules import static_levels
-from runtime.policies.trees import INFINITE, Growing, Laws, Level, TreeRule, select
+from runtime.policies.trees import INFINITE, Growing, LawRows, Laws, Level, TreeRule, select
 from runtime.sampling import Noise, filters
-from runtime.tree_drafts import GrownTree, ModelLaws, TreeContext, grow
+from runtime.tree_drafts import AnyGrowing, GrownTree, ModelLaws, TreeContext, grow
 from runtime.verification import verify_tree
 from traces.schema import NO_BIN, Sampling
 
@@ -160,7 +162,7 @@ class Told:
         self.read.append(())
         return as_laws([self.case.draft(())], 1, self.case.rule.width, self.junk)
 
-    def expand(self, growing: Growing, width: int) -> Laws:
+    def expand(self, growing: AnyGrowing, width: int) -> Laws:
         """Asks for the first ``width`` of the frontier; a place where no node is (static trees) gets a law of nobody's."""
         level, above = growing.levels[-1], self.frontier
         tokens, parents = level.tokens[0].tolist(), level.parent[0].tolist()
@@ -174,8 +176,8 @@ class Told:
         laws = [reference.Law([1], [3], [0], 4, 5) if path is None else self.case.draft(path) for path in self.frontier]
         return as_laws(laws, len(index), self.case.rule.width, self.junk)
 
-    def settled(self, growing: Growing, laws: Laws) -> Level:
-        return growing.levels[-1]
+    def settle(self, growing: AnyGrowing) -> None:
+        pass
 
 
 def grown(case: Case) -> tuple[GrownTree, list[Path]]:
@@ -314,6 +316,66 @@ def compare_levels(alone: Level, batched: Level, b: int) -> None:
     assert torch.equal(batched.rank.expand_as(batched.cost)[b], alone.rank.expand_as(alone.cost)[0])
     assert torch.equal(batched.frontier.index[b], alone.frontier.index[0])
     assert torch.equal(batched.frontier.exists[b], alone.frontier.exists[0])
+
+
+@pytest.mark.parametrize("kind", ["chain", "top_k", "classifier"])
+def test_a_lean_tree_is_a_batched_one(kind: str) -> None:
+    """Level by level in every field, forgetting and growing again on the way, and in what is kept, its places and what read it."""
+    seen = {"stops": 0, "phi": 0, "ends": 0}
+    for trial in range(200):
+        rng = random.Random(f"lean {kind} {trial}")
+        case = random_case(rng, kind)
+        rule, depth = case.rule, max(1, case.gamma)
+        assert grows_lean(rule, CPU)
+        lean, batched = LeanGrowing(rule, depth), Growing(rule, 1, CPU, case.whole, lean=True)
+        source, widths = Told(case), [1]
+        for level in range(depth):
+            if level:
+                assert lean.expandable == batched.expandable
+                if not lean.expandable:
+                    seen["ends"] += 1
+                    break
+                widths.append(lean.expandable)
+                for mine, its in zip(lean.following(widths[-1]), batched.following(widths[-1]), strict=True):
+                    assert mine is its is None or (mine is not None and its is not None and torch.equal(mine, its))
+            laws = source.expand(batched, widths[-1]) if level else source.root()
+            wider = torch.nn.functional.pad(torch.stack([x[0] for x in laws[:3]]), (0, rng.choice([0, 2])))
+            rows = LawRows(*(x[: widths[-1]] for x in (*wider, *(x[0] for x in laws[3:]))), None, None)
+            if rng.random() < 0.3:  # what is settled is grown again
+                junk = rows._replace(logp=rows.logp.flip(0), gap=rows.gap.flip(0))
+                for growing in (lean, batched):
+                    growing.add(junk)
+                    growing.undo()
+            assert lean.depth == level
+            assert level == 0 or lean.expandable == widths[-1]
+            lean.add(rows)
+            batched.add(rows)
+            for mine, its in zip(lean.levels, batched.levels, strict=True):
+                compare_lean(mine, its)
+            assert not rule.reads_stop or lean.stops == batched.stops
+            assert not rule.stratified or lean.phi == batched.phi
+            seen["stops"] += rule.reads_stop and lean.stops
+            seen["phi"] += rule.stratified and lean.phi > 0
+        bin_ = rng.randrange(4) if rule.stratified else NO_BIN
+        found, expected = (GrownTree(levels=lean.depth, widths=widths, bin=bin_) for _ in range(2))
+        runtime.tree_drafts._keep_lean(rule, lean, found)
+        runtime.tree_drafts._keep(rule, batched, expected)
+        assert found == expected
+    assert seen["stops"] > 20
+    assert kind == "chain" or seen["phi"] > 20
+    assert kind != "classifier" or seen["ends"] > 20
+
+
+def compare_lean(lean: Level, batched: Level) -> None:
+    """The same level, but for what nobody reads: paths' q where no node is, and which places without a node the frontier names."""
+    there, exists = batched.eligible, batched.frontier.exists
+    for name in ("tokens", "cost", "parent", "rank", "eligible", "stops"):
+        assert torch.equal(getattr(lean, name), getattr(batched, name)), name
+    assert torch.equal(lean.q_cost[there], batched.q_cost[there])
+    assert torch.equal(lean.frontier.exists, exists)
+    assert torch.equal(lean.frontier.index[exists], batched.frontier.index[exists])
+    assert torch.equal(lean.phi, batched.phi)
+    assert lean.whole == bool(there.all())
 
 
 def test_stops_and_phi_of_a_batch() -> None:

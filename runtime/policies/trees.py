@@ -47,6 +47,29 @@ class Laws(NamedTuple):
     count: torch.Tensor  # type: ignore[assignment]  # hides tuple.count
 
 
+class LawRows(NamedTuple):
+    """Laws of n nodes of one tree: the fields of :class:`Laws` without the batch axis (int64 [n, k] and [n]), and what rounding could
+    change: ``unsure`` bool [n, k] by child, ``unsure_entropy`` bool [n]; None: not asked for, or nothing."""
+
+    tokens: torch.Tensor
+    logp: torch.Tensor
+    gap: torch.Tensor
+    entropy: torch.Tensor
+    top_entropy: torch.Tensor
+    count: torch.Tensor  # type: ignore[assignment]  # hides tuple.count
+    unsure: torch.Tensor | None
+    unsure_entropy: torch.Tensor | None
+
+    def laws(self, places: int) -> Laws:
+        """As the laws of one tree whose frontier has ``places`` places; those beyond the n rows have no children."""
+        parts = [self.tokens, self.logp, self.gap, self.entropy, self.top_entropy, self.count]
+        missing = places - len(self.count)
+        if missing:
+            parts = [torch.cat([p, p.new_zeros(missing, *p.shape[1:])]) for p in parts]
+        tokens, logp, gap, entropy, top_entropy, count = parts
+        return Laws(tokens[None], logp[None], gap[None], entropy[None], top_entropy[None], count[None])
+
+
 @dataclass(frozen=True, eq=False)
 class StaticLevel:
     """One level of a static tree: for each node its place among the level's candidates (parent's frontier index * k + rank), and which
@@ -188,6 +211,55 @@ def _coupled_costs(
             _coupled_row(gap[b, f], min(count[b, f], gap.shape[2]), weights, logs, cost[b, f])
 
 
+@compiled(inline=True)
+def grow_one(
+    codes: npt.NDArray[np.int64],
+    count: npt.NDArray[np.int64],
+    coupled: bool,
+    weights: npt.NDArray[np.int64],
+    logs: npt.NDArray[np.float64],
+    above: npt.NDArray[np.int64],
+    cost: npt.NDArray[np.int64],
+    index: npt.NDArray[np.int64],
+    costs: npt.NDArray[np.int64],
+) -> bool:
+    """On a CPU, a level of one chain or EAGLE-2 tree at once; whether all its nodes exist.
+
+    ``codes`` [F, k] are the children's gaps if ``coupled``, else their logp; ``above`` [F] what their parents cost. Writes ``cost`` [F * k]
+    of the children, and the cheapest of them: ``index`` and ``costs`` [n], of which the first F * k are written if they are fewer.
+    """
+    frontier, k = codes.shape
+    n = index.shape[0]
+    whole = True
+    found = 0
+    for f in range(frontier):
+        own = cost[f * k : (f + 1) * k]
+        there = min(count[f], k) if above[f] < INFINITE else 0
+        whole &= there == k
+        if coupled:
+            _coupled_row(codes[f], there, weights, logs, own)
+        for j in range(k):
+            if j >= there:
+                c = INFINITE
+            else:
+                c = above[f] + (own[j] if coupled else codes[f, j])
+            own[j] = c
+            if found < n:
+                at = found
+                found += 1
+            elif c < costs[n - 1]:
+                at = n - 1
+            else:
+                continue
+            while at > 0 and costs[at - 1] > c:
+                costs[at] = costs[at - 1]
+                index[at] = index[at - 1]
+                at -= 1
+            costs[at] = c
+            index[at] = f * k + j
+    return whole
+
+
 @compiled()
 def grow_plainly(
     codes: npt.NDArray[np.int64],
@@ -200,41 +272,10 @@ def grow_plainly(
     index: npt.NDArray[np.int64],
     costs: npt.NDArray[np.int64],
 ) -> bool:
-    """On a CPU, a level of a chain or of EAGLE-2 at once; whether all its nodes exist.
-
-    ``codes`` [B, F, k] are the children's gaps if ``coupled``, else their logp; ``above`` [B, F] what their parents cost. Writes ``cost``
-    [B, F * k] of the children, and the cheapest of them: ``index`` and ``costs`` [B, n].
-    """
-    batch, frontier, k = codes.shape
-    n = index.shape[1]
+    """:func:`grow_one` for each tree of a batch, the first axis of all arrays; whether all nodes of all trees exist."""
     whole = True
-    for b in range(batch):
-        found = 0
-        for f in range(frontier):
-            own = cost[b, f * k : (f + 1) * k]
-            there = min(count[b, f], k) if above[b, f] < INFINITE else 0
-            whole &= there == k
-            if coupled:
-                _coupled_row(codes[b, f], there, weights, logs, own)
-            for j in range(k):
-                if j >= there:
-                    c = INFINITE
-                else:
-                    c = above[b, f] + (own[j] if coupled else codes[b, f, j])
-                own[j] = c
-                if found < n:
-                    at = found
-                    found += 1
-                elif c < costs[b, n - 1]:
-                    at = n - 1
-                else:
-                    continue
-                while at > 0 and costs[b, at - 1] > c:
-                    costs[b, at] = costs[b, at - 1]
-                    index[b, at] = index[b, at - 1]
-                    at -= 1
-                costs[b, at] = c
-                index[b, at] = f * k + j
+    for b in range(codes.shape[0]):
+        whole &= grow_one(codes[b], count[b], coupled, weights, logs, above[b], cost[b], index[b], costs[b])
     return whole
 
 
@@ -274,7 +315,7 @@ def _arange(n: int, device: torch.device) -> torch.Tensor:
 
 
 @lru_cache(maxsize=512)
-def _siblings(batch: int, places: int, k: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def siblings(batch: int, places: int, k: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Parent and rank of each place of a level that has all its places, int64 [B, places]."""
     order = torch.arange(places, device=device)
     return (order // k).expand(batch, -1), (order % k).expand(batch, -1)
@@ -338,8 +379,41 @@ class Growing:
         zero = _zeros(batch, 1, device)
         self._frontiers = [_Frontier(zero, zero, zero, None)]
 
-    def add(self, laws: Laws) -> Level:
-        """Makes the next level from the laws of the frontier [B, F, k] (k at least the rule's width)."""
+    @property
+    def depth(self) -> int:
+        """Levels so far."""
+        return len(self.levels)
+
+    @property
+    def expandable(self) -> int:
+        """Nodes of the last level to expand, where one tree grows; a static tree reads its places, whether or not there is a node."""
+        last = self.levels[-1]
+        return last.frontier.exists.shape[1] if self.rule.static or last.whole else int(last.frontier.exists.sum())
+
+    @property
+    def stops(self) -> bool:
+        """Whether the last level triggers the stop, where one tree grows."""
+        return bool(self.levels[-1].stops[0])
+
+    @property
+    def phi(self) -> int:
+        """Phi after the last level, where one tree grows."""
+        return int(self.levels[-1].phi[0])
+
+    def following(self, width: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Where one tree grows, tokens of the first ``width`` places to expand and the frontier places of the level above that are their
+        parents (None: the root), int64 [width]."""
+        last = self.levels[-1]
+        index = last.frontier.index[0]
+        if width < index.shape[0]:
+            index = index[:width]
+        return last.tokens[0].take(index), None if len(self.levels) == 1 else last.parent[0].take(index)
+
+    def add(self, laws: Laws | LawRows) -> Level:
+        """Makes the next level from the laws of the frontier [B, F, k] (k at least the rule's width); of one tree, from those of its first
+        nodes."""
+        if isinstance(laws, LawRows):
+            laws = laws.laws(self.levels[-1].frontier.index.shape[1] if self.levels else 1)
         rule, k, device, batch = self.rule, self.rule.width, self.device, self.batch
         if laws.logp.shape[-1] > k:
             tokens, logp, gap, entropy, top_entropy, count = laws
@@ -369,7 +443,7 @@ class Growing:
             frontier = Cheapest(index, eligible.gather(1, index))
             costs = cost.gather(1, index)
         else:
-            parent, rank = _siblings(batch, cost.shape[1], k, device)
+            parent, rank = siblings(batch, cost.shape[1], k, device)
             if rule.confidence is not None:
                 confidence = _look_up(rule.confidence, depth, laws.entropy, q_cost, k)
                 passed = (confidence > rule.beta_code) & (cost < INFINITE)
