@@ -16,7 +16,7 @@ from tree_checks import CATEGORIES, stored
 
 from optimizer.artifacts import fitted, q_tables
 from optimizer.chooser_fits import ChooserSource, fit_source, keep_chooser
-from optimizer.execute import DROP_LEVEL, Comparison, DecodeOptions, Encoded, Timings, compare, encode, race
+from optimizer.execute import DROP_LEVEL, Comparison, DecodeOptions, Encoded, Timings, compare, encode
 from optimizer.fits.chooser import read_prompts
 from optimizer.inputs import load_workload
 from optimizer.record import RecordRequest, record, split, whole_texts
@@ -53,8 +53,9 @@ WIDTH, DEPTH, GAMMA = 8, 8, 12
 TRIALS, TRIALS_EACH = 300, 60
 FINALISTS = 3
 PASSES, FOLDS = 2, 7
-CONFIRMED, CONFIRMING = 48, 2
-"""Requests on which winners are confirmed, and how often each is executed on each."""
+"""Executions of every policy on every request; parts that the requests are cut into."""
+CONFIRMED = 48
+"""Requests on which winners are confirmed."""
 KEPT = "ablation-winners.json"
 SEARCHED_SPREAD = 0.04
 """Standard deviation of a predicted ratio of two policies' speeds on other requests, where both are the best of hundreds by prediction."""
@@ -262,16 +263,8 @@ def _executed(
     papers together: the winners, rows of figures, and what every policy took."""
     policies = {w.policy.id: w.policy for found in chosen.values() for w in found}
     print(f"  {category}: {len(policies)} policies on {len(encoded.items)} requests", flush=True)
-    compared = race(
-        pair,
-        list(policies.values()),
-        encoded,
-        kept=set(policies),
-        profile=profile,
-        passes=PASSES,
-        q_tables=q_tables(store),
-        artifacts=fitted(store),
-    )
+    how = {"profile": profile, "q_tables": q_tables(store), "artifacts": fitted(store)}
+    compared = paced(pair, list(policies.values()), encoded, PASSES, how)
     assert compared.timings is not None
     timings = compared.timings
     names = [*(" + ".join(papers) for papers in SUBSPACES if " + ".join(papers) in chosen), *BASELINES, "autoregressive"]
@@ -316,6 +309,27 @@ def _executed(
         for name, policy in policies.items()
     ]
     return winners, rows, executions
+
+
+def paced(
+    pair: LoadedPair, policies: Sequence[Policy], encoded: Encoded, passes: int, how: Mapping[str, Any]
+) -> Comparison:
+    """A comparison whose timings are each request's seconds at the machine's usual pace (:class:`checks.Pacer`), [requests, 1]: policies in
+    random order, as often as there are ``passes``. ``how``: further arguments of :func:`optimizer.execute.compare`."""
+    pacer = Pacer(pair)
+    executed: dict[tuple[str, str], list[Decoded]] = {}
+    pace: dict[tuple[str, str], list[FloatArray]] = {}
+
+    def keep(policy: Policy, decoded: Decoded) -> None:
+        key = policy.id, decoded.trajectory.request_id
+        executed.setdefault(key, []).append(decoded)
+        pace.setdefault(key, []).append(pacer.taken())
+
+    runs = [compare(pair, policies, encoded, seed=run, each=keep, after_round=pacer, **how) for run in range(passes)]
+    slower = Pacer.slower(pace)
+    keys = {p.id: [(p.id, item.id) for item, _ in encoded.items] for p in policies}
+    seconds = {p: np.array([[typical_s(executed[k], slower[k])] for k in own]) for p, own in keys.items()}
+    return replace(runs[0], timings=Timings(seconds), texts_differ=max(run.texts_differ for run in runs))
 
 
 def _finalists(name: str, chosen: Mapping[str, Sequence[Winner]]) -> list[Winner]:
@@ -388,7 +402,7 @@ def joint(state: Path) -> dict[str, Any]:
         policies = {p.id: p for p in winners.values()}
         encoded = encode(pair, replace(workload, requests=others), DecodeOptions(Sampling(), TOKENS))
         how = {"profile": found.profile if found else None, "q_tables": q_tables(store), "artifacts": fitted(store)}
-        timings, compared = _paced(pair, list(policies.values()), encoded, how)
+        compared = paced(pair, list(policies.values()), encoded, PASSES, how)
         for name, policy in winners.items():
             rows.append(
                 {
@@ -396,8 +410,8 @@ def joint(state: Path) -> dict[str, Any]:
                     "space": name,
                     "policy": policy.label(),
                     "requests": len(others),
-                    "speedup": finite(timings.ratio(policy.id, AUTOREGRESSIVE.id)),
-                    "joint_over_it": finite(timings.ratio(winners[JOINT].id, policy.id)),
+                    "speedup": finite(compared.ratio(policy.id, AUTOREGRESSIVE.id)),
+                    "joint_over_it": finite(compared.ratio(winners[JOINT].id, policy.id)),
                     "tau": compared.outcomes[policy.id].total.mean_accepted_length,
                     "texts_differ": compared.texts_differ,
                 }
@@ -414,26 +428,6 @@ def joint(state: Path) -> dict[str, Any]:
         "summary": f"all papers together over the best single paper, on requests that neither search nor choice have seen: {shown}",
         "rows": rows,
     }
-
-
-def _paced(
-    pair: LoadedPair, policies: Sequence[Policy], encoded: Encoded, how: Mapping[str, Any]
-) -> tuple[Timings, Comparison]:
-    """Seconds of each request under each policy at the machine's usual pace, [requests, 1], and the last run of the comparison."""
-    pacer = Pacer(pair)
-    executed: dict[tuple[str, str], list[Decoded]] = {}
-    pace: dict[tuple[str, str], list[FloatArray]] = {}
-
-    def keep(policy: Policy, decoded: Decoded) -> None:
-        key = policy.id, decoded.trajectory.request_id
-        executed.setdefault(key, []).append(decoded)
-        pace.setdefault(key, []).append(pacer.taken())
-
-    for run in range(CONFIRMING):
-        compared = compare(pair, policies, encoded, seed=run, each=keep, after_round=pacer, **how)
-    slower = Pacer.slower(pace)
-    keys = {p.id: [(p.id, item.id) for item, _ in encoded.items] for p in policies}
-    return Timings({p: np.array([[typical_s(executed[k], slower[k])] for k in found]) for p, found in keys.items()}), compared
 
 
 CHECKS = {"ablation": ablation, "joint": joint}
