@@ -17,7 +17,18 @@ import torch
 
 import runtime.policies.trees as trees
 from runtime.policies.jit import compiled
-from runtime.policies.trees import INFINITE, ORDER_BITS, Cheapest, LawRows, Laws, Level, TreeRule, gap_weights, grow_one
+from runtime.policies.trees import (
+    INFINITE,
+    ORDER_BITS,
+    Cheapest,
+    LawRows,
+    Laws,
+    Level,
+    TreeRule,
+    gap_weights,
+    grow_one,
+    keep_smallest,
+)
 
 Index = npt.NDArray[np.int64]
 _CPU = torch.device("cpu")
@@ -255,7 +266,7 @@ def _classify(
     frontier: int,
 ) -> None:
     """Leaves of a level those that pass C2T's classifier, at most ``frontier``, the most confident first."""
-    index, costs, keys = front[_INDEX, at], front[_COST, at], front[_KEY, at]
+    index, costs, keys = front[_INDEX, at], front[_COST, at], front[_KEY, at, :frontier]
     depths, entropies, joints = table.shape
     depth = min(at, depths) - 1
     found = 0
@@ -264,22 +275,8 @@ def _classify(
             continue
         pool[_ELIGIBLE, place] = 0
         confidence = table[depth, min(entropy[(place - begin) // k], entropies - 1), min(pool[_Q_COST, place], joints - 1)]
-        if confidence <= beta:
-            continue
-        key = -confidence
-        if found < frontier:
-            here = found
-            found += 1
-        elif key < keys[frontier - 1]:
-            here = frontier - 1
-        else:
-            continue
-        while here > 0 and keys[here - 1] > key:
-            keys[here] = keys[here - 1]
-            index[here] = index[here - 1]
-            here -= 1
-        keys[here] = key
-        index[here] = place - begin
+        if confidence > beta:
+            found = keep_smallest(keys, index, found, -confidence, place - begin)
     for j in range(found):
         pool[_ELIGIBLE, begin + index[j]] = 1
         costs[j] = pool[_COST, begin + index[j]]
@@ -299,24 +296,13 @@ def _keep_cheapest(pool: Index, front: Index, shape: Index, k: int, scratch: Ind
     size = 0
     for level in range(levels):
         size += shape[0, level]
-    number, best = scratch[0], scratch[1]
+    number, best = scratch[0], scratch[1, :most]
     found = 0
-    for place in range(size):  # the cheapest keys so far, ascending
+    for place in range(size):
         number[place] = -1
-        if most >= size or not pool[_ELIGIBLE, place]:
-            continue
-        key = (pool[_COST, place] << ORDER_BITS) + place
-        if found < most:
-            at = found
-            found += 1
-        elif key < best[most - 1]:
-            at = most - 1
-        else:
-            continue
-        while at > 0 and best[at - 1] > key:
-            best[at] = best[at - 1]
-            at -= 1
-        best[at] = key
+        if most < size and pool[_ELIGIBLE, place]:
+            key = (pool[_COST, place] << ORDER_BITS) + place
+            found = keep_smallest(best, best, found, key, key)
     last = INFINITE << ORDER_BITS if most >= size else best[found - 1] if found else -1
     count = begin = above = read = 0
     for level in range(levels):

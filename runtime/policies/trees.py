@@ -212,6 +212,27 @@ def _coupled_costs(
 
 
 @compiled(inline=True)
+def keep_smallest(keys: npt.NDArray[np.int64], places: npt.NDArray[np.int64], found: int, key: int, place: int) -> int:
+    """Puts a place among those of the smallest keys so far (the first ``found`` of ``keys`` and ``places`` [n], ascending), after equal
+    keys; where there are n already, the last gives way. How many there are then."""
+    n = keys.shape[0]
+    if found < n:
+        at = found
+        found += 1
+    elif key < keys[n - 1]:
+        at = n - 1
+    else:
+        return found
+    while at > 0 and keys[at - 1] > key:
+        keys[at] = keys[at - 1]
+        places[at] = places[at - 1]
+        at -= 1
+    keys[at] = key
+    places[at] = place
+    return found
+
+
+@compiled(inline=True)
 def grow_one(
     codes: npt.NDArray[np.int64],
     count: npt.NDArray[np.int64],
@@ -229,7 +250,6 @@ def grow_one(
     of the children, and the cheapest of them: ``index`` and ``costs`` [n], of which the first F * k are written if they are fewer.
     """
     frontier, k = codes.shape
-    n = index.shape[0]
     whole = True
     found = 0
     for f in range(frontier):
@@ -244,19 +264,7 @@ def grow_one(
             else:
                 c = above[f] + (own[j] if coupled else codes[f, j])
             own[j] = c
-            if found < n:
-                at = found
-                found += 1
-            elif c < costs[n - 1]:
-                at = n - 1
-            else:
-                continue
-            while at > 0 and costs[at - 1] > c:
-                costs[at] = costs[at - 1]
-                index[at] = index[at - 1]
-                at -= 1
-            costs[at] = c
-            index[at] = f * k + j
+            found = keep_smallest(costs, index, found, c, f * k + j)
     return whole
 
 
