@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import itertools
 import random
 import re
 from functools import cache
@@ -23,6 +24,8 @@ _PROSE_CHARS = (140, 480)
 _MIN_BODY_LINES = 4
 # Held out, but much of it stands in a module that is not (_py_abc.py).
 _REPEATED = frozenset({"abc.py"})
+# A later paragraph of it does (in email/quoprimime.py).
+_PARTLY_REPEATED = frozenset({"email/base64mime.py"})
 
 
 class Prompt(TypedDict):
@@ -33,13 +36,14 @@ class Prompt(TypedDict):
     turns: list[str]
 
 
-def demo_workload() -> list[Prompt]:
+def demo_workload(per_category: int = PROMPTS_PER_CATEGORY) -> list[Prompt]:
     """The demo's prompts, the categories in turn (code, prose, math, code, ...), so that any prefix is balanced.
 
-    `PROMPTS_PER_CATEGORY` of each, or as many as the smallest category of this installation has.
+    `per_category` of each, or as many as the smallest category of this installation has. More begins with what fewer hold; beyond a
+    hundred, prose begins at other paragraphs of the same documents.
     """
-    columns = {"code": _code_prompts(), "prose": _prose_prompts(), "math": _math_prompts()}
-    count = min(PROMPTS_PER_CATEGORY, *(len(texts) for texts in columns.values()))
+    columns = {"code": _code_prompts(), "prose": _prose_prompts(), "math": _math_prompts(per_category)}
+    count = min(per_category, *(len(texts) for texts in columns.values()))
     return [
         Prompt(id=f"{category}-{index:03d}", category=category, turns=[columns[category][index]])
         for index in range(count)
@@ -109,18 +113,24 @@ def _context_start(lines: list[str], header: int, stop: int) -> int:
 
 @cache
 def _prose_prompts() -> tuple[str, ...]:
-    """Beginnings of held-out docstrings and help topics, and of later paragraphs of the long ones."""
-    groups: dict[str, list[str]] = {}
-    for document in prose_documents(held_out=True):
-        groups.setdefault(document.key, []).extend(_prose_cuts(document.text))
-    return tuple(_mixed(groups))
+    """Beginnings of held-out docstrings and help topics, and of later paragraphs of the long ones: first of those that lie well apart, then
+    of every other."""
+    found: list[str] = []
+    for apart in (_PROSE_CHARS[1] * 3 // 2, 1):
+        groups: dict[str, list[str]] = {}
+        for document in prose_documents(held_out=True):
+            if apart > 1 or document.key not in _PARTLY_REPEATED:
+                groups.setdefault(document.key, []).extend(_prose_cuts(document.text, apart))
+        found += _mixed(groups)
+    return tuple(dict.fromkeys(found))
 
 
-def _prose_cuts(text: str) -> list[str]:
+def _prose_cuts(text: str, apart: int) -> list[str]:
+    """Prompts from the paragraphs of a text that begin `apart` characters from one another at least."""
     shortest, longest = _PROSE_CHARS
     starts = [0]
     for gap in re.finditer(r"\n\n(?=\S)", text):
-        if gap.end() - starts[-1] >= longest * 3 // 2:
+        if gap.end() - starts[-1] >= apart:
             starts.append(gap.end())
     cuts = []
     for start in starts:
@@ -181,18 +191,19 @@ _TEMPLATES = (
 
 
 @cache
-def _math_prompts() -> tuple[str, ...]:
+def _math_prompts(count: int) -> tuple[str, ...]:
     """Word problems in the shape of the training text; our own, with names and numbers drawn from a fixed seed."""
     draw = random.Random(20)
-    prompts = []
-    for index in range(PROMPTS_PER_CATEGORY):
+    prompts: dict[str, None] = {}
+    for template in itertools.cycle(_TEMPLATES):
+        if len(prompts) == count:
+            break
         x, y = draw.sample(_NAMES, 2)
         b, c, d, e = draw.randint(4, 12), draw.randint(3, 9), draw.randint(2, 8), draw.randint(2, 5)
         a = 2 * draw.randint(10, 30)
         # What a template divides comes out even: p by b, a by 2, q - a by 3; q covers c a day for e days.
         p, q = b * draw.randint(5, 20), a + 3 * c * e
         thing, place = draw.choice(_THINGS), draw.choice(_PLACES)
-        template = _TEMPLATES[index % len(_TEMPLATES)]
         question = template.format(x=x, y=y, a=a, b=b, c=c, d=d, e=e, p=p, q=q, thing=thing, place=place)
-        prompts.append(f"Question: {question}\nAnswer:")
+        prompts[f"Question: {question}\nAnswer:"] = None
     return tuple(prompts)
