@@ -132,6 +132,42 @@ sampling_options = _options(
     click.option("--no-chat", is_flag=True, help="Do not apply the tokenizer's chat template."),
 )
 
+search_options = _options(
+    click.option(
+        "--trials", type=click.IntRange(0), default=400, show_default=True, help="Optuna trials beside the enumeration."
+    ),
+    click.option("--gamma-max", type=click.IntRange(2, 64), default=16, show_default=True, help="Longest drafts searched."),
+    click.option(
+        "--tree-width",
+        type=click.IntRange(0, 32),
+        default=8,
+        show_default=True,
+        help="Children of the widest trees recorded and searched (EAGLE-2's k); 0: chains only.",
+    ),
+    click.option(
+        "--tree-depth",
+        type=click.IntRange(1, 64),
+        default=8,
+        show_default=True,
+        help="Levels of the deepest trees, HeteroSpec's extension included.",
+    ),
+    click.option(
+        "--finalists", type=click.IntRange(1, 16), default=4, show_default=True, help="Policies executed beside the baselines."
+    ),
+)
+
+
+def _search_options(kw: dict[str, Any]) -> dict[str, Any]:
+    """What of TuneOptions :data:`search_options` says. Raises TraceError for trees that are too large."""
+    from optimizer.record import tree_size
+
+    chosen = {name: kw.pop(name) for name in ("trials", "gamma_max", "tree_width", "tree_depth", "finalists")}
+    if chosen["tree_width"]:
+        tree_size(chosen["tree_width"], chosen["tree_depth"])
+    else:
+        chosen["tree_depth"] = 0
+    return chosen
+
 
 def _decode_options(kw: dict[str, Any]) -> Any:
     from optimizer.execute import DecodeOptions
@@ -786,25 +822,7 @@ def _source(
 @workload_options
 @sampling_options
 @device_options
-@click.option("--trials", type=click.IntRange(0), default=400, show_default=True, help="Optuna trials beside the enumeration.")
-@click.option("--gamma-max", type=click.IntRange(2, 64), default=16, show_default=True)
-@click.option(
-    "--tree-width",
-    type=click.IntRange(0, 32),
-    default=8,
-    show_default=True,
-    help="Children of the widest trees recorded and searched (EAGLE-2's k); 0: chains only.",
-)
-@click.option(
-    "--tree-depth",
-    type=click.IntRange(1, 64),
-    default=8,
-    show_default=True,
-    help="Levels of the deepest trees, HeteroSpec's extension included.",
-)
-@click.option(
-    "--finalists", type=click.IntRange(1, 16), default=4, show_default=True, help="Policies executed beside the baselines."
-)
+@search_options
 @click.option("--budget", default="2m", show_default=True, help="Time for the executed comparison, e.g. 90s, 10m.")
 @click.option("--search-seed", type=int, default=0, show_default=True)
 @click.option("--recording", "recording_id", help="Tune on this recording instead of decoding a workload.")
@@ -826,28 +844,22 @@ def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
 
     options = _decode_options(kw)
     budget_s = float(parse_duration(kw.pop("budget")))
+    searched = _search_options(kw)
     workload = None if kw["recording_id"] else _workload(kw)
     with _store(ctx) as store:
         pair = _load(kw)
-        from optimizer.record import tree_size
         from optimizer.report import evidence_table
         from optimizer.tune import TuneOptions, tune_recording
         from optimizer.tune import tune as do_tune
 
         wanted = TuneOptions(
             options=options,
-            gamma_max=kw["gamma_max"],
-            trials=kw["trials"],
             seed=kw["search_seed"],
-            finalists=kw["finalists"],
             budget_s=budget_s,
             fresh=kw["fresh"],
             publish=not kw["no_publish"],
-            tree_width=kw["tree_width"],
-            tree_depth=kw["tree_depth"] if kw["tree_width"] else 0,
+            **searched,
         )
-        if kw["tree_width"]:
-            tree_size(kw["tree_width"], kw["tree_depth"])
         with Meter() as meter:
             if workload is None:
                 recording = store.resolve_recording(kw["recording_id"])
@@ -1775,11 +1787,10 @@ def schedule() -> None:
 @click.option("--max-attempts", type=click.IntRange(1), default=3, show_default=True, help="Workers that may die on a job.")
 @click.option("--no-coalesce", is_flag=True, help="Run every missed slot instead of the latest alone.")
 @click.option("--recorded", help='Tune on what was recorded in the last, e.g., "24h" instead of decoding a workload.')
-@click.option("--max-new-tokens", type=click.IntRange(1), default=128, show_default=True)
-@click.option("--temperature", type=click.FloatRange(0.0, 10.0), default=0.0, show_default=True)
-@click.option("--trials", type=click.IntRange(0), default=400, show_default=True)
+@search_options
 @pair_options
 @workload_options
+@sampling_options
 @device_options
 @json_option
 @with_context
@@ -1789,6 +1800,7 @@ def schedule_add(ctx: click.Context, as_json: bool, name: str, **kw: Any) -> Non
     \b
     Example:  cli.py schedule add nightly --cron "0 3 * * *" --tz Europe/Berlin
               cli.py schedule add drift --every 6h --recorded 24h --budget 20m
+              cli.py schedule add chains --every 6h --tree-width 0
     """
     from optimizer.jobs import check_payload
     from optimizer.schedule import add_schedule
@@ -1803,7 +1815,13 @@ def schedule_add(ctx: click.Context, as_json: bool, name: str, **kw: Any) -> Non
         "threads": kw["threads"],
         "max_new_tokens": kw["max_new_tokens"],
         "temperature": kw["temperature"],
-        "trials": kw["trials"],
+        "top_k": kw["top_k"],
+        "top_p": kw["top_p"],
+        "seed": kw["seed"],
+        "verifier": kw["verifier"],
+        "stop_strings": list(kw["stop_strings"]),
+        "chat": not kw["no_chat"],
+        **_search_options(kw),
     }
     if kw["recorded"]:
         payload["recorded"] = kw["recorded"]

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from runtime.decoder import Decoded
 from runtime.loading import LoadedPair, load_pair
 from runtime.loop import StaticSource
 from runtime.measuring import Bench, center
+from runtime.pacing import Pacer, at_pace
 from runtime.pair import PairSpec, read_pair
 from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from runtime.policies.prepared import prepare
@@ -239,8 +240,8 @@ def fidelity_report(
     every: int = 4,
     between: Interleaved | None = None,
 ) -> dict[str, Any]:
-    """Predicted against measured tokens/s of policies in ``runs`` interleaved runs, brought to one pace (:class:`Pacer`), then round by
-    round the median of them (a policy makes the same rounds every time, and most of what disturbs a machine is shorter than a request).
+    """Predicted against measured tokens/s of policies in ``runs`` interleaved runs, brought to one pace (:mod:`runtime.pacing`), then round
+    by round the median of them (a policy makes the same rounds every time, and most of what disturbs a machine is shorter than a request).
     What slow moments add is spread over all policies alike, so that the total of seconds is the measured one (``slow_moments``); profiles
     do the same.
 
@@ -341,42 +342,11 @@ class Interleaved:
         return replace(profile, **self.chains.costs(), trees=self.trees.costs())
 
 
-class Pacer:
-    """The machine's pace, told after every round by passes that are always the same: one of a draft, then one of the target.
-
-    A machine's pace drifts by 15% and more, over seconds rather than rounds. Brought to one pace, executions of one request differ by 5%
-    where they differed by 17%, and by 10% at the pace that the executions before and after tell (docs/log.md).
-    """
-
-    def __init__(self, pair: LoadedPair) -> None:
-        prefix = [t % pair.target.vocab_size for t in (100, 200, 300, 400)]
-        self.passes = [*((draft, prefix[:1]) for draft in list(pair.drafts.values())[-1:]), (pair.target, prefix)]
-        self._taken: list[float] = []
-
-    def __call__(self) -> None:
-        began = CLOCK()
-        for model, prefix in self.passes:
-            model.canonical(prefix)
-        self._taken.append(CLOCK() - began)
-
-    def taken(self) -> np.ndarray:
-        """Seconds after every round since last asked."""
-        found, self._taken = np.array(self._taken), []
-        return found
-
-    @staticmethod
-    def slower(taken: Mapping[tuple[str, str], Sequence[np.ndarray]]) -> dict[tuple[str, str], list[np.ndarray]]:
-        """How much slower than usual the machine was at every round: before it and after it."""
-        usual = float(np.median(np.concatenate([seconds for runs in taken.values() for seconds in runs])))
-        return {key: [(s[np.maximum(np.arange(len(s)) - 1, 0)] + s) / (2 * usual) for s in runs] for key, runs in taken.items()}
-
-
 def typical_s(runs: Sequence[Decoded], pace: Sequence[np.ndarray] | None = None) -> float:
     """Seconds of a request: each round's median over the runs, and that of what is no round, at the usual pace. Of a window that reads the
     clock, whose rounds may differ from run to run, the median of the whole."""
     slower = [np.ones(len(d.steps)) for d in runs] if pace is None else pace
-    rounds = [np.array([s.round_s for s in d.steps]) / p for d, p in zip(runs, slower, strict=True)]
-    rest = [(d.seconds - sum(s.round_s for s in d.steps)) / p[0] for d, p in zip(runs, slower, strict=True)]
+    rounds, rest = zip(*(at_pace(d, p) for d, p in zip(runs, slower, strict=True)), strict=True)
     if len({len(r) for r in rounds}) > 1:
         return float(np.median([r.sum() + other for r, other in zip(rounds, rest, strict=True)]))
     return float(np.median(rounds, axis=0).sum() + np.median(rest))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from checks import Pacer, typical_s
+from checks import typical_s
 from numpy.typing import NDArray
 from tree_checks import CATEGORIES, stored
 
@@ -31,6 +31,7 @@ from optimizer.tune import TuneOptions, finite, profile_for, weighed
 from runtime.decoder import Decoded
 from runtime.loading import LoadedPair, load_pair
 from runtime.loop import StaticSource
+from runtime.pacing import Pacer
 from runtime.pair import read_pair
 from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from runtime.policies.prepared import prepare
@@ -341,7 +342,7 @@ def _executed(
 
 
 def paced(pair: LoadedPair, policies: Sequence[Policy], encoded: Encoded, how: Mapping[str, Any]) -> Comparison:
-    """A comparison whose timings are each request's seconds at the machine's usual pace (:class:`checks.Pacer`), [requests, 1]: policies in
+    """A comparison whose timings are each request's seconds at the machine's usual pace (:mod:`runtime.pacing`), [requests, 1]: policies in
     random order, each executed once. ``how``: further arguments of :func:`optimizer.execute.compare`."""
     pacer = Pacer(pair)
     executed: dict[tuple[str, str], list[Decoded]] = {}
@@ -424,7 +425,7 @@ def joint(state: Path) -> dict[str, Any]:
     """The winner of all papers together and those of single papers, as the ablation chose them, once more on requests that neither search
     nor choice have seen.
 
-    Executions are interleaved in random order and brought to one pace (:class:`checks.Pacer`), as where fidelity is measured: without,
+    Executions are interleaved in random order and brought to one pace (:mod:`runtime.pacing`), as where fidelity is measured: without,
     two policies alike differ by 15% from request to request. The best single paper of a workload is the one that the ablation found
     fastest: the fastest of four on these requests would be ahead by luck alone. It holds where the joint winner is not slower than that
     one's beyond noise (95%) on any workload, on all of them together at least as fast, within the 1% that count as a tie, and slower than

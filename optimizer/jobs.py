@@ -20,9 +20,10 @@ from traces.errors import TraceError
 from traces.schema import Sampling
 from traces.store import TraceStore
 
+SEARCHED = ("trials", "gamma_max", "tree_width", "tree_depth", "finalists")
 KEYS = {
     "pair", "workload", "categories", "limit", "all_turns", "recorded", "device", "dtype", "threads", "temperature",
-    "top_k", "top_p", "seed", "max_new_tokens", "verifier", "trials", "gamma_max", "fresh", "sample",
+    "top_k", "top_p", "seed", "max_new_tokens", "verifier", "stop_strings", "chat", "fresh", "sample", *SEARCHED,
 }  # fmt: skip
 SAMPLE = 200
 """Requests taken of recorded traffic unless the payload says otherwise."""
@@ -77,7 +78,8 @@ def tuning_job(
     return execute
 
 
-def _tune(store: TraceStore, pair: LoadedPair, payload: Mapping[str, Any], context: JobContext, progress: Progress) -> Tuned:
+def tuning_options(payload: Mapping[str, Any]) -> TuneOptions:
+    """How the tuning of a schedule's payload is done; what it leaves out is as in TuneOptions."""
     options = DecodeOptions(
         Sampling(
             float(payload.get("temperature", 0.0)),
@@ -87,12 +89,16 @@ def _tune(store: TraceStore, pair: LoadedPair, payload: Mapping[str, Any], conte
         ),
         int(payload.get("max_new_tokens", 128)),
         payload.get("verifier", "coupled"),
+        tuple(payload.get("stop_strings", ())),
+        bool(payload.get("chat", True)),
     )
-    wanted = TuneOptions(
-        options=options,
-        trials=int(payload.get("trials", 400)),
-        gamma_max=int(payload.get("gamma_max", 16)),
-        fresh=bool(payload.get("fresh", False)),
+    searched: dict[str, Any] = {name: int(payload[name]) for name in SEARCHED if name in payload}
+    return TuneOptions(options=options, fresh=bool(payload.get("fresh", False)), **searched)
+
+
+def _tune(store: TraceStore, pair: LoadedPair, payload: Mapping[str, Any], context: JobContext, progress: Progress) -> Tuned:
+    wanted = replace(
+        tuning_options(payload),
         actor="schedule",
         idempotency_key=context.idempotency_key,
         still_owner=context.still_owner,

@@ -390,6 +390,7 @@ def test_durations_and_schedules(door: Door) -> None:
     assert "give either a cron expression" in refused(door, *add)
     assert "is not a duration" in refused(door, *add, "--every", "6h", "--budget", "x")
     assert "is not a duration" in refused(door, *add, "--every", "6h", "--recorded", "x")
+    assert "trees of 15392 candidates" in refused(door, *add, "--every", "6h", "--tree-width", 32, "--tree-depth", 16)
     assert "cannot name a schedule" in refused(door, "schedule", "add", "a b", *pair, "--every", "6h")
     assert "no such file" in refused(door, "schedule", "add", "n", "--pair", door.pair, "--workload", "no.jsonl", "--every", "6h")
     assert "no model at" in refused(door, "schedule", "add", "n", "--target", "./none", "--every", "6h")

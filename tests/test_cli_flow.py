@@ -13,10 +13,13 @@ from doors import USAGE, Door, lines, one_object, put_profile, write_workload
 
 import runtime.profiler
 from db import open_database
-from optimizer.jobs import gather
+from optimizer.execute import DecodeOptions
+from optimizer.jobs import gather, tuning_options
+from optimizer.tune import TuneOptions
 from runtime.loading import load_pair
 from runtime.pair import read_pair
 from traces.errors import TraceError
+from traces.schema import Sampling
 from traces.store import TraceStore
 
 CONTRACT = [
@@ -275,6 +278,23 @@ def test_schedules(door: Door, folder: Path, workload: tuple[object, ...], tuned
     add = ("--pair", door.pair, "--trials", 8, "--budget", "5m")
     first = door.json("schedule", "add", "nightly", "--cron", "0 3 * * *", "--tz", "Europe/Berlin", *add, *workload)
     assert first["enabled"] is True
+    assert tuning_options(first["payload"]) == TuneOptions(DecodeOptions(Sampling(), 16), trials=8, fresh=True)
+    sampled = ("--temperature", 0.7, "--top-k", 40, "--top-p", 0.9, "--seed", 3, "--verifier", "rejection", "--stop", "END", "--no-chat")
+    searched = ("--gamma-max", 5, "--tree-width", 4, "--tree-depth", 6, "--finalists", 2)
+    other = door.json("schedule", "add", "other", "--every", "6h", *add, "--max-new-tokens", 40, *sampled, *searched)
+    assert tuning_options(other["payload"]) == TuneOptions(
+        DecodeOptions(Sampling(0.7, 40, 0.9, 3), 40, "rejection", ("END",), False),
+        trials=8,
+        gamma_max=5,
+        tree_width=4,
+        tree_depth=6,
+        finalists=2,
+        fresh=True,
+    )
+    chains = door.json("schedule", "add", "chains", "--every", "6h", *add, "--tree-width", 0)
+    assert (tuning_options(chains["payload"]).tree_width, tuning_options(chains["payload"]).tree_depth) == (0, 0)
+    for name in ("other", "chains"):
+        door.json("schedule", "remove", name)
     door.json("schedule", "add", "drift", "--every", "6h", "--recorded", "24h", *add)
     again = door.call("schedule", "add", "drift", "--every", "6h", *add)
     assert again.exit_code == 2
