@@ -12,7 +12,8 @@ import torch
 from transformers import AutoTokenizer
 
 from runtime.graphs import CudaRecorder, use_graphs, wanted
-from runtime.heads import EagleHead, load_head
+from runtime.head_formats import load_head
+from runtime.heads import EagleHead
 from runtime.models import CausalModel, load_model, pick_device, pick_dtype
 from runtime.pair import PairSpec, is_head, is_local
 from traces.errors import PairError

@@ -1,0 +1,330 @@
+"""EAGLE heads as they are published: EAGLE-1, 2 and 3, EAGLE-3.1's norms, and the *speculators* configuration of EAGLE-3 heads.
+
+The names of the tensors are in ``_weights``. What does not fit the target or itself is refused with one line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from runtime.heads import EagleHead, HeadNet, HeadShape
+from runtime.models import FINAL, CausalModel
+from runtime.pair import head_config, identity, is_local
+from traces.errors import PairError
+
+
+def rope_config(config: Mapping[str, Any], head_dim: int) -> LlamaConfig:
+    """What transformers' rotary embedding reads of a head's configuration, old style or new; a missing base is 10000."""
+    rope: dict[str, Any] = {"rope_theta": 10000.0, "rope_type": "default"}
+    for key in ("rope_theta", "rope_scaling", "rope_parameters"):
+        found = config.get(key)
+        if isinstance(found, Mapping):
+            rope |= found
+            rope["rope_type"] = found.get("rope_type", found.get("type", "default"))
+        elif found is not None:
+            rope[key] = found
+    return LlamaConfig(
+        hidden_size=int(config["hidden_size"]),
+        num_attention_heads=int(config["num_attention_heads"]),
+        head_dim=head_dim,
+        max_position_embeddings=int(config.get("max_position_embeddings", 2048)),
+        rope_parameters=rope,
+    )
+
+
+def default_taps(layers: int) -> tuple[int, int, int]:
+    """The hidden states EAGLE-3 reads unless a configuration says otherwise: of a low, a middle and a high layer."""
+    return 2, layers // 2, layers - 3
+
+
+def _taps(config: Mapping[str, Any], layers: int, eagle3: bool) -> tuple[int, ...]:
+    if not eagle3:
+        return (FINAL,)
+    nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    if nested is not None:
+        return tuple(int(i) + 1 for i in nested)
+    top = config.get("eagle_aux_hidden_state_layer_ids")
+    return default_taps(layers) if top is None else tuple(int(i) for i in top)
+
+
+_BESIDE = (
+    "architectures",
+    "speculators_model_type",
+    "draft_vocab_size",
+    "target_hidden_size",
+    "eagle_config",
+    "eagle_aux_hidden_state_layer_ids",
+    "norm_before_residual",
+    "norm_output",
+    "norm_before_fc",
+    "fc_norm",
+)
+"""What the speculators format has beside the sizes of a layer, which it nests."""
+
+
+def _flat(config: dict[str, Any], name: str) -> dict[str, Any]:
+    """A configuration on one level, as EAGLE's own format has it; that of the speculators format nests the sizes of a layer."""
+    kind, layer = config.get("speculators_model_type"), config.get("transformer_layer_config")
+    if kind is None and layer is None:
+        return config
+    if kind != "eagle3":
+        raise PairError(
+            f"{name}: config.json is of the speculators format with speculators_model_type {kind!r}; only 'eagle3' is read"
+        )
+    if not isinstance(layer, Mapping):
+        raise PairError(f"{name}: config.json is of the speculators format, but says no transformer_layer_config")
+    for key, known in (("model_type", "llama"), ("hidden_act", "silu")):
+        if layer.get(key, known) != known:
+            raise PairError(f"{name}: transformer_layer_config has {key} {layer[key]!r}; only {known!r} is read")
+    if config.get("norm_before_residual") is None:
+        # speculators takes False where nothing is said, vLLM True.
+        raise PairError(
+            f"{name}: config.json is of the speculators format, but says no norm_before_residual; add what was trained"
+        )
+    return {k: v for k, v in layer.items() if k not in _BESIDE} | {k: config[k] for k in _BESIDE if config.get(k) is not None}
+
+
+def _switch(config: Mapping[str, Any], key: str, name: str) -> bool:
+    """A switch of EAGLE-3.1, at the top or in ``eagle_config``; off where nothing is said."""
+    said = [v for v in (config.get(key), (config.get("eagle_config") or {}).get(key)) if v is not None]
+    if not all(isinstance(v, bool) for v in said) or len(set(said)) > 1:
+        raise PairError(f"{name}: config.json has {key} {' and '.join(map(repr, said))}; it must be true or false")
+    return said[:1] == [True]
+
+
+def _norms(config: Mapping[str, Any], tensors: Mapping[str, Tensor], eagle3: bool, name: str) -> dict[str, bool]:
+    """EAGLE-3.1's norms that a head has, by their switches. The tensors must agree with these."""
+    found = {key: _switch(config, key, name) for key in ("norm_output", "norm_before_fc", "fc_norm")}
+    on = [key for key, is_on in found.items() if is_on]
+    if on and not eagle3:
+        raise PairError(f"{name}: config.json has {on[0]}, but nothing else of EAGLE-3")
+    if found["norm_before_fc"] and found["fc_norm"]:
+        raise PairError(
+            f"{name}: config.json has norm_before_fc and fc_norm; a head has one norm over all states, or one for each"
+        )
+    for key, prefix in (("norm_before_fc", "input_norm."), ("fc_norm", "fc_norm.")):
+        stray = min((k for k in tensors if k.startswith(prefix)), default=None)
+        if eagle3 and stray is not None and not found[key]:
+            raise PairError(f"{name}: the checkpoint has a tensor {stray}, but config.json does not say {key}")
+    return found
+
+
+def _read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
+    """Every tensor of a head's checkpoint, under the names used here: no ``model.`` before, ``layers.0.`` for ``midlayer.``."""
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+    if not files:
+        raise PairError(f"{name}: no weights at {folder} (model.safetensors or pytorch_model.bin is expected)")
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            found = load_file(file) if file.suffix == ".safetensors" else torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as error:  # the border: safetensors, pickle and zip each have errors of their own
+            raise PairError(f"{name}: cannot load {file}: {(str(error).splitlines() or [type(error).__name__])[0]}") from None
+        for key, tensor in found.items():
+            key = key.removeprefix("model.")
+            tensors["layers.0." + key.removeprefix("midlayer.") if key.startswith("midlayer.") else key] = tensor
+    return {
+        k: t for k, t in tensors.items() if not k.startswith("verifier_") and not k.endswith("rotary_emb.inv_freq") and k != "t2d"
+    }
+
+
+class _Reader:
+    """Takes tensors out of a checkpoint, each with the shape it must have. Raises PairError naming the first that does not fit."""
+
+    def __init__(self, tensors: dict[str, Tensor], name: str) -> None:
+        self.tensors, self.name = tensors, name
+
+    def take(self, key: str, *shape: int) -> Tensor:
+        tensor = self.tensors.pop(key, None)
+        if tensor is None:
+            raise PairError(f"{self.name}: the checkpoint has no tensor {key}")
+        if tuple(tensor.shape) != shape:
+            raise PairError(f"{self.name}: tensor {key} is {list(tensor.shape)}, not {list(shape)}, as config.json would have it")
+        return tensor
+
+    def linear(self, key: str, rows: int, columns: int, bias: bool) -> dict[str, Tensor]:
+        out = {"weight": self.take(f"{key}.weight", rows, columns)}
+        return out | {"bias": self.take(f"{key}.bias", rows)} if bias else out
+
+    def joined(self, keys: tuple[str, ...], rows: tuple[int, ...], columns: int, bias: bool, into: str) -> dict[str, Tensor]:
+        """Several matrices over one input, stacked."""
+        parts = [self.linear(k, r, columns, bias) for k, r in zip(keys, rows, strict=True)]
+        return {f"{into}.{kind}": torch.cat([p[kind] for p in parts]) for kind in parts[0]}
+
+
+def load_head(path: str, *, name: str, target: CausalModel, device: torch.device, dtype: torch.dtype) -> EagleHead:
+    """Loads a published EAGLE-1, 2 or 3 checkpoint, a folder or a hub name, to draft for ``target``.
+
+    Raises PairError, in one line, when it was made for another target (hidden size, vocabulary, layers) or is incomplete.
+    """
+    fingerprint = identity(path)
+    folder = _folder(path, name)
+    config = _flat(head_config(folder), name)
+    tensors = _read_tensors(folder, name)
+    reader = _Reader(tensors, name)
+    eagle3 = _is_eagle3(config, tensors)
+    for key in ("hidden_size", "intermediate_size", "num_attention_heads"):
+        if not isinstance(config.get(key), int):
+            raise PairError(f"{name}: {folder / 'config.json'} says no {key}")
+    shape, taps = _shape(config, tensors, target, eagle3, name)
+    token_ids = _token_ids(config, reader, target, shape, name)
+    weights = _weights(reader, shape)
+    embed = None
+    if "embed_tokens.weight" in tensors:
+        embed = nn.Embedding(target.vocab_size, shape.hidden, device=device, dtype=dtype).requires_grad_(False)
+        embed.weight.copy_(reader.take("embed_tokens.weight", target.vocab_size, shape.hidden))
+    elif shape.hidden != target.hidden_size:
+        raise PairError(f"{name}: the checkpoint has no tensor embed_tokens.weight, and the target's has another width")
+    if not eagle3:
+        tensors.pop("lm_head.weight", None)  # a copy of the target's, in some
+    if tensors:
+        raise PairError(f"{name}: tensor {min(tensors)} of {path} is of a kind of head that is not known here")
+    try:
+        rotary = LlamaRotaryEmbedding(rope_config(config, shape.head_dim))
+    except (KeyError, TypeError, ValueError) as error:
+        raise PairError(f"{name}: rope settings of {folder / 'config.json'} are not understood: {error}") from None
+    net = HeadNet(shape)
+    net.load_state_dict(weights)
+    net.requires_grad_(False)
+    return EagleHead(
+        net.to(device=device, dtype=dtype),
+        target,
+        name=name,
+        fingerprint=fingerprint,
+        taps=taps,
+        rotary=rotary,
+        token_ids=None if token_ids is None else token_ids.to(device),
+        embed=embed,
+    )
+
+
+def _folder(path: str, name: str) -> Path:
+    if is_local(path):
+        return Path(path).expanduser()
+    try:
+        return Path(snapshot_download(path, allow_patterns=["config.json", "*.safetensors", "*.bin"]))
+    except Exception as error:  # the border: the hub's client has errors of many kinds
+        raise PairError(f"{name}: cannot load {path}: {(str(error).splitlines() or [type(error).__name__])[0]}") from None
+
+
+def _is_eagle3(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
+    named = any("eagle3" in str(a).lower() for a in config.get("architectures") or ())
+    named = named or config.get("speculators_model_type") == "eagle3"
+    return named or "draft_vocab_size" in config or "eagle_config" in config or "layers.0.hidden_norm.weight" in tensors
+
+
+def _shape(
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: CausalModel, eagle3: bool, name: str
+) -> tuple[HeadShape, tuple[int, ...]]:
+    """The head's sizes and taps, checked against the target's."""
+    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    wanted = int(config.get("target_hidden_size") or (target.hidden_size if eagle3 else hidden))
+    if wanted != target.hidden_size:
+        raise PairError(f"{name}: the head reads hidden states of width {wanted}, the target's are {target.hidden_size} wide")
+    taps = _taps(config, target.num_layers, eagle3)
+    if eagle3 and not all(0 <= tap <= target.num_layers for tap in taps):
+        raise PairError(f"{name}: the head reads hidden states {list(taps)}; the target has states 0 to {target.num_layers}")
+    fused = len(taps) * target.hidden_size
+    fc = tensors.get("fc.weight")
+    if fc is None:
+        raise PairError(f"{name}: the checkpoint has no tensor fc.weight")
+    if eagle3 and fc.shape[-1] != fused:
+        raise PairError(
+            f"{name}: the head's fc takes {fc.shape[-1]} features, but {len(taps)} hidden states of the target have {fused}; "
+            "it was trained for another target"
+        )
+    vocab = int(config.get("vocab_size") or target.vocab_size)
+    if vocab != target.vocab_size:
+        raise PairError(
+            f"{name}: the head has a vocabulary of {vocab} tokens, the target one of {target.vocab_size}; "
+            "a head must be trained for its target"
+        )
+    draft_vocab = int(config.get("draft_vocab_size") or vocab)
+    if not 0 < draft_vocab <= vocab:
+        raise PairError(f"{name}: draft_vocab_size {draft_vocab} exceeds the vocabulary of {vocab}")
+    lm_head = tensors.get("lm_head.weight") if eagle3 else None
+    if lm_head is not None and lm_head.shape[0] != draft_vocab:
+        raise PairError(f"{name}: lm_head.weight has {lm_head.shape[0]} rows, draft_vocab_size is {draft_vocab}")
+    if lm_head is None and (draft_vocab != vocab or hidden != target.hidden_size):
+        raise PairError(f"{name}: the checkpoint has no tensor lm_head.weight, and the target's does not fit")
+    norms = _norms(config, tensors, eagle3, name)
+    qkv_bias = "layers.0.self_attn.q_proj.bias" in tensors or bool(config.get("qkv_bias")) or bool(config.get("attention_bias"))
+    return HeadShape(
+        eagle3=eagle3,
+        hidden=hidden,
+        fused=fused,
+        intermediate=int(config["intermediate_size"]),
+        heads=heads,
+        kv_heads=int(config.get("num_key_value_heads") or heads),
+        head_dim=int(config.get("head_dim") or hidden // heads),
+        eps=float(config.get("rms_norm_eps", 1e-6)),
+        layers=max(int(config.get("num_hidden_layers") or 1), *(1 + i for i in _layer_indices(tensors))),
+        norm_before_residual=bool(config.get("norm_before_residual")),
+        norm_output=norms["norm_output"],
+        norm_before_fc=norms["norm_before_fc"],
+        fc_norms=len(taps) if norms["fc_norm"] else 0,
+        draft_vocab=None if lm_head is None else draft_vocab,
+        # EAGLE-3's own code never gives fc a bias, whatever the flag says; what the checkpoint holds is what was trained.
+        fc_bias="fc.bias" in tensors or (not eagle3 and config.get("bias") is True),
+        qkv_bias=qkv_bias,
+        o_bias="layers.0.self_attn.o_proj.bias" in tensors,
+    ), taps
+
+
+def _layer_indices(tensors: Mapping[str, Tensor]) -> set[int]:
+    return {0, *(int(key.split(".")[1]) for key in tensors if key.startswith("layers.") and key.split(".")[1].isdigit())}
+
+
+def _token_ids(config: Mapping[str, Any], reader: _Reader, target: CausalModel, shape: HeadShape, name: str) -> Tensor | None:
+    """Target ids of the head's tokens, int64 [draft_vocab]; None where they are the same."""
+    if shape.draft_vocab is None or (shape.draft_vocab == target.vocab_size and "d2t" not in reader.tensors):
+        reader.tensors.pop("d2t", None)
+        return None
+    ids = torch.arange(shape.draft_vocab) + reader.take("d2t", shape.draft_vocab).long()
+    if int(ids.min()) < 0 or int(ids.max()) >= target.vocab_size or len(set(ids.tolist())) != len(ids):
+        raise PairError(
+            f"{name}: d2t does not map the head's {len(ids)} tokens to different ones of the target's {target.vocab_size}"
+        )
+    return None if torch.equal(ids, torch.arange(target.vocab_size)) else ids
+
+
+def _weights(reader: _Reader, shape: HeadShape) -> dict[str, Tensor]:
+    """The state of a :class:`HeadNet` from a checkpoint's tensors."""
+    hidden, dim = shape.hidden, shape.head_dim
+    width = shape.fused if shape.eagle3 else 2 * hidden
+    out = {f"fc.{k}": t for k, t in reader.linear("fc", hidden, width, shape.fc_bias).items()}
+    if shape.norm_before_fc:
+        out["input_norm.weight"] = reader.take("input_norm.weight", shape.fused)
+    for i in range(shape.fc_norms):
+        out[f"fc_norm.{i}.weight"] = reader.take(f"fc_norm.{i}.weight", shape.fused // shape.fc_norms)
+    for i in range(shape.layers):
+        own = f"layers.{i}"
+        wide = shape.eagle3 and i == 0
+        attention, columns = f"{own}.self_attn", hidden * (2 if wide else 1)
+        rows = (shape.heads * dim, shape.kv_heads * dim, shape.kv_heads * dim)
+        names = (f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj")
+        out |= reader.joined(names, rows, columns, shape.qkv_bias, f"{own}.qkv")
+        for key, tensor in reader.linear(f"{attention}.o_proj", hidden, shape.heads * dim, shape.o_bias).items():
+            out[f"{own}.o_proj.{key}"] = tensor
+        sizes = (shape.intermediate, shape.intermediate)
+        out |= reader.joined((f"{own}.mlp.gate_proj", f"{own}.mlp.up_proj"), sizes, hidden, False, f"{own}.gate_up")
+        out[f"{own}.down_proj.weight"] = reader.take(f"{own}.mlp.down_proj.weight", hidden, shape.intermediate)
+        norms = ["post_attention_layernorm"]
+        norms += ["input_layernorm"] if shape.eagle3 or i else []
+        norms += ["hidden_norm"] if wide else []
+        for norm in norms:
+            out[f"{own}.{norm}.weight"] = reader.take(f"{own}.{norm}.weight", hidden)
+    if shape.eagle3:
+        out["norm.weight"] = reader.take("norm.weight", hidden)
+    if shape.draft_vocab is not None:
+        out["lm_head.weight"] = reader.take("lm_head.weight", shape.draft_vocab, hidden)
+    return out
