@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,13 @@ import torch
 from pairs import make_pair
 from synthetic import flat_profile
 
+import optimizer.tune
 from optimizer.cost import TreeCosts
+from optimizer.tune import TuneOptions, profile_for, usable_profile
 from runtime.decoder import Decoder
 from runtime.loading import LoadedPair, load_pair
 from runtime.loop import DecodeRequest, StaticSource, decode_rounds
-from runtime.measuring import Bench
+from runtime.measuring import ACCEPTED_ERROR, Bench
 from runtime.pair import read_pair
 from runtime.policies.document import GAMMA_LIMIT, Policy, parse_policy
 from runtime.policies.prepared import prepare, window_costs
@@ -51,6 +54,7 @@ from runtime.tree_profiler import (
 )
 from traces.errors import PolicyError
 from traces.schema import CostCurve, LatencyProfile, Sampling, Step
+from traces.store import TraceStore
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +105,44 @@ def test_composed_rounds_are_checked_against_executed_ones(profile: LatencyProfi
     assert trees["rounds"] > 20
     assert 0 <= trees["median_error"] <= trees["p90_error"]
     assert isinstance(trees["accepted"], bool)
+
+
+@pytest.mark.parametrize(
+    ("errors", "width", "measured", "kept"),
+    [
+        ([(0.02, 0.3), (0.03, 0.04)], 8, 2, 1),  # trees are off: measured again, and kept
+        ([(0.02, 0.3), (0.03, 0.2)], 8, 2, 1),
+        ([(0.02, 0.2), (0.03, 0.3)], 8, 2, 0),  # never right: the better of two
+        ([(0.3, 0.02), (0.02, 0.02)], 8, 2, 1),
+        ([(0.02, 0.03)], 8, 1, 0),
+        ([(0.02, 0.3)], 0, 1, 0),  # nobody asks what trees cost
+    ],
+)
+def test_a_profile_whose_check_fails_is_measured_again(
+    pair: LoadedPair,
+    profile: LatencyProfile,
+    store: TraceStore,
+    monkeypatch: pytest.MonkeyPatch,
+    errors: list[tuple[float, float]],
+    width: int,
+    measured: int,
+    kept: int,
+) -> None:
+    """Of chains or of trees, and used again by the next tuning only where both were right."""
+
+    def checked(error: float) -> dict[str, Any]:
+        return {"median_error": error, "accepted": error <= ACCEPTED_ERROR}
+
+    made = [replace(profile, check={**checked(chains), "trees": checked(trees)}) for chains, trees in errors]
+    left = iter(made)
+    monkeypatch.setattr(optimizer.tune, "measure_profile", lambda *args, **kwargs: next(left))
+    wanted = TuneOptions(gamma_max=4, tree_width=width)
+    stored = profile_for(store, pair, pair.draft_names, wanted)
+    assert stored.profile.check == made[kept].check
+    assert len(list(left)) == len(made) - measured
+    usable = usable_profile(store, pair, pair.draft_names, datetime.now(UTC), trees=width > 0)
+    right = max(errors[kept][: 2 if width else 1]) <= ACCEPTED_ERROR
+    assert (usable.id if usable else None) == (stored.id if right else None)
 
 
 def test_every_cost_of_trees_is_there(pair: LoadedPair, profile: LatencyProfile) -> None:
