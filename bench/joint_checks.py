@@ -58,7 +58,7 @@ WIDTH, DEPTH, GAMMA = 8, 8, 12
 TRIALS, TRIALS_EACH = 300, 60
 FINALISTS = 3
 CONTENDERS, FOLDS = 6, 8
-"""Most finalists that are executed on; parts that the requests are cut into."""
+"""How many finalists are executed on more requests at most; parts that the requests are cut into."""
 CONFIRMED = 80
 """Requests on which winners are confirmed."""
 KEPT = "ablation-winners.json"
