@@ -490,7 +490,7 @@ def _same_pair(pair_id: str, pair: LoadedPair, recording: str) -> None:
 @device_options
 @click.option("--gamma-max", type=click.IntRange(1, 64), default=16, show_default=True)
 @click.option("--contexts", default="32,160,384", show_default=True, help="Context lengths to measure at, comma-separated.")
-@click.option("--repeats", type=click.IntRange(3), default=9, show_default=True)
+@click.option("--repeats", type=click.IntRange(3), default=6, show_default=True)
 @click.option("--no-trees", is_flag=True, help="Leave out what trees cost: quicker, for chains alone.")
 @click.option(
     "--recording", help="Measure trees on the texts of ID or latest; default: the pair's newest complete one, else random tokens."

@@ -14,6 +14,7 @@ from runtime.decoder import Decoded, Decoder, prepare_for
 from runtime.graphs import prepare_graphs
 from runtime.loading import LoadedPair
 from runtime.loop import DecodeRequest, PolicySource, StaticSource
+from runtime.measuring import center
 from runtime.pacing import Pacer, around, at_pace
 from runtime.policies.document import Policy
 from runtime.policies.prepared import QTables, prepare
@@ -344,7 +345,7 @@ def race(
         if pacer is None:
             return decoded.seconds
         taken = pacer.taken()
-        passes_s.extend(taken)
+        passes_s.extend(taken.tolist())
         rounds, rest = at_pace(decoded, around(taken))
         return float(rounds.sum()) + rest  # in passes: a race asks for ratios
 
@@ -361,7 +362,7 @@ def race(
         progress=progress,
     )
     if pacer:
-        usual_s = float(np.median(passes_s))
+        usual_s = center(passes_s)
         timings = replace(timings, seconds={p: s * usual_s for p, s in timings.seconds.items()})
     outcomes = {}
     for policy_id, policy in unique.items():

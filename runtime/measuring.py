@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from runtime.decoder import ModelBackend
 from runtime.loading import LoadedPair
 from runtime.loop import DecodeRequest
+from runtime.pacing import Pacer, around
 from runtime.policies.document import Policy
 from runtime.policies.prepared import PreparedPolicy, prepare
 from traces.schema import CostCurve, Sampling
@@ -41,10 +43,31 @@ class Bench:
     done: int = 0
     total: int = 1
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+    passes_s: list[float] = field(default_factory=list)
+    """What the passes that tell the machine's pace took, one after another."""
 
     def __post_init__(self) -> None:
         self.backend = ModelBackend(self.pair)
         self.backend.every_shape = True
+        self.pacer = Pacer(self.pair, self.clock) if self.pair.device.type == "cpu" else None
+
+    def pace(self) -> None:
+        """To be called after a round: times the passes that tell the pace. Only a CPU, shared as a rule, changes its own."""
+        if self.pacer is not None:
+            self.pacer()
+            self.passes_s.extend(self.pacer.taken().tolist())
+
+    def around_s(self, rounds: int = 1) -> NDArray[np.float64]:
+        """The pace at the last rounds, [rounds]: seconds of a pass before and after each, the mean. Ones where there is no pacer."""
+        if self.pacer is None:
+            return np.ones(rounds)
+        return around(np.array(self.passes_s[-rounds - 1 :]))[-rounds:]
+
+    @property
+    def usual_s(self) -> float:
+        """The usual pace of the measurement, slow moments included: what is measured is kept as so many passes, and costs their usual
+        seconds."""
+        return 1.0 if self.pacer is None else center(self.passes_s)
 
     def tick(self, what: str) -> None:
         self.done += 1

@@ -53,7 +53,7 @@ def measure_profile(
     *,
     gamma_max: int = 16,
     contexts: Sequence[int] = (32, 160, 384),
-    repeats: int = 9,
+    repeats: int = 6,
     trees: bool = True,
     texts: Sequence[Sequence[int]] = (),
     progress: Progress = lambda what, done, total: None,
@@ -124,11 +124,15 @@ def measured_gammas(gamma_max: int) -> tuple[int, ...]:
 
 @dataclass
 class _Cells:
-    """Samples in seconds: ``verify`` and ``draft`` by (draft, gamma, context), ``lag`` by (draft, lag, context)."""
+    """Samples in passes (:attr:`Bench.usual_s`): ``verify`` and ``draft`` by (draft, gamma, context), ``lag`` by (draft, lag, context)."""
 
     verify: dict[tuple[str, int, int], list[float]] = field(default_factory=dict)
     draft: dict[tuple[str, int, int], list[float]] = field(default_factory=dict)
     lag: dict[tuple[str, int, int], list[float]] = field(default_factory=dict)
+
+    def in_seconds(self, usual_s: float) -> _Cells:
+        tables = (self.verify, self.draft, self.lag)
+        return _Cells(*({key: [usual_s * s for s in found] for key, found in table.items()} for table in tables))
 
 
 @dataclass
@@ -155,7 +159,7 @@ class ChainMeasurement:
 
     def costs(self) -> dict[str, Any]:
         """The fields of a profile that all turns tell: ``verify``, ``draft_step``, ``draft_phase_s`` and ``draft_bend_s``."""
-        cells, drafts, contexts = self.cells, self.drafts, self.contexts
+        cells, drafts, contexts = self.cells.in_seconds(self.bench.usual_s), self.drafts, self.contexts
         verify, evicted = _verify_costs(cells, drafts, contexts, self.gammas)
         phase, steps = _draft_costs(cells, drafts, contexts, evicted)
         lags = {name: LAGS if name in self.bench.pair.drafts else (1,) for name in drafts}
@@ -187,21 +191,24 @@ def _measure_rounds(bench: Bench, name: str, context: int, cells: _Cells, gammas
     source = Turns(ready[max(gammas)])
     rounds = decode_rounds(backend, DecodeRequest("profile", ids, Sampling(), 1, budget), source, bench.clock)
 
-    def once(gamma: int, lag: int) -> Step:
-        """A round from where the text began."""
+    def once(gamma: int, lag: int) -> tuple[float, float]:
+        """Drafting and verification of a round from where the text began, in passes."""
         source.prepared = ready[gamma]
         if backend.length > len(ids):
             backend.rewind(len(ids))
             draft.rewind(len(ids) - lag)
-        return next(rounds).step
+        step = next(rounds).step
+        bench.pace()
+        pace_s = float(bench.around_s()[0])
+        return step.draft_s / pace_s, step.verify_s / pace_s
 
     for gamma, lag, counted in plan:
-        step = once(gamma, lag)
+        drafting, verification = once(gamma, lag)
         if counted:
-            cells.verify.setdefault((name, gamma, context), []).append(step.verify_s)
-            cells.draft.setdefault((name, gamma, context), []).append(step.draft_s)
+            cells.verify.setdefault((name, gamma, context), []).append(verification)
+            cells.draft.setdefault((name, gamma, context), []).append(drafting)
     for lag in lags:
-        cells.lag.setdefault((name, lag, context), []).append(once(1, lag).draft_s)
+        cells.lag.setdefault((name, lag, context), []).append(once(1, lag)[0])
 
 
 def _verify_costs(
@@ -346,6 +353,7 @@ def _sampling_costs(bench: Bench, context: int) -> tuple[float, float, float]:
 def _check(bench: Bench, profile: LatencyProfile, contexts: tuple[int, ...]) -> LatencyProfile:
     """Executes whole requests, takes loop overhead from their rounds, and compares composed with executed seconds a round."""
     rounds: list[tuple[Step, int]] = []
+    slower: list[float] = []
     policies = [AUTOREGRESSIVE] + [
         Policy(draft=name, window=FixedWindow(gamma=g)) for name in bench.pair.drafts for g in {3, min(7, bench.gamma_max)}
     ]
@@ -353,17 +361,19 @@ def _check(bench: Bench, profile: LatencyProfile, contexts: tuple[int, ...]) -> 
     request_s = []
     for policy in policies:
         decoder = Decoder(bench.pair, StaticSource(prepare(policy, bench.pair.draft_names)), clock=bench.clock)
+        decoder.after_round = bench.pace
         request = DecodeRequest("check", prompt, Sampling(), 1, min(40, bench.pair.max_positions - len(prompt)))
         for repeat in range(2):
             decoded = decoder.decode(request)
             if repeat:
                 rounds += [(s, len(prompt) + s.start - 1) for s in decoded.steps[1:]]
+                slower += (bench.around_s(len(decoded.steps))[1:] / bench.usual_s).tolist()
                 drafts = profile.draft_prefill.get(policy.draft)
                 read = profile.prefill.at(len(prompt) - 1, 0) + (drafts.at(len(prompt) - 1, 0) if drafts else 0.0)
                 request_s.append(decoded.prefill_s - read)
-    overhead = statistics.median([s.round_s - s.draft_s - s.verify_s for s, _ in rounds])
+    overhead = statistics.median([(s.round_s - s.draft_s - s.verify_s) / pace for (s, _), pace in zip(rounds, slower, strict=True)])
     profile = replace(profile, overhead_s=max(0.0, overhead), request_s=max(0.0, statistics.median(request_s)))
-    check = errors([(compose_round(profile, s, c), s.round_s) for s, c in rounds])
+    check = errors([(compose_round(profile, s, c), s.round_s / pace) for (s, c), pace in zip(rounds, slower, strict=True)])
     check["overhead_share"] = overhead / statistics.median([s.round_s for s, _ in rounds])
     return replace(profile, check=check)
 

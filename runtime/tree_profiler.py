@@ -185,7 +185,7 @@ class TreeMeasurement:
 
     def costs(self) -> TreeProfile:
         """What is typical of all turns."""
-        return tree_costs(levelled(self.groups, len(self.drafts)), self.drafts, self.contexts)
+        return tree_costs(levelled(self.groups, len(self.drafts), self.bench.usual_s), self.drafts, self.contexts)
 
 
 def measure_trees(bench: Bench, contexts: Sequence[int], texts: Sequence[Sequence[int]] = ()) -> TreeProfile | None:
@@ -200,9 +200,9 @@ def measure_trees(bench: Bench, contexts: Sequence[int], texts: Sequence[Sequenc
     return measurement.costs()
 
 
-def levelled(groups: Sequence[TreeCells], drafts: int) -> TreeCells:
-    """Cells that were measured one after another as one, all at the mean pace. ``groups`` are of one (draft, temperature above 0, context)
-    each, in turn of so many ``drafts`` at one temperature and context.
+def levelled(groups: Sequence[TreeCells], drafts: int, usual_s: float = 1.0) -> TreeCells:
+    """Cells that were measured one after another as one, all at the mean pace, in seconds. ``groups`` are of one (draft, temperature above
+    0, context) each, in turn of so many ``drafts`` at one temperature and context; ``usual_s`` are their unit's seconds.
 
     A group's pace is how long its verifications took beside those of all groups, a median: they are the same work whatever the draft. But
     what a draft's verifications take longer at every turn, beyond noise, is that draft's (it drives the target out of the caches), and
@@ -220,15 +220,17 @@ def levelled(groups: Sequence[TreeCells], drafts: int) -> TreeCells:
     own = _beyond_noise(turns - turns.mean(1, keepdims=True))
     whole = TreeCells()
     for i, group in enumerate(groups):
-        factor = math.exp(own[i % drafts] - pace[i])
+        factor = usual_s * math.exp(own[i % drafts] - pace[i])
         levels = zip(group.draft.values(), whole.draft.values(), strict=True)
         for mine, all_ in ((group.verify, whole.verify), (group.first, whole.first), *levels):
             for key, samples in mine.items():
                 all_.setdefault(key, []).extend(factor * s for s in samples)
         for place, near in group.near.items():
-            whole.near.setdefault(place, NearTies()).add(near)
+            scaled = replace(near, draft_s=usual_s * near.draft_s, verify_s=usual_s * near.verify_s)
+            whole.near.setdefault(place, NearTies()).add(scaled)
         for kind, rounds in group.kinds.items():
-            whole.kinds.setdefault(kind, []).extend(r._replace(draft_s=factor * r.draft_s) for r in rounds)
+            moved = (r._replace(draft_s=factor * r.draft_s, settled_s=usual_s * r.settled_s) for r in rounds)
+            whole.kinds.setdefault(kind, []).extend(moved)
     return whole
 
 
@@ -329,7 +331,7 @@ def _measure_group(
     near = cells.near.setdefault((name, hot, context), NearTies())
 
     def once(ready: PreparedPolicy, levels: int, lag: int = 1, kind: str = "") -> tuple[float, float, int]:
-        """Seconds of drafting with committing, of verification, and the nodes verified."""
+        """Drafting with committing and verification, in passes (:attr:`Bench.usual_s`), and the nodes verified."""
         nonlocal length
         if backend.length > length:
             length = max(length - 1, least)
@@ -340,7 +342,10 @@ def _measure_group(
         made = next(rounds)
         step, tree = made.step, made.tree
         settled, checked = apart
-        draft_s, verify_s = step.draft_s + committed[0], step.verify_s
+        bench.pace()
+        pace_s = float(bench.around_s()[0])
+        settled, checked = settled / pace_s, checked / pace_s
+        draft_s, verify_s = (step.draft_s + committed[0]) / pace_s, step.verify_s / pace_s
         widths = tuple(tree.widths) if tree else ()
         near.verify_s, near.tokens = near.verify_s + checked, near.tokens + step.emitted
         if kind:
@@ -555,10 +560,12 @@ def check_trees(bench: Bench, profile: LatencyProfile, contexts: Sequence[int]) 
             for sampling in SAMPLINGS:
                 request = DecodeRequest("check", prompt, sampling, 1, budget)
                 for n, item in enumerate(decoder.rounds(request)):
+                    bench.pace()
+                    slower = float(bench.around_s()[0]) / bench.usual_s
                     if n > 1 and item.tree is not None:
                         context = len(prompt) + item.step.start - 1
                         seconds = compose_tree_round(profile, item.step, item.tree.widths, context, sampled=not sampling.greedy)
-                        rounds.append((seconds, item.step.round_s))
+                        rounds.append((seconds, item.step.round_s / slower))
     if not rounds:
         return profile
     found: dict[str, Any] = errors(rounds)
