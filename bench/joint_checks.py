@@ -430,7 +430,7 @@ def joint(state: Path) -> dict[str, Any]:
     fastest: the fastest of four on these requests would be ahead by luck alone. It holds where the joint winner is not slower than that
     one's beyond noise (95%) on any workload, on all of them together at least as fast, within the 1% that count as a tie, and slower than
     no paper's on any beyond noise (at the level at which a race drops a policy, as there are twelve). Eighty requests tell apart what
-    differs by 2.6%; three workloads together, what differs by 1.5%. Raises TraceError where the ablation has left no winners.
+    differs by 2%; three workloads together, what differs by 1%. Raises TraceError where the ablation has left no winners.
     """
     if not (state / KEPT).exists():
         raise TraceError(f"{state / KEPT}: there are no winners to confirm; run `make acceptance ARGS='--only ablation'` first")
