@@ -354,6 +354,7 @@ def _check(bench: Bench, profile: LatencyProfile, contexts: tuple[int, ...]) -> 
     """Executes whole requests, takes loop overhead from their rounds, and compares composed with executed seconds a round."""
     rounds: list[tuple[Step, int]] = []
     slower: list[float] = []
+    usual_s = bench.usual_s  # the profile's unit, which the check's own passes shall not move
     policies = [AUTOREGRESSIVE] + [
         Policy(draft=name, window=FixedWindow(gamma=g)) for name in bench.pair.drafts for g in {3, min(7, bench.gamma_max)}
     ]
@@ -367,7 +368,7 @@ def _check(bench: Bench, profile: LatencyProfile, contexts: tuple[int, ...]) -> 
             decoded = decoder.decode(request)
             if repeat:
                 rounds += [(s, len(prompt) + s.start - 1) for s in decoded.steps[1:]]
-                slower += (bench.around_s(len(decoded.steps))[1:] / bench.usual_s).tolist()
+                slower += (bench.around_s(len(decoded.steps))[1:] / usual_s).tolist()
                 drafts = profile.draft_prefill.get(policy.draft)
                 read = profile.prefill.at(len(prompt) - 1, 0) + (drafts.at(len(prompt) - 1, 0) if drafts else 0.0)
                 request_s.append(decoded.prefill_s - read)

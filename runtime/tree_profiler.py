@@ -551,6 +551,7 @@ def check_trees(bench: Bench, profile: LatencyProfile, contexts: Sequence[int]) 
     """Executes requests under tree policies of other shapes than were measured, and compares composed with executed seconds a round."""
     assert profile.trees is not None
     rounds: list[tuple[float, float]] = []
+    usual_s = bench.usual_s
     prompt = bench.tokens(min(48, max(contexts)))
     budget = min(CHECKED_TOKENS, bench.pair.max_positions - len(prompt))
     for name in profile.trees.level:
@@ -561,7 +562,7 @@ def check_trees(bench: Bench, profile: LatencyProfile, contexts: Sequence[int]) 
                 request = DecodeRequest("check", prompt, sampling, 1, budget)
                 for n, item in enumerate(decoder.rounds(request)):
                     bench.pace()
-                    slower = float(bench.around_s()[0]) / bench.usual_s
+                    slower = float(bench.around_s()[0]) / usual_s
                     if n > 1 and item.tree is not None:
                         context = len(prompt) + item.step.start - 1
                         seconds = compose_tree_round(profile, item.step, item.tree.widths, context, sampled=not sampling.greedy)
