@@ -20,7 +20,8 @@ from doors import CLI, ROOT, Door, lines, write_workload
 from pairs import tiny_model, tokenizer
 from sqlalchemy.pool import Pool
 
-import cli
+from cli import main
+from optimizer.commands.shared import write_rounds
 
 FIXED = '{"draft": "near", "window": {"kind": "fixed", "gamma": 3}}'
 ANALYTIC = '{"draft": "near", "window": {"kind": "analytic", "gamma_max": 4}}'
@@ -412,7 +413,7 @@ def test_a_result_file_is_whole_or_as_it_was(door: Door, monkeypatch: pytest.Mon
 
     Path("out.jsonl").write_text('{"old": 1}\n')
     with pytest.raises(Exception, match=r"out\.jsonl: cannot be written \(No space left on device\)"):
-        cli._write_rounds("out.jsonl", stops())
+        write_rounds("out.jsonl", stops())
     assert lines(Path("out.jsonl")) == [{"old": 1}]
     assert not list(Path().glob(".out*"))
 
@@ -498,7 +499,7 @@ def commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[t
             yield (*path, name), command
 
 
-COMMANDS = list(commands(cli.main))
+COMMANDS = list(commands(main))
 
 
 @pytest.mark.parametrize(("path", "command"), COMMANDS, ids=[" ".join(p) or "cli.py" for p, _ in COMMANDS])

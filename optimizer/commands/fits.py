@@ -1,0 +1,307 @@
+"""`fit`: what trees, shortlists and a draft for each prompt need, fitted to a recording and stored as artifacts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from optimizer.commands.shared import (
+    Meter,
+    device_options,
+    emit,
+    json_option,
+    load,
+    open_store,
+    pair_options,
+    policy_named,
+    together,
+    with_context,
+)
+
+if TYPE_CHECKING:
+    from optimizer.fit import StoredFit
+
+
+@click.group()
+def fit() -> None:
+    """Fit to a recording what trees (bins, classifier, score, static-tree), shortlists (frequencies, clusters, router) and a draft for each
+    prompt (chooser) need."""
+
+
+fit_options = together(
+    click.option("--recording", default="latest", show_default=True, help="One recorded with --tree-width and --tree-depth."),
+    click.option("--draft", required=True, help="Draft whose trees are fitted to, by name."),
+    click.option(
+        "--proposals",
+        type=click.Choice(["coupled", "probability"]),
+        default="coupled",
+        show_default=True,
+        help="Trees recorded with these --tree-proposals.",
+    ),
+)
+sample_options = together(
+    click.option("--width", type=click.IntRange(1, 32), help="Children of a node; default: as recorded."),
+    click.option("--starts", type=click.IntRange(1), help="Fit to at most so many rounds; default: 20000, of a classifier 4000."),
+    click.option("--seed", type=click.IntRange(0), default=0, show_default=True),
+)
+
+
+def _emit_fit(as_json: bool, made: StoredFit, view: Callable[[dict[str, Any]], Any]) -> None:
+    """Shows what was fitted, and the policy to begin with unless that is a draft alone."""
+    data = made.to_json()
+    emit(as_json, data, lambda: view(data))
+    if not as_json:
+        start = "" if made.policy.keys() == {"draft"} and isinstance(made.policy["draft"], str) else json.dumps(made.policy)
+        click.echo(f"artifact {made.artifact}" + (f"; a policy with it: {start}" if start else ""))
+
+
+def _fitted(ctx: click.Context, as_json: bool, which: str, kw: dict[str, Any], view: Callable[[dict[str, Any]], Any]) -> None:
+    """Runs one of optimizer.fit's functions on what was asked for and shows what came of it."""
+    with open_store(ctx, create=False) as store, Meter() as meter:
+        import optimizer.fit as fits
+
+        recording = store.resolve_recording(kw.pop("recording"))
+        given = {key: value for key, value in kw.items() if value is not None}
+        made = getattr(fits, which)(store, recording, given.pop("draft"), progress=meter, **given)
+    _emit_fit(as_json, made, view)
+
+
+@fit.command("bins")
+@fit_options
+@click.option("--depth", type=click.IntRange(1, 64), help="Levels of the trees; default: those recorded less 3.")
+@click.option("--top-n", type=click.IntRange(1, 256), help="Nodes kept of a tree; default: 60.")
+@sample_options
+@json_option
+@with_context
+def fit_bins(ctx: click.Context, as_json: bool, **kw: Any) -> None:
+    """Entropy bins for `stratify` (HeteroSpec): which rounds are sure enough for a smaller, deeper tree.
+
+    \b
+    Example:  cli.py fit bins --draft small --depth 5
+    """
+    from optimizer.report import bins_table
+
+    _fitted(ctx, as_json, "fit_bins_artifact", kw, bins_table)
+
+
+@fit.command("classifier")
+@fit_options
+@click.option("--depth", type=click.IntRange(1, 64), help="Levels of the trees; default: as recorded.")
+@click.option("--hidden", type=click.IntRange(2, 48), help="Hidden units; default: 48.")
+@click.option(
+    "--features",
+    multiple=True,
+    type=click.Choice(["probability", "entropy", "depth"]),
+    help="Only these; repeatable. Default: all three.",
+)
+@click.option("--epochs", type=click.IntRange(1, 1000), help="Passes over the nodes; default: 10, more where these are few.")
+@click.option("--from", "carried", metavar="ARTIFACT", help="Fine-tune this classifier, of any draft, instead of a new one.")
+@click.option(
+    "--fraction",
+    type=click.FloatRange(0.0, 1.0),
+    help="With --from: share of the rounds to fine-tune on; default: 0.1. 0: carried over as it is, only scored.",
+)
+@sample_options
+@json_option
+@with_context
+def fit_classifier(ctx: click.Context, as_json: bool, **kw: Any) -> None:
+    """The node classifier of `growth` classifier (C2T), trained, or carried over from another draft with --from.
+
+    \b
+    Example:  cli.py fit classifier --draft small
+              cli.py fit classifier --draft medium --from 3f2a
+    """
+    from optimizer.report import classifier_table
+    from traces.errors import PolicyError
+
+    if kw["fraction"] is not None and kw["carried"] is None:
+        raise PolicyError("--fraction says how much is fine-tuned on: give --from as well")
+    _fitted(ctx, as_json, "fit_classifier_artifact", kw, classifier_table)
+
+
+@fit.command("score")
+@fit_options
+@click.option("--depth", type=click.IntRange(1, 64), help="Levels of a head's trees; default: as recorded.")
+@sample_options
+@json_option
+@with_context
+def fit_score(ctx: click.Context, as_json: bool, **kw: Any) -> None:
+    """The `sharpness` of the score `coupled`: how far a gap between siblings lowers the estimate that a node is accepted.
+
+    \b
+    Example:  cli.py fit score --draft small
+              cli.py fit score --recording latest --draft head --width 6
+    """
+    from optimizer.report import score_table
+
+    _fitted(ctx, as_json, "fit_score_artifact", kw, score_table)
+
+
+@fit.command("static-tree")
+@fit_options
+@click.option("--nodes", type=click.IntRange(1, 256), help="Most nodes; default: 64.")
+@click.option("--depth", type=click.IntRange(1, 64), help="Most levels; default: 16, or as recorded where replay needs that.")
+@click.option("--profile", "profile", help="Latency profile whose costs count; default: the latest of the recording's pair.")
+@json_option
+@with_context
+def fit_static_tree(ctx: click.Context, as_json: bool, **kw: Any) -> None:
+    """The best fixed tree for `growth` static (Sequoia): the fastest by a profile, or with both --nodes and --depth and no
+    --profile the one that accepts most.
+
+    \b
+    Example:  cli.py fit static-tree --draft small
+              cli.py fit static-tree --draft small --nodes 16 --depth 6
+    """
+    from optimizer.report import static_tree_table
+
+    _fitted(ctx, as_json, "fit_static_tree_artifact", kw, static_tree_table)
+
+
+def _shortlist_fit(ctx: click.Context, as_json: bool, kw: dict[str, Any], which: str, *, drafted: bool) -> None:
+    """Runs one of optimizer.shortlist_fits's functions, which read the pair itself, and shows what came of it."""
+    named = [d for d in kw["drafts"] if "=" not in d]
+    if drafted and len(named) != 1:
+        raise click.UsageError("name one draft whose output head is fitted to, --draft NAME (of the pair; NAME=PATH gives its checkpoint)")
+    if not drafted and named:
+        raise click.BadParameter(f"{named[0]}: NAME=PATH is expected; frequencies are every draft's", param_hint="--draft")
+    kw["drafts"] = tuple(d for d in kw["drafts"] if "=" in d)
+    with open_store(ctx) as store, Meter() as meter:
+        asked = kw.pop("recording", None)
+        recording = None if asked is None else store.resolve_recording(asked)
+        pair = load(kw)
+        import optimizer.shortlist_fits as fits
+        from optimizer.report import shortlist_fit_table
+
+        store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
+        given = {key: value for key, value in kw.items() if value not in (None, ())}
+        arguments = [] if which == "fit_clusters_artifact" else [recording or ""]
+        made = getattr(fits, which)(store, *arguments, pair, *named, progress=meter, **given)
+    _emit_fit(as_json, made, shortlist_fit_table)
+
+
+@fit.command("chooser")
+@pair_options
+@device_options
+@click.option("--recording", default="latest", show_default=True, help="Its requests are fitted to, and replayed under every candidate.")
+@click.option(
+    "--policies",
+    multiple=True,
+    metavar="POLICY",
+    help="FILE, inline JSON or ID of a draft's policy; repeatable. Default: of every draft the fastest by replay, and none.",
+)
+@click.option("--rule", type=click.Choice(["throughput", "theorem_3"]), default="throughput", show_default=True)
+@click.option("--profile", "profile", help="Latency profile that weighs the drafts; default: the latest of the pair and device.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Deals requests into the parts of cross-validation.")
+@json_option
+@with_context
+def fit_chooser(ctx: click.Context, as_json: bool, policies: tuple[str, ...], **kw: Any) -> None:
+    """A draft for each prompt (draft `ols`): accuracies predicted from length, perplexity and TF-IDF, and what follows for the speed.
+
+    Unless choosing gains something beyond noise by cross-validation, the best single draft decodes everything.
+
+    \b
+    Example:  cli.py fit chooser
+              cli.py fit chooser --rule theorem_3 --policies small.json --policies '{"draft": "ngram"}'
+    """
+    from traces.errors import PolicyError
+
+    with open_store(ctx) as store, Meter() as meter:
+        recording = store.resolve_recording(kw.pop("recording"))
+        pair = load(kw)
+        from optimizer.chooser_fits import fit_chooser_artifact
+        from optimizer.report import chooser_table
+
+        named = [policy_named(store, name, pair.id, pair.device.type, option="--policies") for name in policies]
+        candidates = {policy.draft: policy for policy in named} or None
+        if candidates is not None and len(candidates) < len(named):
+            raise PolicyError("--policies: two policies of one draft; a chooser has one for each")
+        store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
+        given = {key: kw[key] for key in ("rule", "profile", "seed")}
+        made = fit_chooser_artifact(store, recording, pair, candidates, progress=meter, **given)
+    _emit_fit(as_json, made, chooser_table)
+
+
+@fit.command("frequencies")
+@pair_options
+@device_options
+@click.option("--recording", default="latest", show_default=True, help="Its texts are counted, prompts included.")
+@click.option("--corpus", multiple=True, metavar="FILE", help="Count these text files instead; repeatable.")
+@json_option
+@with_context
+def fit_frequencies(ctx: click.Context, as_json: bool, **kw: Any) -> None:
+    """The vocabulary by frequency, for shortlists `frequency` (FR-Spec) and `position_frequency` (PA-FR).
+
+    \b
+    Example:  cli.py fit frequencies
+              cli.py fit frequencies --corpus notes.txt --corpus code.py
+    """
+    if kw["corpus"]:
+        kw["recording"] = None
+    _shortlist_fit(ctx, as_json, kw, "fit_frequencies_artifact", drafted=False)
+
+
+@fit.command("clusters")
+@pair_options
+@device_options
+@click.option("--clusters", "count", type=click.IntRange(1), help="M; default: by the size of the output head.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@json_option
+@with_context
+def fit_clusters(ctx: click.Context, as_json: bool, **kw: Any) -> None:
+    """Token clusters of a draft's output head (DynaSpec), to look at, or for `fit router --clusters-from`.
+
+    \b
+    Example:  cli.py fit clusters --draft small --clusters 64
+    """
+    _shortlist_fit(ctx, as_json, kw, "fit_clusters_artifact", drafted=True)
+
+
+@fit.command("router")
+@pair_options
+@device_options
+@click.option("--recording", default="latest", show_default=True, help="The texts whose contexts it learns.")
+@click.option("--clusters", type=click.IntRange(1), help="M; default: by the size of the output head.")
+@click.option("--clusters-from", metavar="ID", help="Stored clusters instead of new ones.")
+@click.option("--hidden", type=click.IntRange(1), help="Hidden units; default: 128.")
+@click.option("--labels", type=click.IntRange(1), help="L, most probable tokens whose clusters are positive; default: 8.")
+@click.option("--epochs", type=click.IntRange(1))
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@json_option
+@with_context
+def fit_router(ctx: click.Context, as_json: bool, **kw: Any) -> None:
+    """Clusters and the router that selects them by context, for shortlists `clusters` (DynaSpec).
+
+    \b
+    Example:  cli.py fit router --draft small
+              cli.py fit router --draft head --clusters 128
+    """
+    _shortlist_fit(ctx, as_json, kw, "fit_router_artifact", drafted=True)
+
+
+@fit.command("ranks")
+@pair_options
+@device_options
+@click.option("--recording", default="latest", show_default=True, help="One recorded with --tree-width and --tree-depth.")
+@click.option("--router", metavar="ID", help="A router that `fit router` made.")
+@click.option("--frequencies", metavar="ID", help="A frequency order that `fit frequencies` made.")
+@click.option(
+    "--proposals",
+    type=click.Choice(["coupled", "probability"]),
+    default="coupled",
+    show_default=True,
+    help="Trees recorded with these --tree-proposals.",
+)
+@json_option
+@with_context
+def fit_ranks(ctx: click.Context, as_json: bool, **kw: Any) -> None:
+    """Where a router puts the clusters of everything recorded, or a frequency order its tokens, so that `simulate` replays policies with
+    it. `fit router` and `fit frequencies` make this for their own recording; here it is made for another, or for requests recorded since.
+
+    \b
+    Example:  cli.py fit ranks --draft small --router 7b41 --recording latest
+              cli.py fit ranks --draft small --frequencies 09ac
+    """
+    _shortlist_fit(ctx, as_json, kw, "fit_ranks_artifact", drafted=True)

@@ -1,0 +1,257 @@
+"""`schedule`: tuning again and again, and the workers that do it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from optimizer.commands.shared import (
+    Meter,
+    device_options,
+    emit,
+    json_option,
+    open_store,
+    pair_options,
+    sampling_options,
+    search_asked,
+    search_options,
+    with_context,
+    workload_options,
+)
+
+if TYPE_CHECKING:
+    from optimizer.schedule import Ended, Fire
+
+
+@click.group()
+def schedule() -> None:
+    """Scheduled re-optimization: add, list, show, pause, resume, remove, run, run-once, history."""
+
+
+@schedule.command("add")
+@click.argument("name")
+@click.option("--cron", help='Five fields, e.g. "0 3 * * *".')
+@click.option("--every", help="Interval, e.g. 6h, 30m, 1d.")
+@click.option("--tz", default="UTC", show_default=True, help="Time zone of the cron fields.")
+@click.option("--budget", default="10m", show_default=True, help="What one job may take.")
+@click.option("--misfire-grace", default="1h", show_default=True, help="A slot later than this is not run any more; or 'none'.")
+@click.option("--max-instances", type=click.IntRange(1), default=1, show_default=True, help="Unfinished jobs at a time.")
+@click.option("--max-attempts", type=click.IntRange(1), default=3, show_default=True, help="Workers that may die on a job.")
+@click.option("--no-coalesce", is_flag=True, help="Run every missed slot instead of the latest alone.")
+@click.option("--recorded", help='Tune on what was recorded in the last, e.g., "24h" instead of decoding a workload.')
+@search_options
+@pair_options
+@workload_options
+@sampling_options
+@device_options
+@json_option
+@with_context
+def schedule_add(ctx: click.Context, as_json: bool, name: str, **kw: Any) -> None:
+    """Add a schedule; workers (`schedule run`, `schedule run-once`) do its jobs.
+
+    \b
+    Example:  cli.py schedule add nightly --cron "0 3 * * *" --tz Europe/Berlin
+              cli.py schedule add drift --every 6h --recorded 24h --budget 20m
+              cli.py schedule add chains --every 6h --tree-width 0
+    """
+    from optimizer.jobs import check_payload
+    from optimizer.schedule import add_schedule
+    from runtime.pair import read_pair
+
+    spec = read_pair(kw["pair"], kw["target"], kw["drafts"])
+    spec.check()
+    payload: dict[str, Any] = {
+        "pair": spec.to_json(),
+        "device": kw["device"],
+        "dtype": kw["dtype"],
+        "threads": kw["threads"],
+        "max_new_tokens": kw["max_new_tokens"],
+        "temperature": kw["temperature"],
+        "top_k": kw["top_k"],
+        "top_p": kw["top_p"],
+        "seed": kw["seed"],
+        "verifier": kw["verifier"],
+        "stop_strings": list(kw["stop_strings"]),
+        "chat": not kw["no_chat"],
+        **search_asked(kw),
+    }
+    if kw["recorded"]:
+        payload["recorded"] = kw["recorded"]
+    else:
+        from optimizer.inputs import load_workload
+
+        load_workload(kw["workloads"], all_turns=kw["all_turns"], limit=kw["limit"], categories=kw["categories"])
+        payload |= {
+            "workload": [w if w == "demo" else str(Path(w).resolve()) for w in kw["workloads"]] or ["demo"],
+            "categories": list(kw["categories"]),
+            "limit": kw["limit"],
+            "all_turns": kw["all_turns"],
+            "fresh": True,
+        }
+    check_payload(payload)
+    with open_store(ctx) as store:
+        added = add_schedule(
+            store.database,
+            name,
+            cron=kw["cron"],
+            every=kw["every"],
+            tz=kw["tz"],
+            payload=payload,
+            budget=kw["budget"],
+            misfire_grace=None if kw["misfire_grace"] == "none" else kw["misfire_grace"],
+            max_instances=kw["max_instances"],
+            max_attempts=kw["max_attempts"],
+            coalesce=not kw["no_coalesce"],
+        )
+    emit(as_json, added.to_json(), f"schedule {name}: {added.when}, first at {added.next_fire_at:%Y-%m-%d %H:%M:%S} UTC")
+
+
+@schedule.command("list")
+@json_option
+@with_context
+def schedule_list(ctx: click.Context, as_json: bool) -> None:
+    """All schedules.
+
+    \b
+    Example:  cli.py schedule list
+    """
+    from optimizer.report import rows_table
+    from optimizer.schedule import list_schedules
+
+    with open_store(ctx) as store:
+        found = list_schedules(store.database)
+    rows = [{**s.to_json(), "when": s.when} for s in found]
+    emit(
+        as_json,
+        {"schedules": rows},
+        lambda: rows_table(rows, ("name", "when", "next_fire_at", "enabled", "budget_s"), "schedules"),
+    )
+
+
+@schedule.command("show")
+@click.argument("name")
+@json_option
+@with_context
+def schedule_show(ctx: click.Context, as_json: bool, name: str) -> None:
+    """One schedule, whole.
+
+    \b
+    Example:  cli.py schedule show nightly
+    """
+    from optimizer.schedule import get_schedule
+
+    with open_store(ctx) as store:
+        found = get_schedule(store.database, name).to_json()
+    emit(as_json, found, json.dumps(found, indent=2))
+
+
+def _schedule_verb(verb: str, what: str, say: str) -> None:
+    @schedule.command(verb, help=f"{what}\n\n\b\nExample:  cli.py schedule {verb} nightly")
+    @click.argument("name")
+    @json_option
+    @with_context
+    def command(ctx: click.Context, as_json: bool, name: str) -> None:
+        import optimizer.schedule as schedules
+
+        with open_store(ctx) as store:
+            found = getattr(schedules, f"{verb}_schedule")(store.database, name)
+        emit(as_json, found.to_json(), f"schedule {name} {say}")
+
+
+_schedule_verb("pause", "Let a schedule rest: none of its slots fires until it is resumed.", "is paused")
+_schedule_verb("resume", "Wake a paused schedule; slots missed meanwhile are not made up for.", "is resumed")
+_schedule_verb("remove", "Remove a schedule and its history.", "is removed")
+
+
+@schedule.command("history")
+@click.argument("name", required=False)
+@click.option("--limit", type=click.IntRange(1), default=50, show_default=True)
+@json_option
+@with_context
+def schedule_history(ctx: click.Context, as_json: bool, name: str | None, limit: int) -> None:
+    """Slots that fired, and what became of their jobs.
+
+    \b
+    Example:  cli.py schedule history nightly
+    """
+    from optimizer.report import rows_table
+    from optimizer.schedule import history
+
+    with open_store(ctx) as store:
+        fires = history(store.database, name, limit=limit)
+    rows = [
+        {
+            "schedule": f.schedule,
+            "fire_at": f.fire_at.isoformat(),
+            "outcome": f.outcome,
+            "state": f.job.state if f.job else None,
+            "attempt": f.job.attempt if f.job else None,
+            "result": (f.job.result or {}).get("label") if f.job else None,
+            "published": (f.job.result or {}).get("published") if f.job else None,
+            "error": f.job.error.splitlines()[0] if f.job and f.job.error else None,
+        }
+        for f in fires
+    ]
+    emit(
+        as_json,
+        {"history": [f.to_json() for f in fires]},
+        lambda: rows_table(
+            rows, ("schedule", "fire_at", "outcome", "state", "attempt", "result", "published", "error"), "history"
+        ),
+    )
+
+
+@schedule.command("run")
+@click.option("--poll", default="30s", show_default=True, help="How often to look for due slots.")
+@json_option
+@with_context
+def schedule_run(ctx: click.Context, as_json: bool, poll: str) -> None:
+    """Work: fire what is due and run its jobs, until SIGINT or SIGTERM. Any number of workers may share a database.
+
+    \b
+    Example:  cli.py schedule run --poll 10s
+    """
+    from optimizer.schedule import parse_duration, run_worker
+
+    _work(ctx, as_json, lambda database, execute, **kw: run_worker(database, execute, poll_s=float(parse_duration(poll)), **kw))
+
+
+@schedule.command("run-once")
+@json_option
+@with_context
+def schedule_run_once(ctx: click.Context, as_json: bool) -> None:
+    """Fire what is due, run every waiting job, and end: for cron and systemd timers.
+
+    \b
+    Example:  cli.py schedule run-once
+    """
+    from optimizer.schedule import run_once
+
+    _work(ctx, as_json, run_once)
+
+
+def _schedule_line(event: Fire | Ended) -> str:
+    from optimizer.schedule import Fire
+
+    if isinstance(event, Fire):
+        return f"{event.schedule}: slot of {event.fire_at:%Y-%m-%d %H:%M:%S} UTC: {event.outcome}"
+    said = f": {event.error.splitlines()[0]}" if event.error else ""
+    return f"{event.job.schedule}: job {event.job.id} {event.ending}{said}"
+
+
+def _work(ctx: click.Context, as_json: bool, work: Callable[..., Any]) -> None:
+    with open_store(ctx) as store:
+        from optimizer.jobs import tuning_job
+
+        with Meter() as meter:
+            report = work(
+                store.database,
+                tuning_job(store, progress=meter),
+                watch=lambda event: click.echo(_schedule_line(event), err=True),
+            )
+    data = report.to_json()
+    emit(as_json, data, ", ".join(f"{v} {k}" for k, v in data.items()))

@@ -1,0 +1,268 @@
+"""What all commands share: groups of options, and how a store is opened, a pair loaded, a result printed."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from optimizer.execute import DecodeOptions
+    from runtime.loading import LoadedPair
+    from runtime.policies.document import Policy
+    from traces.schema import Workload
+    from traces.store import TraceStore
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def with_context(command: F) -> F:
+    """click.pass_context, typed so that a command keeps its own signature."""
+    passed: Any = click.pass_context(command)
+    return cast(F, passed)
+
+
+def together(*decorators: Callable[[F], F]) -> Callable[[F], F]:
+    """Several options as one decorator, in the order of ``--help``."""
+    def apply(command: F) -> F:
+        for decorator in reversed(decorators):
+            command = decorator(command)
+        return command
+
+    return apply
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout; all else goes to stderr.")
+pair_options = together(
+    click.option("--pair", help="'demo' (default), or a pair file."),
+    click.option("--target", help="Target checkpoint, instead of --pair."),
+    click.option("--draft", "drafts", multiple=True, metavar="NAME=PATH", help="Draft checkpoint, with --target; repeatable."),
+)
+device_options = together(
+    click.option("--threads", type=click.IntRange(1), help="CPU threads; default: 1 for a small pair, else torch's choice."),
+    click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True),
+    click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", show_default=True),
+)
+workload_options = together(
+    click.option("--workload", "workloads", multiple=True, help="'demo' (default), or JSONL files; repeatable."),
+    click.option("--category", "categories", multiple=True, help="Only requests of this category; repeatable."),
+    click.option("--all-turns", is_flag=True, help="Every turn as a prompt of its own, not the first alone."),
+    click.option("--limit", type=click.IntRange(1), help="Only the first N requests."),
+)
+sampling_options = together(
+    click.option("--max-new-tokens", type=click.IntRange(1), default=128, show_default=True),
+    click.option("--temperature", type=click.FloatRange(0.0, 10.0), default=0.0, show_default=True),
+    click.option("--top-k", type=click.IntRange(0), default=0, help="0: off."),
+    click.option("--top-p", type=click.FloatRange(0.0, 1.0, min_open=True), default=1.0, help="1: off."),
+    click.option("--seed", type=click.IntRange(0), default=0, show_default=True),
+    click.option("--verifier", type=click.Choice(["coupled", "rejection"]), default="coupled", show_default=True),
+    click.option("--stop", "stop_strings", multiple=True, help="End a text at this string; repeatable."),
+    click.option("--no-chat", is_flag=True, help="Do not apply the tokenizer's chat template."),
+)
+
+search_options = together(
+    click.option(
+        "--trials", type=click.IntRange(0), default=400, show_default=True, help="Optuna trials beside the enumeration."
+    ),
+    click.option("--gamma-max", type=click.IntRange(2, 64), default=16, show_default=True, help="Longest drafts searched."),
+    click.option(
+        "--tree-width",
+        type=click.IntRange(0, 32),
+        default=8,
+        show_default=True,
+        help="Children of the widest trees recorded and searched (EAGLE-2's k); 0: chains only.",
+    ),
+    click.option(
+        "--tree-depth",
+        type=click.IntRange(1, 64),
+        default=8,
+        show_default=True,
+        help="Levels of the deepest trees, HeteroSpec's extension included.",
+    ),
+    click.option(
+        "--finalists", type=click.IntRange(1, 16), default=4, show_default=True, help="Policies executed beside the baselines."
+    ),
+)
+
+
+def search_asked(kw: dict[str, Any]) -> dict[str, Any]:
+    """What of TuneOptions :data:`search_options` says. Raises TraceError for trees that are too large."""
+    from optimizer.record import tree_size
+
+    chosen = {name: kw.pop(name) for name in ("trials", "gamma_max", "tree_width", "tree_depth", "finalists")}
+    if chosen["tree_width"]:
+        tree_size(chosen["tree_width"], chosen["tree_depth"])
+    else:
+        chosen["tree_depth"] = 0
+    return chosen
+
+
+def decode_options(kw: dict[str, Any]) -> DecodeOptions:
+    """What :data:`sampling_options` say, taken out of ``kw``."""
+    from optimizer.execute import DecodeOptions
+    from traces.schema import Sampling
+
+    sampling = Sampling(kw.pop("temperature"), kw.pop("top_k"), kw.pop("top_p"), kw.pop("seed"))
+    return DecodeOptions(
+        sampling, kw.pop("max_new_tokens"), kw.pop("verifier"), tuple(kw.pop("stop_strings")), not kw.pop("no_chat")
+    )
+
+
+def load(kw: dict[str, Any]) -> LoadedPair:
+    """Loads the pair that :data:`pair_options` and :data:`device_options` say, taken out of ``kw``. Raises PairError."""
+    from runtime.pair import read_pair
+
+    spec = read_pair(kw.pop("pair"), kw.pop("target"), kw.pop("drafts"))
+    spec.check()
+    from runtime.loading import load_pair
+
+    return load_pair(spec, device=kw.pop("device"), dtype=kw.pop("dtype"), threads=kw.pop("threads"))
+
+
+def workload_of(kw: dict[str, Any]) -> Workload:
+    """Reads what :data:`workload_options` say, taken out of ``kw``. Raises WorkloadError."""
+    from optimizer.inputs import load_workload
+
+    return load_workload(
+        kw.pop("workloads"), all_turns=kw.pop("all_turns"), limit=kw.pop("limit"), categories=kw.pop("categories")
+    )
+
+
+@contextmanager
+def open_store(ctx: click.Context, *, create: bool = True) -> Iterator[TraceStore]:
+    """The store of ``--db``; unless ``create``, a database that does not exist is an error. Raises DatabaseError."""
+    from db.database import open_database
+    from traces.store import TraceStore
+
+    with open_database(ctx.find_root().obj, create=create) as database:
+        yield TraceStore(database)
+
+
+def console_for(stderr: bool = False) -> Console:
+    """Rich's console; wide where there is no terminal, so that no line is broken in a file."""
+    from rich.console import Console
+
+    width = None if (sys.stderr if stderr else sys.stdout).isatty() else 160
+    return Console(stderr=stderr, width=width, soft_wrap=False, highlight=False)
+
+
+def emit(as_json: bool, data: Any, view: Any) -> None:
+    """Prints ``data`` as JSON, or what ``view()`` builds as a table."""
+    if as_json:
+        click.echo(json.dumps(data, ensure_ascii=False))
+    else:
+        console_for().print(view() if callable(view) else view)
+
+
+class Meter:
+    """Progress on stderr: a bar on a terminal, a line per phase otherwise."""
+
+    def __init__(self) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self._console = console_for(stderr=True)
+        self._live = self._console.is_terminal
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=self._console,
+            disable=not self._live,
+        )
+        self._tasks: dict[str, Any] = {}
+
+    def __enter__(self) -> Meter:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._progress.stop()
+
+    def __call__(self, phase: str, done: int, total: int) -> None:
+        key = phase.split(",")[0]
+        if key not in self._tasks:
+            self._tasks[key] = self._progress.add_task(phase, total=total)
+            if not self._live:
+                click.echo(f"{key}: {total}", err=True)
+        self._progress.update(self._tasks[key], completed=done, total=total, description=phase)
+
+
+def policy_named(store: TraceStore, name: str, pair_id: str, device: str, *, option: str = "--policy") -> Policy:
+    """A policy by built-in name, file, inline JSON, id, or ``active``. Raises PolicyError."""
+    from db.errors import NotFoundError
+    from optimizer.inputs import named_policy
+    from runtime.policies.document import AUTOREGRESSIVE, parse_policy
+    from traces.errors import PolicyError
+
+    found = named_policy(name)
+    if found is not None:
+        return found
+    if name == "active":
+        active = store.active_publication(pair_id, device)
+        if active is None:
+            click.echo(f"no policy is published for pair {pair_id} on {device}; decoding autoregressively", err=True)
+            return AUTOREGRESSIVE
+        return parse_policy(dict(active.document), where=f"publication {active.version}")
+    try:
+        stored = store.get_policy(name)
+    except NotFoundError as error:
+        raise PolicyError(
+            f"{option} {name}: neither a file, a JSON document, 'active' nor 'autoregressive', and {error} (see `policies list`)"
+        ) from None
+    return parse_policy(dict(stored.document), where=f"policy {name}")
+
+
+def profile_of(store: TraceStore, wanted: str | None, pair_id: str, device: str, dtype: str | None = None) -> tuple[str, Any]:
+    """(id, profile): the one named, else the latest of this pair and device; ("", None) when there is none."""
+    found = store.get_profile(wanted) if wanted else store.latest_profile(pair_id, device, dtype)
+    return ("", None) if found is None else (found.id, found.profile)
+
+
+def dtype_of(pair: LoadedPair) -> str:
+    return str(pair.target.dtype).removeprefix("torch.")
+
+
+def write_rounds(path: str, rows: Iterator[dict[str, Any]]) -> None:
+    """Writes JSON lines (:func:`write_text`)."""
+    write_text(path, (json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def write_text(path: str, parts: Iterable[str]) -> None:
+    """Writes beside the target and puts it in place at the end, so that a failure leaves nothing half-written."""
+    from traces.errors import SpectuneError
+
+    target = Path(path)
+    part = target.with_name(f".{target.name}.part")
+    try:
+        with part.open("w", encoding="utf-8") as file:
+            for text in parts:
+                file.write(text)
+        part.replace(target)
+    except OSError as error:
+        raise SpectuneError(f"{path}: cannot be written ({error.strerror})") from None
+    finally:
+        if part.parent.is_dir():
+            part.unlink(missing_ok=True)
+
+
+def check_writable(*options: tuple[str, str | None]) -> None:
+    """Raises SpectuneError for an (option, path) that cannot be written, before the work is done whose result would go there."""
+    from traces.errors import SpectuneError
+
+    for option, path in options:
+        if path is None:
+            continue
+        folder = Path(path).resolve().parent
+        if not folder.is_dir():
+            raise SpectuneError(f"{option} {path}: there is no folder {folder}; make it, or name another file")
+        if not os.access(folder, os.W_OK):
+            raise SpectuneError(f"{option} {path}: folder {folder} is not writable; name another file")
