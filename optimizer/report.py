@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from optimizer.tune import Tuned
+from optimizer.tune import Tuned, finite
 from runtime.policies.document import parse_policy
 from traces.schema import TREE_SCALE, Counts, LatencyProfile, Outcome, TreeProfile
 
@@ -45,7 +45,8 @@ def outcome_table(outcome: Outcome) -> RenderableType:
 
 
 def evidence_table(tuned: Tuned) -> RenderableType:
-    """What a tuning executed, fastest first: prediction beside measurement, and the speed over the incumbent."""
+    """What a tuning executed, fastest first by what tells policies apart that were not executed on the same requests: the speed over the
+    race's leader, projected to the workload. Prediction beside measurement; on how many requests tells whom the race dropped."""
     table = Table(title="Executed on requests the search has not seen", title_justify="left")
     for column in (
         "role",
@@ -53,34 +54,40 @@ def evidence_table(tuned: Tuned) -> RenderableType:
         "tau",
         "predicted",
         "measured tokens/s",
-        "95% interval",
+        "on requests",
         "vs incumbent",
         "vs autoregressive",
+        "vs leader (95%)",
     ):
         table.add_column(column, justify="left" if column in ("role", "policy") else "right")
     seen: dict[str, list[str]] = {}
     for candidate in tuned.candidates:
         seen.setdefault(candidate.policy.id, []).append(candidate.role)
-    plain = next(c for c in tuned.candidates if c.role == "autoregressive").executed.total.tokens_per_s
+    base = next(c for c in tuned.candidates if c.role == "autoregressive")
+    plain = {r.request_id: r.counts.seconds for r in base.executed.per_request}
     unique = {c.policy.id: c for c in tuned.candidates}
-    for c in sorted(unique.values(), key=lambda c: -c.executed.total.tokens_per_s):
-        low, high = c.executed.tokens_per_s_interval()
-        speed = c.executed.total.tokens_per_s
+    for c in sorted(unique.values(), key=lambda c: -c.raced[0]):
+        shared = [r for r in c.executed.per_request if r.request_id in plain]
+        seconds = sum(r.counts.seconds for r in shared)
+        low, high = finite(c.raced[1:])
         table.add_row(
             ", ".join(seen[c.policy.id]),
             c.policy.label(),
             f"{c.executed.total.mean_accepted_length:.2f}",
             f"{c.predicted.total.tokens_per_s:.1f}",
-            f"{speed:.1f}",
-            f"{low:.1f}-{high:.1f}",
+            f"{c.executed.total.tokens_per_s:.1f}",
+            f"{len(c.executed.per_request)} of {tuned.test_requests}",
             f"{c.ratio[0]:.3f}",
-            f"{speed / plain:.3f}" if plain else "-",
+            f"{sum(plain[r.request_id] for r in shared) / seconds:.3f}" if seconds else "-",
+            f"{c.raced[0]:.3f}" + ("" if low is None or high is None or low == high else f" ({low:.3f}-{high:.3f})"),
             style="bold green" if c.policy.id == tuned.winner.policy.id else "",
         )
     done = f"published as version {tuned.published.version}" if tuned.published else "nothing published"
+    fewer = sum(len(c.executed.per_request) < tuned.test_requests for c in unique.values())
     notes = [
         f"{tuned.trials} policies replayed on {tuned.search_requests} requests, {len(unique)} executed on {tuned.test_requests} others; "
         f"requests whose text differed between policies: {tuned.texts_differ}",
+        *([f"{fewer} were dropped before all requests, behind beyond noise: compare them by the last column"] if fewer else []),
         f"{tuned.reason}; {done}",
         *_not_tried(tuned),
         "seconds: " + ", ".join(f"{k} {v:.0f}" for k, v in tuned.seconds.items()),

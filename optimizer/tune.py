@@ -109,6 +109,7 @@ class Candidate:
             "ratio_to_leader": self.raced[0],
             "ratio_to_leader_interval": finite(self.raced[1:]),
             "left_in_race": self.left,
+            "executed_requests": len(self.executed.per_request),
         }
 
 

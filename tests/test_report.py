@@ -1,0 +1,62 @@
+"""The tables that commands print."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from optimizer.report import evidence_table
+from optimizer.tune import Candidate, Tuned
+from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
+from traces.schema import Counts, Outcome, RequestOutcome
+
+FAST, DROPPED = (parse_policy({"draft": "small", "window": {"kind": "fixed", "gamma": g}}) for g in (4, 8))
+
+
+def candidate(
+    role: str, policy: Policy, seconds: list[float], ratio: float, raced: tuple[float, float, float], *, left: bool
+) -> Candidate:
+    """One executed on the first requests, each of 100 tokens, in so many seconds."""
+    rows = [RequestOutcome(f"r{i}", "code", Counts(1, 50, 100, 50, 50, 50, 100, s)) for i, s in enumerate(seconds)]
+    executed = Outcome(policy.label(), "executed", tuple(rows))
+    return Candidate(role, policy, executed, executed, (ratio, ratio, ratio), raced, left)
+
+
+def shown(*candidates: Candidate) -> list[str]:
+    """The lines of the table and of its notes."""
+    winner = next(c for c in candidates if c.policy is FAST)
+    plain = next(c for c in candidates if c.policy is AUTOREGRESSIVE)
+    tuned = Tuned(
+        winner, plain, candidates, "rec", "prof", "study", texts_differ=0, test_requests=4, search_requests=6, trials=9,
+        published=None, reason="no incumbent", seconds={},
+    )
+    out = io.StringIO()
+    Console(file=out, width=200).print(evidence_table(tuned))
+    return out.getvalue().splitlines()
+
+
+def test_the_evidence_compares_policies_that_were_not_executed_on_the_same_requests() -> None:
+    """A policy that was dropped after two easy requests has the most tokens/s, and is not the fastest."""
+    lines = shown(
+        candidate("finalist 1", FAST, [0.5, 0.5, 2.0, 2.0], 1.6, (1.0, 1.0, 1.0), left=True),
+        candidate("finalist 2", DROPPED, [0.6, 0.6], 1.667, (0.83, 0.8, 0.86), left=False),
+        candidate("autoregressive", AUTOREGRESSIVE, [1.0, 1.0, 3.0, 3.0], 1.0, (0.625, 0.6, 0.65), left=False),
+    )
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")]
+    assert [row[0] for row in rows] == ["finalist 1", "finalist 2", "autoregressive"]
+    assert float(rows[1][4]) > float(rows[0][4])
+    assert [row[5] for row in rows] == ["4 of 4", "2 of 4", "4 of 4"]
+    # Over autoregression on the requests that both were executed on: 8 of 5 seconds, and 2 of 1.2.
+    assert [row[7] for row in rows] == ["1.600", "1.667", "1.000"]
+    assert [row[8] for row in rows] == ["1.000", "0.830 (0.800-0.860)", "0.625 (0.600-0.650)"]
+    assert any("1 were dropped" in line for line in lines)
+
+
+def test_the_evidence_is_silent_on_who_was_dropped_where_nobody_was() -> None:
+    lines = shown(
+        candidate("finalist 1", FAST, [0.5] * 4, 2.0, (1.0, 1.0, 1.0), left=True),
+        candidate("autoregressive", AUTOREGRESSIVE, [1.0] * 4, 1.0, (0.5, 0.0, float("inf")), left=True),
+    )
+    assert not any("dropped" in line for line in lines)
+    assert any(line.rstrip(" │").endswith("0.500") for line in lines if "autoregressive" in line and line.startswith("│"))
