@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +274,19 @@ def test_served_texts_can_be_tuned_on(door: Door, workload: tuple[object, ...], 
     again = door.json("tune", "--pair", door.pair, "--recording", "latest", *QUICK, "--no-publish")
     assert again["recording"] == served
     assert again["published"] is None
+
+
+def test_an_unfinished_recording_is_tuned_on_and_said_to_be_one(door: Door, tuned: dict[str, Any], recording: str, tmp_path: Path) -> None:
+    other = Door(str(tmp_path / "cut.db"), door.pair)
+    with closing(sqlite3.connect(door.db)) as source, closing(sqlite3.connect(other.db)) as database, database:
+        source.backup(database)
+        database.execute("UPDATE recording SET state = 'recording', finished_at = NULL WHERE id = ?", (recording,))
+    found = other.call("tune", "--pair", other.pair, "--recording", recording, *QUICK, "--no-publish", "--json")
+    assert one_object(found.stdout)["recording"] == recording
+    assert f"{recording} was never finished: tuning on the 6 requests it holds (`record --resume {recording}`" in found.stderr
+    whole = door.call("tune", "--pair", door.pair, "--recording", recording, *QUICK, "--no-publish", "--json")
+    assert one_object(whole.stdout)["recording"] == recording
+    assert "never finished" not in whole.stderr
 
 
 def test_schedules(door: Door, folder: Path, workload: tuple[object, ...], tuned: dict[str, Any]) -> None:

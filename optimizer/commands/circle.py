@@ -575,7 +575,14 @@ def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         with Meter() as meter:
             if workload is None:
                 recording = store.resolve_recording(kw["recording_id"])
-                _same_pair(store.get_recording(recording).pair_id, pair, recording)
+                info = store.get_recording(recording)
+                _same_pair(info.pair_id, pair, recording)
+                if info.state != "complete" and info.workload_id is not None:
+                    click.echo(
+                        f"recording {recording} was never finished: tuning on the {info.n_requests} requests it holds "
+                        f"(`record --resume {recording}` makes the others)",
+                        err=True,
+                    )
                 active = store.active_publication(pair.id, pair.device.type)
                 tuned = tune_recording(store, pair, recording, wanted, active=active, progress=meter)
             else:
