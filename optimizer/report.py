@@ -63,12 +63,8 @@ def evidence_table(tuned: Tuned) -> RenderableType:
     seen: dict[str, list[str]] = {}
     for candidate in tuned.candidates:
         seen.setdefault(candidate.policy.id, []).append(candidate.role)
-    base = next(c for c in tuned.candidates if c.role == "autoregressive")
-    plain = {r.request_id: r.counts.seconds for r in base.executed.per_request}
     unique = {c.policy.id: c for c in tuned.candidates}
     for c in sorted(unique.values(), key=lambda c: -c.raced[0]):
-        shared = [r for r in c.executed.per_request if r.request_id in plain]
-        seconds = sum(r.counts.seconds for r in shared)
         low, high = finite(c.raced[1:])
         table.add_row(
             ", ".join(seen[c.policy.id]),
@@ -78,16 +74,16 @@ def evidence_table(tuned: Tuned) -> RenderableType:
             f"{c.executed.total.tokens_per_s:.1f}",
             f"{len(c.executed.per_request)} of {tuned.test_requests}",
             f"{c.ratio[0]:.3f}",
-            f"{sum(plain[r.request_id] for r in shared) / seconds:.3f}" if seconds else "-",
+            f"{c.over_plain[0]:.3f}",
             f"{c.raced[0]:.3f}" + ("" if low is None or high is None or low == high else f" ({low:.3f}-{high:.3f})"),
             style="bold green" if c.policy.id == tuned.winner.policy.id else "",
         )
     done = f"published as version {tuned.published.version}" if tuned.published else "nothing published"
-    fewer = sum(len(c.executed.per_request) < tuned.test_requests for c in unique.values())
+    fewer = sum(not c.left and len(c.executed.per_request) < tuned.test_requests for c in unique.values())
     notes = [
         f"{tuned.trials} policies replayed on {tuned.search_requests} requests, {len(unique)} executed on {tuned.test_requests} others; "
         f"requests whose text differed between policies: {tuned.texts_differ}",
-        *([f"{fewer} were dropped before all requests, behind beyond noise: compare them by the last column"] if fewer else []),
+        *([f"dropped early, behind beyond noise: {fewer}; the last column is what compares them"] if fewer else []),
         f"{tuned.reason}; {done}",
         *_not_tried(tuned),
         "seconds: " + ", ".join(f"{k} {v:.0f}" for k, v in tuned.seconds.items()),

@@ -83,14 +83,15 @@ def finite(values: Sequence[float]) -> list[float | None]:
 @dataclass(frozen=True)
 class Candidate:
     """One executed policy beside its prediction. Speeds in tokens/s; ``ratio`` is its speed over the incumbent's, with a 95%
-    interval over requests. ``raced`` is its speed over the leader's of the race, projected to the whole
-    workload, and ``left`` says whether the race ended with it."""
+    interval over requests, and ``over_plain`` over autoregression's, each on the requests that both were executed on. ``raced`` is its
+    speed over the leader's of the race, projected to the whole workload, and ``left`` says whether the race ended with it."""
 
     role: str
     policy: Policy
     predicted: Outcome
     executed: Outcome
     ratio: tuple[float, float, float]
+    over_plain: tuple[float, float, float] = (1.0, 1.0, 1.0)
     raced: tuple[float, float, float] = (1.0, 1.0, 1.0)
     left: bool = True
 
@@ -106,6 +107,8 @@ class Candidate:
             "mean_accepted_length": self.executed.total.mean_accepted_length,
             "ratio_to_incumbent": self.ratio[0],
             "ratio_interval": finite(self.ratio[1:]),
+            "ratio_to_autoregressive": self.over_plain[0],
+            "ratio_to_autoregressive_interval": finite(self.over_plain[1:]),
             "ratio_to_leader": self.raced[0],
             "ratio_to_leader_interval": finite(self.raced[1:]),
             "left_in_race": self.left,
@@ -585,6 +588,7 @@ def _candidates(
             replay(trace, policy, profile, q_tables=tables, artifacts=artifacts, approximate=True),
             compared.outcomes[policy.id],
             compared.ratio(policy.id, incumbent.id),
+            compared.ratio(policy.id, AUTOREGRESSIVE.id),
             compared.ratio(policy.id, leader, projected=True),
             policy.id in compared.survivors,
         )

@@ -74,9 +74,9 @@ Table = dict[tuple[Hashable, Hashable], list[float]]
 
 @dataclass
 class TreeCells:
-    """Samples in seconds by (draft, temperature above 0, x, context): ``verify`` x = nodes, ``first`` x = lag, of trees of one level, and
-    for each of :data:`DEPTHS` ``draft`` x = width. ``near``: by (draft, temperature above 0, context). ``kinds``: rounds by (draft,
-    kind)."""
+    """Samples, in passes (:attr:`Bench.usual_s`), in seconds once :func:`levelled`, by (draft, temperature above 0, x, context):
+    ``verify`` x = nodes, ``first`` x = lag, of trees of one level, and for each of :data:`DEPTHS` ``draft`` x = width. ``near``: by (draft,
+    temperature above 0, context). ``kinds``: rounds by (draft, kind)."""
 
     verify: dict[Key, list[float]] = field(default_factory=dict)
     first: dict[Key, list[float]] = field(default_factory=dict)
