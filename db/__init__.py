@@ -2,7 +2,7 @@
 
 from db.check import BadChunk, CheckReport, check
 from db.database import Database, open_database, schema_of, upgrade
-from db.errors import CorruptedChunkError, DatabaseError, NotFoundError, SchemaError, StaleVersionError
+from db.errors import CorruptedChunkError, DatabaseError, NotFoundError, SchemaError, StaleVersionError, UnavailableError
 
 __all__ = [
     "BadChunk",
@@ -13,6 +13,7 @@ __all__ = [
     "NotFoundError",
     "SchemaError",
     "StaleVersionError",
+    "UnavailableError",
     "check",
     "open_database",
     "schema_of",

@@ -12,10 +12,10 @@ from sqlalchemy.orm import Session
 
 from db import migrate
 from db.database import Database, schema_of
-from db.engine import parse_url, shown
 from db.errors import DatabaseError
 from db.models import Packed
 from db.tables import PACKED
+from db.urls import parse_url, shown
 
 _BATCH = 256
 

@@ -14,8 +14,10 @@ from sqlalchemy import URL, Connection, text
 from sqlalchemy.orm import Session
 
 from db import migrate
-from db.engine import NO_BEGIN, WRITES, make_engine, parse_url, shown, translated
+from db.engine import NO_BEGIN, WRITES, make_engine
 from db.errors import DatabaseError, SchemaError
+from db.failures import translated
+from db.urls import parse_url, shown
 
 _MIGRATION_LOCK = 7_310_021
 """Key of the PostgreSQL advisory lock that upgrades take."""

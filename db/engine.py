@@ -1,21 +1,14 @@
-"""From what a user writes after ``--db`` to an engine that behaves the same on SQLite and PostgreSQL."""
+"""From a URL to an engine that behaves the same on SQLite and PostgreSQL."""
 
 from __future__ import annotations
 
 import json
 import sqlite3
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
-from sqlalchemy import URL, Connection, Engine, NullPool, create_engine, event, make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, OperationalError, ProgrammingError
-
-from db.errors import DatabaseError
+from sqlalchemy import URL, Connection, Engine, NullPool, create_engine, event
 
 BUSY_TIMEOUT_S = 60
 PAGE_SIZE_BYTES = 1024
@@ -25,42 +18,6 @@ WRITES = {"spectune_write": True}
 """Execution option of connections that write: on SQLite they begin IMMEDIATE."""
 NO_BEGIN = {"spectune_no_begin": True}
 """Execution option of connections for statements that no transaction may hold."""
-
-_POSTGRES = ("postgres", "postgresql", "postgresql+psycopg")
-_REMEDY = "write a file name, sqlite:///FILE or postgresql://USER@HOST/NAME"
-
-
-def parse_url(text: str) -> URL:
-    """The SQLAlchemy URL meant by ``text``: a file name, ``sqlite:///FILE``, or ``postgres[ql][+psycopg]://...``.
-
-    Raises :class:`DatabaseError` with the forms that are understood.
-    """
-    if not text.strip():
-        raise DatabaseError(f"the database URL is empty; {_REMEDY}")
-    if "://" not in text:
-        path = text.removeprefix("sqlite:")
-        if path == ":memory:":
-            raise DatabaseError(f"an in-memory database keeps nothing; {_REMEDY}")
-        return URL.create("sqlite", database=str(Path(path).expanduser()))
-    try:
-        url = make_url(text)
-    except (ArgumentError, ValueError):
-        raise DatabaseError(f"cannot read the database URL; {_REMEDY}") from None
-    if url.drivername in _POSTGRES:
-        if find_spec("psycopg") is None:
-            raise DatabaseError("PostgreSQL needs psycopg: pip install 'spectune[postgresql]'")
-        return url.set(drivername="postgresql+psycopg")
-    if url.drivername in ("sqlite", "sqlite+pysqlite"):
-        if not url.database or url.database == ":memory:":
-            raise DatabaseError(f"an in-memory database keeps nothing; {_REMEDY}")
-        return URL.create("sqlite", database=str(Path(url.database).expanduser()))
-    raise DatabaseError(f"unknown kind of database {url.drivername!r}; {_REMEDY}")
-
-
-def shown(url: URL) -> str:
-    """The URL for messages, without its password; a file is shown by its name."""
-    return str(url.database) if url.get_backend_name() == "sqlite" else url.render_as_string(hide_password=True)
-
 
 def make_engine(url: URL, *, migrating: bool = False) -> Engine:
     """An engine for a parsed URL.
@@ -119,34 +76,3 @@ def _use_wal(connection: sqlite3.Connection) -> None:
             if "locked" not in str(error) or attempt == 49:
                 raise
             time.sleep(0.02 * (1 + attempt))
-
-
-@contextmanager
-def translated(url: URL) -> Iterator[None]:
-    """Turns driver errors into one-line :class:`DatabaseError`; integrity and programming errors pass, being ours."""
-    try:
-        yield
-    except (IntegrityError, ProgrammingError):
-        raise
-    except DBAPIError as error:
-        raise DatabaseError(explain(url, error)) from error
-
-
-def explain(url: URL, error: DBAPIError) -> str:
-    """One line for a user: which database, what happened, what to do."""
-    cause = " ".join(str(error.orig).split())
-    name = shown(url)
-    if url.get_backend_name() != "sqlite":
-        unreachable = isinstance(error, OperationalError) and ("connect" in cause or "resolve" in cause)
-        return f"cannot reach database {name}: {cause}" if unreachable else f"database {name}: {cause}"
-    if "not a database" in cause:
-        return f"{name} is not a SQLite database; give another file to --db"
-    if "unable to open" in cause:
-        return f"cannot open database file {name}: check that its folder exists and is writable"
-    if "readonly" in cause:
-        return f"database file {name} is read-only; check its permissions and its folder's"
-    if "locked" in cause:
-        return f"database {name} is busy: another process has held its write lock for {BUSY_TIMEOUT_S} s"
-    if "malformed" in cause:
-        return f"database {name} is damaged ({cause}); run `cli.py db check` to see what is still usable"
-    return f"database {name}: {cause}"

@@ -7,6 +7,10 @@ class DatabaseError(Exception):
     """The database cannot be reached, opened or used; the message says which and what to do."""
 
 
+class UnavailableError(DatabaseError):
+    """The database cannot answer now and may later, so that trying again is right: it is away, silent, busy, full, or a table is gone."""
+
+
 class SchemaError(DatabaseError):
     """The database's schema is newer or older than this program and cannot be used as it is."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import secrets
 import sqlite3
 import threading
 import time
@@ -14,11 +15,13 @@ import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
-from db import Database, DatabaseError, SchemaError, check, migrate, open_database, schema_of, upgrade
+from db import Database, DatabaseError, SchemaError, UnavailableError, check, migrate, open_database, schema_of, upgrade
+from db import engine as engine_module
 from db.base import Base
-from db.engine import WRITES, make_engine, parse_url, shown
+from db.engine import WRITES, make_engine
 from db.models import PolicyRow
 from db.tables import metadata
+from db.urls import parse_url, shown
 from traces.store import TraceStore
 
 
@@ -342,3 +345,80 @@ def test_a_damaged_file_is_one_clear_line(tmp_path: Path) -> None:
     report = check(url)
     assert not report.ok
     assert report.integrity
+
+
+# --- a database that goes away
+
+
+def test_a_table_that_is_gone_is_said_and_may_come_back(database: Database) -> None:
+    with database.write() as session:
+        session.execute(sa.text("ALTER TABLE policy RENAME TO elsewhere"))
+    with pytest.raises(UnavailableError, match=r"has no table 'policy'; .*`cli\.py db upgrade`") as caught:
+        TraceStore(database).list_policies()
+    assert "\n" not in str(caught.value)
+    with pytest.raises(UnavailableError, match="has no table 'policy'"):
+        TraceStore(database).put_policy("p", {}, "l")
+    with database.write() as session:
+        session.execute(sa.text("ALTER TABLE elsewhere RENAME TO policy"))
+    assert TraceStore(database).list_policies() == ()
+
+
+def test_a_database_that_is_made_anew_is_waited_for(postgresql: Any) -> None:
+    name = f"t_{secrets.token_hex(6)}"
+    url = postgresql.create(name)
+    with open_database(url) as database:
+        store = TraceStore(database)
+        assert store.list_policies() == ()
+        postgresql.drop(name)
+        for _ in range(2):
+            with pytest.raises(UnavailableError, match=f'database "{name}" does not exist'):
+                store.list_policies()
+        postgresql.create(name, empty=True)
+        with pytest.raises(UnavailableError, match="has no table 'policy'"):
+            store.list_policies()
+        upgrade(url)
+        assert store.list_policies() == ()
+    postgresql.drop(name)
+
+
+def test_a_connection_cut_in_a_transaction_is_one_line(postgresql_url: str) -> None:
+    upgrade(postgresql_url)
+    with open_database(postgresql_url) as database, open_database(postgresql_url) as other:
+
+        def cut() -> None:
+            with database.read() as session:
+                own = session.execute(sa.text("SELECT pg_backend_pid()")).scalar_one()
+                with other.write() as killer:
+                    killer.execute(sa.text("SELECT pg_terminate_backend(:own)"), {"own": own})
+                session.execute(sa.text("SELECT 1")).scalar_one()
+
+        with pytest.raises(UnavailableError, match="terminating connection") as caught:
+            cut()
+        assert "\n" not in str(caught.value)
+        assert TraceStore(database).list_policies() == ()
+
+
+def test_what_the_driver_refuses_is_one_line(database: Database) -> None:
+    for statement in ("SELEC 1", "SELECT no_such_column FROM policy"):
+        with pytest.raises(DatabaseError) as caught, database.read() as session:
+            session.execute(sa.text(statement))
+        assert "\n" not in str(caught.value)
+        assert not isinstance(caught.value, UnavailableError)
+
+
+def test_text_that_is_not_unicode_is_one_line(tmp_path: Path) -> None:
+    with open_database(str(tmp_path / "a.db")) as database:
+        with database.write() as session:
+            session.execute(sa.text("INSERT INTO policy VALUES ('p', CAST(x'ff' AS TEXT), '{}', '2026-01-01 00:00:00')"))
+        with pytest.raises(DatabaseError, match="Could not decode") as caught:
+            TraceStore(database).list_policies()
+    assert "\n" not in str(caught.value)
+    assert not isinstance(caught.value, UnavailableError)
+
+
+def test_a_locked_file_is_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "BUSY_TIMEOUT_S", 0)
+    with open_database(str(tmp_path / "a.db")) as database, sqlite3.connect(tmp_path / "a.db") as other:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(UnavailableError, match="is busy: another process"):
+            TraceStore(database).put_policy("p", {}, "l")

@@ -16,8 +16,9 @@ from test_store import damage
 from trace_values import PAIR, a_panorama, a_recording, a_trajectory, a_tree
 
 from db import CorruptedChunkError, NotFoundError, check, open_database, upgrade
-from db.engine import WRITES, make_engine, parse_url
+from db.engine import WRITES, make_engine
 from db.models import PanoramaChunkRow
+from db.urls import parse_url
 from traces.codec import CodecError, pack, unpack
 from traces.errors import TraceError
 from traces.packing import pack_chain, pack_tokens, pack_tree, unpack_chain, unpack_tree

@@ -1,0 +1,100 @@
+"""Driver errors as one line for the user: which database, what happened, what to do, and whether trying again is right."""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from sqlalchemy import URL
+from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
+
+from db.engine import BUSY_TIMEOUT_S
+from db.errors import DatabaseError, UnavailableError
+from db.urls import shown
+
+_LATER = frozenset({"55P03", "57014", "40001", "40P01", "42P01", "3D000", "3F000"})
+"""SQLSTATEs that may be gone next time: locked, out of time, serialization, deadlock; no such table, database, schema."""
+_LATER_CLASSES = frozenset({"08", "53", "57", "58"})
+"""Connection, resources, an operator's doing, the system around it."""
+_LATER_SQLITE = frozenset(
+    {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN}
+)
+_NO_TABLE = re.compile(r'no such table: (?:main\.)?(\S+)|relation "(\S+)" does not exist')
+
+
+@contextmanager
+def translated(url: URL) -> Iterator[None]:
+    """Turns the driver's errors into one-line :class:`DatabaseError`, :class:`UnavailableError` where trying again is right.
+
+    Integrity errors pass: who inserts knows what they mean.
+    """
+    try:
+        yield
+    except IntegrityError:
+        raise
+    except DBAPIError as error:
+        raise explained(url, error) from error
+    except PoolTimeoutError as error:
+        raise UnavailableError(f"database {shown(url)}: all its connections are in use; try again") from error
+
+
+def explained(url: URL, error: DBAPIError) -> DatabaseError:
+    """The error to raise for a driver's."""
+    kind = UnavailableError if _may_pass(error) else DatabaseError
+    return kind(explain(url, error))
+
+
+def explain(url: URL, error: DBAPIError) -> str:
+    """One line for a user: which database, what happened, what to do."""
+    name, cause = shown(url), _cause(error)
+    missing = _NO_TABLE.search(cause)
+    if missing:
+        table = missing[1] or missing[2]
+        return f"database {name} has no table {table!r}; if it was made anew run `cli.py db upgrade`, else restore a copy of it"
+    return _explain_sqlite(name, cause) if url.get_backend_name() == "sqlite" else _explain_postgresql(name, cause, error)
+
+
+def _explain_sqlite(name: str, cause: str) -> str:
+    if "not a database" in cause:
+        return f"{name} is not a SQLite database; give another file to --db"
+    if "unable to open" in cause:
+        return f"cannot open database file {name}: check that its folder exists and is writable"
+    if "readonly" in cause:
+        return f"database file {name} is read-only; check its permissions and its folder's"
+    if "locked" in cause:
+        return f"database {name} is busy: another process has held its write lock for {BUSY_TIMEOUT_S} s"
+    if "malformed" in cause:
+        return f"database {name} is damaged ({cause}); run `cli.py db check` to see what is still usable"
+    return f"database {name}: {cause}"
+
+
+def _explain_postgresql(name: str, cause: str, error: DBAPIError) -> str:
+    # Errors of a server carry a code; without one the connection was not made or was lost.
+    unreachable = _code(error) is None and ("connect" in cause or "resolve" in cause)
+    return f"cannot reach database {name}: {cause}" if unreachable else f"database {name}: {cause}"
+
+
+def _cause(error: DBAPIError) -> str:
+    # The server's own sentence if there is one: the driver adds the statement, over several lines.
+    said = getattr(getattr(error.orig, "diag", None), "message_primary", None)
+    return " ".join(str(said or error.orig).split())
+
+
+def _code(error: DBAPIError) -> Any:
+    """PostgreSQL's SQLSTATE or SQLite's primary result code; None for what the driver says by itself."""
+    code = getattr(error.orig, "sqlite_errorcode", None)
+    return getattr(error.orig, "sqlstate", None) if code is None else code & 0xFF
+
+
+def _may_pass(error: DBAPIError) -> bool:
+    code = _code(error)
+    if isinstance(code, int):
+        return code in _LATER_SQLITE or _NO_TABLE.search(_cause(error)) is not None
+    if isinstance(code, str):
+        return code in _LATER or code[:2] in _LATER_CLASSES
+    # Without a code: SQLite's bindings cannot read a value, or psycopg has no connection.
+    return isinstance(error, OperationalError) and not isinstance(error.orig, sqlite3.Error)
