@@ -14,7 +14,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from db.engine import BUSY_TIMEOUT_S
 from db.errors import DatabaseError, UnavailableError
-from db.urls import shown
+from db.urls import masked, shown
 
 _LATER = frozenset({"55P03", "57014", "40001", "40P01", "42P01", "3D000", "3F000"})
 """SQLSTATEs that may be gone next time: locked, out of time, serialization, deadlock; no such table, database, schema."""
@@ -50,7 +50,7 @@ def explained(url: URL, error: DBAPIError) -> DatabaseError:
 
 def explain(url: URL, error: DBAPIError) -> str:
     """One line for a user: which database, what happened, what to do."""
-    name, cause = shown(url), _cause(error)
+    name, cause = shown(url), masked(url, _cause(error))
     missing = _NO_TABLE.search(cause)
     if missing:
         table = missing[1] or missing[2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import secrets
 import sqlite3
@@ -21,7 +22,7 @@ from db.base import Base
 from db.engine import WRITES, make_engine
 from db.models import PolicyRow
 from db.tables import metadata
-from db.urls import parse_url, shown
+from db.urls import masked, parse_url, shown
 from traces.store import TraceStore
 
 
@@ -66,8 +67,83 @@ def test_urls_are_read_as_people_write_them(text: str, driver: str, database: st
     assert (url.drivername, url.database) == (driver, database)
 
 
-def test_a_password_is_never_shown() -> None:
-    assert "secret" not in shown(parse_url("postgresql://u:secret@h/d"))
+@pytest.mark.parametrize(
+    "text",
+    [
+        "postgresql://u:hunter2xyz@127.0.0.1:1/d",
+        "postgresql://u@127.0.0.1:1/d?password=hunter2xyz",
+        "postgresql://u@127.0.0.1:1/d?sslpassword=hunter2xyz&application_name=a%20b",
+        "postgresql://u@127.0.0.1:1/d?password=a&password=hunter2xyz",
+        "postgresql://u:hunter2%40%2Fxyz@127.0.0.1:1/d?passfile=/home/u/.pgpass",
+    ],
+)
+def test_a_password_is_never_shown(text: str) -> None:
+    name = shown(parse_url(text))
+    assert "***" in name
+    assert ".pgpass" in name or "passfile" not in text
+    with pytest.raises(DatabaseError) as caught:
+        open_database(text)
+    for said in (name, str(caught.value), repr(Database(parse_url(text)))):
+        assert "hunter2" not in said
+        assert "***" in said
+
+
+def test_a_password_that_the_driver_repeats_is_hidden() -> None:
+    url = parse_url("postgresql://u:hunt%2Fer2@h/d?sslpassword=e")
+    assert masked(url, 'bad value "hunt/er2" in postgresql://u:hunt%2Fer2@h/d, e. g.') == (
+        'bad value "***" in postgresql://u:***@h/d, ***. g.'
+    )
+
+
+def test_a_check_tells_no_password(postgresql_url: str) -> None:
+    given = f"{postgresql_url}?password=hunter2xyz"
+    assert "hunter2" not in json.dumps(check(given).to_json())
+    upgrade(given)
+    report = check(given).to_json()
+    assert report["ok"]
+    assert "hunter2" not in json.dumps(report)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("postgresql:/u:hunter2@h/d", "not understood"),
+        ("postgresql:u:hunter2@h/d", "not understood"),
+        ("postgres:hunter2@h/d", "not understood"),
+        ("tuner:hunter2@h/d", "not understood"),
+        ("u:hunter2@h/d", "not understood"),
+        ("//u:hunter2@h/d", "not understood"),
+        ('"postgresql://u:hunter2@h/d"', "not understood"),
+        ("file:hunter2.db?mode=ro", "not understood"),
+        ("sqlite:hunter2.db", "not understood"),
+        ("sqlite:/hunter2.db", "not understood"),
+        ("sqlite://hunter2.db", "not understood"),
+        ("sqlite://u:hunter2@h/d", "not understood"),
+        ("sqlite:///a.db?password=hunter2", "takes no options"),
+        ("psql://u:hunter2@h/d", "unknown kind of database 'psql'"),
+        ("mysql://u:hunter2@h/d", "unknown kind of database 'mysql'"),
+        ("postgresql://u:hunt@er2@h/d", "%40"),
+        ("postgresql://u:hunt/er2@h/d", "%40"),
+        ("postgresql://u:hunt?er2@h/d", "%40"),
+        ("postgresql://u:hunt#er2@h/d", "%40"),
+        ("postgresql://u:hunter2/d", "cannot read"),
+        ("postgresql://u@h/d?pasword=hunter2", "unknown option 'pasword'"),
+    ],
+)
+def test_an_url_that_is_almost_right_is_refused_and_not_repeated(
+    text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DatabaseError, match=message) as caught:
+        open_database(text)
+    assert not any(part in str(caught.value) for part in ("hunt", "er2", "\n"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_may_have_a_colon_in_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    open_database("./a:b.db").close()
+    assert [path.name for path in tmp_path.iterdir()] == ["a:b.db"]
 
 
 @pytest.mark.parametrize(
