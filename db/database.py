@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from sqlalchemy import URL, Connection, text
 from sqlalchemy.orm import Session
 
 from db import migrate
+from db.copies import keep_copy
 from db.engine import NO_BEGIN, WRITES, make_engine
 from db.errors import DatabaseError, SchemaError
 from db.failures import translated
@@ -152,13 +152,14 @@ def _prepare(url: URL, *, create: bool, may_upgrade: bool) -> tuple[str | None, 
                 before = _stand(connection, url, create=create, may_upgrade=may_upgrade)
             if before == migrate.head():
                 return before, before
-            if before is not None and url.get_backend_name() == "sqlite":
-                _copy_aside(Path(str(url.database)), before)
             with engine.execution_options(**WRITES).connect() as connection, connection.begin():
                 if connection.dialect.name == "postgresql":
                     connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _MIGRATION_LOCK})
                 # Another process may have done it while this one waited for the lock.
-                if _stand(connection, url, create=create, may_upgrade=may_upgrade) != migrate.head():
+                before = _stand(connection, url, create=create, may_upgrade=may_upgrade)
+                if before != migrate.head():
+                    if before is not None and connection.dialect.name == "sqlite":
+                        keep_copy(Path(str(url.database)), before)
                     migrate.migrate(connection)
                     _keys_hold(connection, url)
             return before, migrate.head()
@@ -188,20 +189,6 @@ def _make_folder(url: URL) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DatabaseError(f"cannot create folder {folder} for the database: {error.strerror}") from None
-
-
-def _copy_aside(path: Path, revision: str) -> None:
-    # The backup API and not a file copy: committed pages may still be in the write-ahead log.
-    target = path.with_name(f"{path.name}.before-{revision}")
-    partial = path.with_name(f"{target.name}.part")
-    partial.unlink(missing_ok=True)
-    source, copy = sqlite3.connect(path), sqlite3.connect(partial)
-    try:
-        source.backup(copy)
-    finally:
-        copy.close()
-        source.close()
-    partial.replace(target)
 
 
 def _keys_hold(connection: Connection, url: URL) -> None:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
+import resource
 import secrets
+import signal
 import sqlite3
+import sys
 import threading
 import time
 from pathlib import Path
@@ -298,6 +302,145 @@ def test_a_failed_upgrade_leaves_the_old_schema_whole(tmp_path: Path, monkeypatc
         open_database(url)
     assert schema_of(url) == old
     assert "half" not in tables_of(url)
+
+
+# --- the copy before an upgrade
+
+
+def old_file(folder: Path, name: str = "old.db") -> Path:
+    """A file at the first revision that holds one policy."""
+    path = folder / name
+    at_revision(str(path), "0001")
+    with sqlite3.connect(path) as connection:
+        document = json.dumps({"long": "x" * 100_000})
+        connection.execute("INSERT INTO policy VALUES ('p', 'kept', ?, '2026-01-01 00:00:00')", (document,))
+    connection.close()
+    return path
+
+
+def copies_of(path: Path) -> dict[str, tuple[str, str]]:
+    """By name, every file that an upgrade left beside a database: its revision and its policy."""
+    found = {}
+    for copy in sorted(path.parent.glob(f"{path.name}.*")):
+        with sqlite3.connect(copy) as connection:
+            (revision,) = connection.execute(f"SELECT version_num FROM {migrate.VERSION_TABLE}").fetchone()
+            (label,) = connection.execute("SELECT label FROM policy").fetchone()
+        connection.close()
+        found[copy.name] = (revision, label)
+    return found
+
+
+def test_an_old_file_opened_by_several_processes_has_one_copy_of_the_old_schema(tmp_path: Path) -> None:
+    path = old_file(tmp_path)
+    context = multiprocessing.get_context("fork")
+    barrier, results = context.Barrier(6), context.Queue()
+    members = [context.Process(target=_open_at_once, args=(str(path), barrier, results)) for _ in range(6)]
+    for member in members:
+        member.start()
+    assert [results.get(timeout=120) for _ in members] == [""] * 6
+    for member in members:
+        member.join()
+    assert copies_of(path) == {"old.db.before-0001": ("0001", "kept")}
+    assert check(str(path)).ok
+
+
+def test_the_copy_is_old_though_another_process_upgrades_between_look_and_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, looked, current = old_file(tmp_path), [], migrate.current
+
+    def other_is_faster(connection: sa.Connection) -> str | None:
+        found = current(connection)
+        if not looked:
+            looked.append(found)
+            upgrade(str(path))
+        return found
+
+    monkeypatch.setattr(migrate, "current", other_is_faster)
+    open_database(str(path)).close()
+    assert looked == ["0001"]
+    assert copies_of(path) == {"old.db.before-0001": ("0001", "kept")}
+
+
+def test_a_copy_that_is_there_is_never_replaced(tmp_path: Path) -> None:
+    path = old_file(tmp_path)
+    upgrade(str(path))
+    for label in ("more", "most", "most"):
+        # Put back from the copy, used by an old program, and opened by this one again.
+        path.write_bytes((tmp_path / "old.db.before-0001").read_bytes())
+        with sqlite3.connect(path) as connection:
+            connection.execute("UPDATE policy SET label = ?", (label,))
+        connection.close()
+        upgrade(str(path))
+    assert sorted(copies_of(path).values()) == [("0001", "kept"), ("0001", "more"), ("0001", "most")]
+
+
+def _upgrade_until(url: str, moment: int) -> None:
+    """Upgrades, and is killed at the ``moment``-th time that a file is opened, renamed or removed, or before it commits."""
+    passed = 0
+
+    def one_more() -> None:
+        nonlocal passed
+        passed += 1
+        if passed > moment:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def hook(event: str, _arguments: Any) -> None:
+        if event in ("sqlite3.connect", "sqlite3.connect/handle", "os.rename", "os.remove"):
+            one_more()
+
+    def counted(*arguments: Any) -> None:
+        one_more()
+        real(*arguments)
+        one_more()
+
+    real, migrate.migrate = migrate.migrate, counted
+    sys.addaudithook(hook)
+    upgrade(url)
+
+
+def test_killed_at_any_moment_of_an_upgrade_nothing_is_lost(tmp_path: Path) -> None:
+    original, killed = old_file(tmp_path).read_bytes(), 0
+    for moment in range(100):
+        folder = tmp_path / str(moment)
+        folder.mkdir()
+        path = folder / "old.db"
+        path.write_bytes(original)
+        child = multiprocessing.get_context("fork").Process(target=_upgrade_until, args=(str(path), moment))
+        child.start()
+        child.join()
+        if child.exitcode == 0:
+            break
+        assert child.exitcode == -signal.SIGKILL
+        killed += 1
+        if schema_of(str(path)) != "0001":
+            assert copies_of(path) == {"old.db.before-0001": ("0001", "kept")}
+        with open_database(str(path)) as database:
+            assert TraceStore(database).get_policy("p").label == "kept"
+        assert copies_of(path) == {"old.db.before-0001": ("0001", "kept")}
+    assert killed > 6
+
+
+def _upgrade_where_files_stay_small(url: str, results: Any) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    try:
+        upgrade(url)
+    except Exception as error:
+        results.put(repr(error))
+
+
+def test_without_room_for_the_copy_nothing_is_changed(tmp_path: Path) -> None:
+    path, context = old_file(tmp_path), multiprocessing.get_context("fork")
+    before, results = path.read_bytes(), context.Queue()
+    assert len(before) > 100_000
+    child = context.Process(target=_upgrade_where_files_stay_small, args=(str(path), results))
+    child.start()
+    said = results.get(timeout=60)
+    child.join()
+    assert said.startswith("DatabaseError")
+    assert "cannot put a copy" in said
+    assert path.read_bytes() == before
+    assert copies_of(path) == {}
 
 
 # --- processes that meet
