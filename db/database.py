@@ -148,7 +148,9 @@ def _prepare(url: URL, *, create: bool, may_upgrade: bool) -> tuple[str | None, 
     engine = make_engine(url, migrating=True)
     try:
         with translated(url):
-            with engine.connect() as connection:
+            # One snapshot: tables that another process is just creating must not pass for somebody else's.
+            snapshot = {} if url.get_backend_name() == "sqlite" else {"isolation_level": "REPEATABLE READ"}
+            with engine.connect().execution_options(**snapshot) as connection:
                 before = _stand(connection, url, create=create, may_upgrade=may_upgrade)
             if before == migrate.head():
                 return before, before

@@ -470,6 +470,25 @@ def test_a_new_database_opened_by_several_processes_at_once(kind: str, tmp_path:
     assert check(url).ok
 
 
+def test_a_database_created_while_it_is_looked_at_is_no_foreign_one(
+    postgresql_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[str | None] = []
+    current = migrate.current
+
+    def other_creates(connection: sa.Connection) -> str | None:
+        found = current(connection)
+        looked.append(found)
+        if len(looked) == 1:
+            upgrade(postgresql_url)
+        return found
+
+    monkeypatch.setattr(migrate, "current", other_creates)
+    with open_database(postgresql_url) as database:
+        assert TraceStore(database).list_policies() == ()
+    assert looked[0] is None
+
+
 def _count_up(url: str, times: int) -> None:
     with open_database(url) as database:
         for _ in range(times):

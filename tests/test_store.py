@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 
 import numpy as np
 import pytest
-from trace_values import PAIR, a_panorama, a_profile, a_recording, a_trajectory, an_outcome, steps_of
+from sqlalchemy import URL
+from sqlalchemy.orm import Session
+from trace_values import PAIR, a_panorama, a_profile, a_recording, a_trajectory, a_tree, an_outcome, steps_of
 
-from db import CorruptedChunkError, NotFoundError, StaleVersionError, check
+from db import CorruptedChunkError, Database, NotFoundError, StaleVersionError, check
 from db.models import PanoramaChunkRow, TrajectoryRow
+from db.urls import parse_url
 from traces.errors import TraceError
+from traces.prune import prune
 from traces.recording import RecordingInfo
 from traces.schema import Request, Sampling, Workload
 from traces.store import TraceStore
@@ -312,3 +319,93 @@ def test_requests_are_found_by_when_they_were_stored(store: TraceStore, begun: R
     assert store.recorded_since("nobody", start) == ()
     assert [r.id for r in store.list_recordings(PAIR, source="record", state="recording")] == [begun.id]
     assert store.list_recordings(state="complete") == ()
+
+
+# --- two that store the same thing at once
+
+
+class Pausing(Database):
+    """A database whose write transactions end only when another one has come as far, or has had half a second to do so."""
+
+    def __init__(self, url: URL) -> None:
+        super().__init__(url)
+        self.met, self.has_written = threading.Barrier(2), threading.Event()
+
+    @contextmanager
+    def write(self) -> Iterator[Session]:
+        with super().write() as session:
+            yield session
+            session.flush()
+            self.has_written.set()
+            with suppress(threading.BrokenBarrierError):
+                self.met.wait(0.5)
+
+
+@pytest.fixture
+def pausing(url: str) -> Iterator[Pausing]:
+    with Pausing(parse_url(url)) as database:
+        yield database
+
+
+@pytest.fixture
+def racing(pausing: Pausing) -> TraceStore:
+    return TraceStore(pausing)
+
+
+def at_once(*acts: Callable[[], object]) -> list[object]:
+    """What each returned, or the error it raised."""
+    with ThreadPoolExecutor(len(acts)) as pool:
+        made = [pool.submit(act) for act in acts]
+        return [m.exception() or m.result() for m in made]
+
+
+def test_two_that_store_the_same_panorama_at_once(begun: RecordingInfo, store: TraceStore, racing: TraceStore) -> None:
+    for i in range(3):
+        store.append_trajectory(begun.id, i, a_trajectory(i))
+    shorter = [(i, a_panorama(a_trajectory(i), "small", gamma_max=8, seed=i)) for i in range(3)]
+    longer = [(i, a_panorama(a_trajectory(i), "small", gamma_max=16, seed=i)) for i in range(3)]
+    results = at_once(lambda: racing.put_panoramas(begun.id, shorter), lambda: racing.put_panoramas(begun.id, longer))
+    assert results[1] == 3
+    assert results[0] in (0, 3)
+    assert store.load(begun.id).panoramas("small") == tuple(panorama for _, panorama in longer)
+
+
+def test_two_that_store_the_same_trees_at_once(begun: RecordingInfo, store: TraceStore, racing: TraceStore) -> None:
+    for i in range(3):
+        store.append_trajectory(begun.id, i, a_trajectory(i))
+    trees = [(i, a_tree(a_trajectory(i), "small", seed=i)) for i in range(3)]
+    results = at_once(
+        lambda: racing.put_tree_panoramas(begun.id, trees), lambda: racing.put_tree_panoramas(begun.id, trees[::-1])
+    )
+    assert results == [3, 3]
+    assert store.load(begun.id, trees=True).trees("small") == tuple(tree for _, tree in trees)
+
+
+def test_two_that_append_the_same_request_at_once(begun: RecordingInfo, store: TraceStore, racing: TraceStore) -> None:
+    items = [(i, a_trajectory(i), steps_of(a_trajectory(i))) for i in range(3)]
+    results = at_once(
+        lambda: racing.append_trajectories(begun.id, items), lambda: racing.append_trajectories(begun.id, items[::-1])
+    )
+    assert sorted(map(str, results)) == ["0", "3"]
+    assert store.load(begun.id, steps=True).trajectories == tuple(trajectory for _, trajectory, _ in items)
+
+
+@pytest.mark.parametrize("first", ["append", "prune"])
+def test_appending_while_the_recording_is_pruned(first: str, begun: RecordingInfo, store: TraceStore, pausing: Pausing) -> None:
+    store.append_trajectory(begun.id, 0, a_trajectory(0), steps_of(a_trajectory(0)))
+    items = [(i, a_trajectory(i), steps_of(a_trajectory(i))) for i in range(2)]
+
+    def append() -> int:
+        if first == "prune":
+            pausing.has_written.wait(20)
+        return TraceStore(pausing).append_trajectories(begun.id, items)
+
+    def remove() -> int:
+        if first == "append":
+            pausing.has_written.wait(20)
+        return len(prune(pausing, recordings=[begun.id]).removed)
+
+    appended, removed = at_once(append, remove)
+    assert removed == 1
+    assert appended == 1 if first == "append" else isinstance(appended, NotFoundError)
+    assert store.list_recordings() == ()

@@ -85,6 +85,8 @@ def prune(
         doomed = [r for r in chosen if r not in cited]
         report = PruneReport(tuple(_measure(session, r) for r in doomed), tuple(r for r in chosen if r in cited), dry_run)
         if not dry_run:
+            # First of all: who appends holds this row, and would wait for the rows that are removed before it.
+            session.execute(select(RecordingRow.id).where(RecordingRow.id.in_(doomed)).order_by(RecordingRow.id).with_for_update())
             for row in (StepChunkRow, PanoramaChunkRow, TrajectoryRow):
                 session.execute(delete(row).where(row.recording_id.in_(doomed)))
             session.execute(delete(RecordingRow).where(RecordingRow.id.in_(doomed)))

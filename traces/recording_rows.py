@@ -74,9 +74,9 @@ def spec_hash(
     return hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()
 
 
-def recording_row(session: Session, recording: str) -> RecordingRow:
-    """Raises NotFoundError."""
-    row = session.get(RecordingRow, recording)
+def recording_row(session: Session, recording: str, *, writing: bool = False) -> RecordingRow:
+    """Raises NotFoundError. With ``writing`` other writers of this recording, and its removal, wait until the transaction ends."""
+    row = session.get(RecordingRow, recording, with_for_update={"key_share": True} if writing else None)
     if row is None:
         raise NotFoundError(f"there is no recording {recording!r}; `cli.py traces list` shows those there are")
     return row

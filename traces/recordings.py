@@ -166,7 +166,7 @@ class Recordings(Storage):
         packed = [(*item, pack_tokens(item[1].prompt_ids, item[1].output_ids), pack_steps(item[2])) for item in items]
         added = 0
         with self.database.write() as session:
-            recording_row(session, recording)
+            recording_row(session, recording, writing=True)
             for ordinal, trajectory, steps, tokens, rounds in packed:
                 sums = step_sums(steps)
                 values = {
@@ -220,6 +220,7 @@ class Recordings(Storage):
         packed = [(ordinal, panorama, pack_chain(panorama)) for ordinal, panorama in items]
         stored = 0
         with self.database.write() as session:
+            recording_row(session, recording, writing=True)
             for ordinal, panorama, chunk in packed:
                 trajectory = self._fitting(session, recording, ordinal, len(panorama.agree))
                 there = session.get(PanoramaChunkRow, (recording, ordinal, panorama.draft, CHAIN))
@@ -272,6 +273,7 @@ class Recordings(Storage):
         packed = [(ordinal, panorama, pack_tree(panorama)) for ordinal, panorama in items]
         stored = 0
         with self.database.write() as session:
+            recording_row(session, recording, writing=True)
             for ordinal, panorama, chunk in packed:
                 self._fitting(session, recording, ordinal, panorama.positions)
                 kind = TREE_KINDS[panorama.proposals]
@@ -453,7 +455,7 @@ class Recordings(Storage):
 
     def _set(self, recording: str, **values: Any) -> None:
         with self.database.write() as session:
-            recording_row(session, recording)
+            recording_row(session, recording, writing=True)
             session.execute(update(RecordingRow).where(RecordingRow.id == recording).values(**values))
 
     def _require(self, session: Session, pair_id: str, workload_id: str | None) -> None:
