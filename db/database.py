@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 
 from db import migrate
 from db.copies import keep_copy
-from db.engine import NO_BEGIN, WRITES, make_engine
+from db.engine import LONG, NO_BEGIN, WRITES, make_engine
 from db.errors import DatabaseError, SchemaError
 from db.failures import translated
 from db.urls import parse_url, shown
@@ -49,12 +49,14 @@ class Database:
             yield session
 
     @contextmanager
-    def write(self) -> Iterator[Session]:
+    def write(self, *, is_long: bool = False) -> Iterator[Session]:
         """A write transaction, committed when the block ends and rolled back if it raises. Does not nest.
 
-        Raises :class:`DatabaseError` when the database is unreachable or stays locked.
+        A statement of one that ``is_long`` may take as long as it needs. Raises :class:`DatabaseError` when the database is
+        unreachable or stays locked.
         """
-        with self._alone(), translated(self.url), Session(self._writing, expire_on_commit=False) as session, session.begin():
+        engine = self._writing.execution_options(**LONG) if is_long else self._writing
+        with self._alone(), translated(self.url), Session(engine, expire_on_commit=False) as session, session.begin():
             yield session
 
     @contextmanager
@@ -154,7 +156,7 @@ def _prepare(url: URL, *, create: bool, may_upgrade: bool) -> tuple[str | None, 
                 before = _stand(connection, url, create=create, may_upgrade=may_upgrade)
             if before == migrate.head():
                 return before, before
-            with engine.execution_options(**WRITES).connect() as connection, connection.begin():
+            with engine.execution_options(**WRITES, **LONG).connect() as connection, connection.begin():
                 if connection.dialect.name == "postgresql":
                     connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _MIGRATION_LOCK})
                 # Another process may have done it while this one waited for the lock.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,9 +14,10 @@ from sqlalchemy import URL, Connection, Engine, NullPool, create_engine, event
 BUSY_TIMEOUT_S = 60
 PAGE_SIZE_BYTES = 1024
 """SQLite's page. Panorama chunks are 1-10 kB: larger pages leave more room unused (measured in ``docs/log.md``)."""
-CONNECT_TIMEOUT_S = 10
 WRITES = {"spectune_write": True}
 """Execution option of connections that write: on SQLite they begin IMMEDIATE."""
+LONG = {"spectune_long": True}
+"""Execution option of transactions whose statements may take as long as they need (PostgreSQL)."""
 NO_BEGIN = {"spectune_no_begin": True}
 """Execution option of connections for statements that no transaction may hold."""
 
@@ -24,12 +26,11 @@ def make_engine(url: URL, *, migrating: bool = False) -> Engine:
 
     SQLite: WAL, foreign keys on (off while ``migrating``: altering a table there copies and drops it, which would cascade),
     ``synchronous=NORMAL``, a busy timeout, and BEGIN under our control, because a transaction that reads before it writes fails
-    under contention unless it began IMMEDIATE.
+    under contention unless it began IMMEDIATE. PostgreSQL: the limits of :mod:`db.postgresql`.
     """
     serializer = partial(json.dumps, ensure_ascii=False, allow_nan=False, default=_plain, separators=(",", ":"))
     if url.get_backend_name() != "sqlite":
-        connect: dict[str, Any] = {} if "connect_timeout" in url.query else {"connect_timeout": CONNECT_TIMEOUT_S}
-        return create_engine(url, connect_args=connect, pool_pre_ping=True, json_serializer=serializer)
+        return _postgresql_engine(url, serializer)
     pool: dict[str, Any] = {"poolclass": NullPool} if migrating else {}
     engine = create_engine(
         url, connect_args={"timeout": BUSY_TIMEOUT_S, "check_same_thread": False}, json_serializer=serializer, **pool
@@ -56,6 +57,33 @@ def make_engine(url: URL, *, migrating: bool = False) -> Engine:
 
     event.listen(engine, "connect", on_connect)
     event.listen(engine, "begin", on_begin)
+    return engine
+
+
+def _postgresql_engine(url: URL, serializer: Callable[[Any], str]) -> Engine:
+    from db import postgresql
+
+    defaults = {name: value for name, value in postgresql.CONNECTING.items() if name not in url.query}
+    engine = create_engine(url, connect_args=defaults, pool_pre_ping=True, json_serializer=serializer)
+
+    def do_connect(_dialect: object, _record: object, arguments: list[Any], named: dict[str, Any]) -> postgresql.Connection:
+        return postgresql.Connection.connect(*arguments, **named)
+
+    def on_connect(connection: postgresql.Connection, _record: object) -> None:
+        connection.limit(str(url.query.get("options", "")))
+
+    def on_begin(connection: Connection) -> None:
+        driver: Any = connection.connection.driver_connection
+        driver.begin(is_long=connection.get_execution_options().get("spectune_long", False))
+
+    def on_checkin(connection: postgresql.Connection | None, _record: object) -> None:
+        if connection is not None:
+            connection.rest()
+
+    event.listen(engine, "do_connect", do_connect)
+    event.listen(engine, "connect", on_connect)
+    event.listen(engine, "begin", on_begin)
+    event.listen(engine, "checkin", on_checkin)
     return engine
 
 

@@ -73,6 +73,10 @@ def _explain_sqlite(name: str, cause: str) -> str:
 
 
 def _explain_postgresql(name: str, cause: str, error: DBAPIError) -> str:
+    if _code(error) == "57014":
+        return f"database {name}: {cause}; add ?options=-c%20statement_timeout=10min to its URL to allow more"
+    if _code(error) == "55P03":
+        return f"database {name} is busy: another process holds what is needed ({cause})"
     # Errors of a server carry a code; without one the connection was not made or was lost.
     unreachable = _code(error) is None and ("connect" in cause or "resolve" in cause)
     return f"cannot reach database {name}: {cause}" if unreachable else f"database {name}: {cause}"

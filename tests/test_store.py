@@ -332,8 +332,8 @@ class Pausing(Database):
         self.met, self.has_written = threading.Barrier(2), threading.Event()
 
     @contextmanager
-    def write(self) -> Iterator[Session]:
-        with super().write() as session:
+    def write(self, *, is_long: bool = False) -> Iterator[Session]:
+        with super().write(is_long=is_long) as session:
             yield session
             session.flush()
             self.has_written.set()

@@ -76,7 +76,7 @@ def prune(
     """
     if not recordings and before is None and keep_last is None:
         raise TraceError("say what to prune: recordings by id, an age (before), or how many to keep (keep_last)")
-    with database.read() if dry_run else database.write() as session:
+    with database.read() if dry_run else database.write(is_long=True) as session:
         chosen = _named(session, recordings) if recordings else _by_age(session, before, keep_last, pair)
         cited = set() if force else cited_recordings(session, chosen)
         if recordings and cited:
