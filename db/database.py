@@ -17,6 +17,7 @@ from db.copies import keep_copy
 from db.engine import LONG, NO_BEGIN, WRITES, make_engine
 from db.errors import DatabaseError, SchemaError
 from db.failures import translated
+from db.sqlite import is_read_only
 from db.urls import parse_url, shown
 
 _MIGRATION_LOCK = 7_310_021
@@ -131,14 +132,23 @@ def schema_of(url: str) -> str | None:
     """The revision a database has, None if it has none. Changes nothing. Raises :class:`DatabaseError`."""
     parsed = parse_url(url)
     _file_exists(parsed)
-    engine = make_engine(parsed, migrating=True)
-    with translated(parsed), engine.connect() as connection:
-        return migrate.current(connection)
+    engine = make_engine(parsed)
+    try:
+        with translated(parsed), engine.connect() as connection:
+            return migrate.current(connection)
+    finally:
+        engine.dispose()
 
 
 def _file_exists(url: URL) -> None:
     if url.get_backend_name() == "sqlite" and not Path(str(url.database)).is_file():
         raise DatabaseError(f"there is no database at {shown(url)}; `cli.py record` creates one")
+
+
+def _can_be_written(url: URL, schema: str | None) -> None:
+    if url.get_backend_name() == "sqlite" and is_read_only(Path(str(url.database))):
+        has = "is empty" if schema is None else f"has schema {schema}"
+        raise SchemaError(f"database {shown(url)} {has} and is read-only; copy it to a folder that can be written, and open it there")
 
 
 def _prepare(url: URL, *, create: bool, may_upgrade: bool) -> tuple[str | None, str]:
@@ -156,6 +166,7 @@ def _prepare(url: URL, *, create: bool, may_upgrade: bool) -> tuple[str | None, 
                 before = _stand(connection, url, create=create, may_upgrade=may_upgrade)
             if before == migrate.head():
                 return before, before
+            _can_be_written(url, before)
             with engine.execution_options(**WRITES, **LONG).connect() as connection, connection.begin():
                 if connection.dialect.name == "postgresql":
                     connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _MIGRATION_LOCK})

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import sqlite3
-import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, NullPool, create_engine, event
 
-BUSY_TIMEOUT_S = 60
-PAGE_SIZE_BYTES = 1024
-"""SQLite's page. Panorama chunks are 1-10 kB: larger pages leave more room unused (measured in ``docs/log.md``)."""
+from db import sqlite
+
 WRITES = {"spectune_write": True}
 """Execution option of connections that write: on SQLite they begin IMMEDIATE."""
 LONG = {"spectune_long": True}
@@ -22,40 +21,31 @@ NO_BEGIN = {"spectune_no_begin": True}
 """Execution option of connections for statements that no transaction may hold."""
 
 def make_engine(url: URL, *, migrating: bool = False) -> Engine:
-    """An engine for a parsed URL.
+    """An engine for a parsed URL; ``migrating`` prepares the database for it, and may create it.
 
-    SQLite: WAL, foreign keys on (off while ``migrating``: altering a table there copies and drops it, which would cascade),
-    ``synchronous=NORMAL``, a busy timeout, and BEGIN under our control, because a transaction that reads before it writes fails
-    under contention unless it began IMMEDIATE. PostgreSQL: the limits of :mod:`db.postgresql`.
+    SQLite: the connections of :mod:`db.sqlite`, foreign keys off while ``migrating`` (altering a table there copies and drops it, which
+    would cascade), and BEGIN under our control, because a transaction that reads before it writes fails under contention unless it
+    began IMMEDIATE. PostgreSQL: the limits of :mod:`db.postgresql`.
     """
     serializer = partial(json.dumps, ensure_ascii=False, allow_nan=False, default=_plain, separators=(",", ":"))
-    if url.get_backend_name() != "sqlite":
-        return _postgresql_engine(url, serializer)
-    pool: dict[str, Any] = {"poolclass": NullPool} if migrating else {}
-    engine = create_engine(
-        url, connect_args={"timeout": BUSY_TIMEOUT_S, "check_same_thread": False}, json_serializer=serializer, **pool
-    )
+    if url.get_backend_name() == "sqlite":
+        return _sqlite_engine(url, serializer, migrating)
+    return _postgresql_engine(url, serializer)
 
-    def on_connect(connection: sqlite3.Connection, _record: object) -> None:
-        connection.isolation_level = None
-        for pragma in (
-            f"page_size={PAGE_SIZE_BYTES}",
-            f"busy_timeout={BUSY_TIMEOUT_S * 1000}",
-            "synchronous=NORMAL",
-            f"foreign_keys={'OFF' if migrating else 'ON'}",
-            "cache_size=-20000",
-        ):
-            connection.execute(f"PRAGMA {pragma}")
-        _use_wal(connection)
+
+def _sqlite_engine(url: URL, serializer: Callable[[Any], str], migrating: bool) -> Engine:
+    pool: dict[str, Any] = {"poolclass": NullPool} if migrating else {}
+    engine = create_engine(url, json_serializer=serializer, **pool)
+
+    def do_connect(_dialect: object, _record: object, _arguments: object, _named: object) -> sqlite3.Connection:
+        return sqlite.connect(Path(str(url.database)), migrating=migrating)
 
     def on_begin(connection: Connection) -> None:
         options = connection.get_execution_options()
-        if options.get("spectune_no_begin", False):
-            return
-        writes = options.get("spectune_write", False)
-        connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+        if not options.get("spectune_no_begin", False):
+            connection.exec_driver_sql("BEGIN IMMEDIATE" if options.get("spectune_write", False) else "BEGIN")
 
-    event.listen(engine, "connect", on_connect)
+    event.listen(engine, "do_connect", do_connect)
     event.listen(engine, "begin", on_begin)
     return engine
 
@@ -92,15 +82,3 @@ def _plain(value: Any) -> Any:
     if callable(getattr(value, "item", None)):
         return value.item()
     raise TypeError(f"{type(value).__name__} {value!r} is not JSON")
-
-
-def _use_wal(connection: sqlite3.Connection) -> None:
-    # Switching to WAL ignores the busy timeout when two processes create the file at once.
-    for attempt in range(50):
-        try:
-            connection.execute("PRAGMA journal_mode=WAL")
-            return
-        except sqlite3.OperationalError as error:
-            if "locked" not in str(error) or attempt == 49:
-                raise
-            time.sleep(0.02 * (1 + attempt))

@@ -12,8 +12,8 @@ from sqlalchemy import URL
 from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
-from db.engine import BUSY_TIMEOUT_S
 from db.errors import DatabaseError, UnavailableError
+from db.sqlite import BUSY_TIMEOUT_S
 from db.urls import masked, shown
 
 _LATER = frozenset({"55P03", "57014", "40001", "40P01", "42P01", "3D000", "3F000"})

@@ -20,8 +20,7 @@ import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
-from db import Database, DatabaseError, SchemaError, UnavailableError, check, migrate, open_database, schema_of, upgrade
-from db import engine as engine_module
+from db import Database, DatabaseError, SchemaError, UnavailableError, check, migrate, open_database, schema_of, sqlite, upgrade
 from db.base import Base
 from db.engine import WRITES, make_engine
 from db.models import PolicyRow
@@ -655,7 +654,7 @@ def test_text_that_is_not_unicode_is_one_line(tmp_path: Path) -> None:
 
 
 def test_a_locked_file_is_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "BUSY_TIMEOUT_S", 0)
+    monkeypatch.setattr(sqlite, "BUSY_TIMEOUT_S", 0)
     with open_database(str(tmp_path / "a.db")) as database, sqlite3.connect(tmp_path / "a.db") as other:
         other.execute("BEGIN IMMEDIATE")
         with pytest.raises(UnavailableError, match="is busy: another process"):

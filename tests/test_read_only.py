@@ -1,0 +1,152 @@
+"""SQLite files that can be read and not written: on a medium that is read-only, or in a folder of somebody else."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import sqlite3
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from test_db import at_revision
+from trace_values import a_recording
+
+from cli import main
+from db import DatabaseError, SchemaError, check, open_database, schema_of
+from traces.store import TraceStore
+from traces.transfer import export_recordings
+
+NOBODY = 65534
+READS = (
+    ("traces", "list", "--json"),
+    ("traces", "show", "latest", "--json"),
+    ("policies", "list", "--json"),
+    ("schedule", "list", "--json"),
+    ("simulate", "--policy", '{"draft": "small", "window": {"kind": "fixed", "gamma": 4}}', "--json"),
+    ("db", "check", "--json"),
+)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder that everybody may enter and only its owner may write to, with a space and signs of a URI in its name."""
+    made = Path(tempfile.mkdtemp(prefix="spectune a%20?b#-"))
+    made.chmod(0o755)
+    yield made
+    made.chmod(0o755)
+    shutil.rmtree(made)
+
+
+@pytest.fixture
+def path(folder: Path) -> Path:
+    made = folder / "a.db"
+    with open_database(str(made)) as database:
+        a_recording(TraceStore(database), n=2)
+        TraceStore(database).put_policy("p", {}, "first")
+    return made
+
+
+def _as_reader(folder: Path, act: Callable[[], Any], results: Any) -> None:
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+    try:
+        results.put(act())
+    except (DatabaseError, sqlite3.Error) as error:
+        results.put((type(error).__name__, str(error)))
+
+
+def as_reader(folder: Path, act: Callable[[], Any]) -> Any:
+    """What ``act`` returns, or (kind, message) of its error, in a process that may not write to the folder. It changes nothing there."""
+
+    def content() -> dict[str, bytes]:
+        return {p.name: p.read_bytes() for p in folder.iterdir() if not p.name.endswith("-shm")}
+
+    before = content()
+    for entry in folder.iterdir():
+        entry.chmod(0o444)
+    folder.chmod(0o555)
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    child = context.Process(target=_as_reader, args=(folder, act, results))
+    child.start()
+    answer = results.get(timeout=60)
+    child.join()
+    assert content() == before
+    return answer
+
+
+def outputs(url: str) -> list[tuple[int, Any]]:
+    run = [CliRunner().invoke(main, ["--db", url, *command]) for command in READS]
+    return [(r.exit_code, json.loads(r.stdout) if r.exit_code == 0 else r.output) for r in run]
+
+
+def test_pure_reads_need_no_place_to_write(path: Path, folder: Path) -> None:
+    expected = outputs(str(path))
+    assert [code for code, _ in expected] == [0] * len(READS)
+    assert as_reader(folder, lambda: outputs(str(path))) == expected
+
+
+def test_a_write_to_a_read_only_file_is_one_line(path: Path, folder: Path) -> None:
+    def write() -> None:
+        with open_database(str(path)) as database:
+            TraceStore(database).put_policy("q", {}, "l")
+
+    kind, message = as_reader(folder, write)
+    assert kind == "DatabaseError"
+    assert "a.db is read-only; check its permissions and its folder's" in message
+
+
+def labels(url: str) -> list[str]:
+    with open_database(url, create=False) as database:
+        return [policy.label for policy in TraceStore(database).list_policies()]
+
+
+def test_what_a_live_writer_has_in_its_log_is_read(path: Path, folder: Path) -> None:
+    with open_database(str(path)) as database:
+        TraceStore(database).put_policy("q", {}, "newest")
+        assert (folder / "a.db-wal").stat().st_size > 0
+        assert as_reader(folder, lambda: labels(str(path))) == ["newest", "first"]
+
+
+def test_a_log_that_cannot_be_read_is_not_left_out_silently(path: Path, folder: Path) -> None:
+    writer = sqlite3.connect(path)
+    writer.execute("UPDATE policy SET label = 'newest'")
+    writer.commit()
+    log = (folder / "a.db-wal").read_bytes()
+    writer.close()
+    (folder / "a.db-wal").write_bytes(log)
+    for act in (lambda: labels(str(path)), lambda: check(str(path)).to_json()):
+        kind, message = as_reader(folder, act)
+        assert kind == "DatabaseError"
+        assert "a.db is read-only and its last changes are in a.db-wal" in message
+        assert "copy both" in message
+    (folder / "a.db").chmod(0o644)
+    folder.chmod(0o755)
+    assert labels(str(path)) == ["newest"]
+
+
+def test_an_old_schema_that_cannot_be_upgraded_is_one_line(folder: Path) -> None:
+    path = folder / "old.db"
+    at_revision(str(path), "0001")
+    kind, message = as_reader(folder, lambda: labels(str(path)))
+    assert kind == SchemaError.__name__
+    assert "has schema 0001 and is read-only; copy it" in message
+    assert as_reader(folder, lambda: schema_of(str(path))) == "0001"
+
+
+def test_a_check_changes_no_file(path: Path, tmp_path: Path) -> None:
+    exported = tmp_path / "export.db"
+    with open_database(str(path)) as database:
+        export_recordings(database, ["latest"], exported)
+    before = exported.read_bytes()
+    assert check(str(exported)).ok
+    assert exported.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["export.db"]
