@@ -62,7 +62,7 @@ def _explain_sqlite(name: str, cause: str) -> str:
     if "not a database" in cause:
         return f"{name} is not a SQLite database; give another file to --db"
     if "unable to open" in cause:
-        return f"cannot open database file {name}: check that its folder exists and is writable"
+        return f"cannot open database file {name}: check that it exists and that its folder can be written"
     if "readonly" in cause:
         return f"database file {name} is read-only; check its permissions and its folder's"
     if "locked" in cause:
