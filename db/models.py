@@ -26,7 +26,7 @@ from sqlalchemy import (
 from sqlalchemy.orm import Mapped, mapped_column
 
 from db.base import Base
-from db.types import UtcDateTime
+from db.types import OutsideJson, UtcDateTime
 
 Document = dict[str, Any]
 CASCADE = "CASCADE"
@@ -150,7 +150,7 @@ class PolicyRow(Base):
 
     id: Mapped[str] = mapped_column(String(64), primary_key=True)
     label: Mapped[str] = mapped_column(Text)
-    document: Mapped[Document] = mapped_column(JSON)
+    document: Mapped[Any] = mapped_column(OutsideJson)
     created_at: Mapped[datetime] = mapped_column(UtcDateTime)
 
 
@@ -264,7 +264,7 @@ class PublicationRow(Base):
     device: Mapped[str] = mapped_column(Text)
     policy_id: Mapped[str] = mapped_column(ForeignKey("policy.id"))
     supersedes: Mapped[int | None] = mapped_column(ForeignKey("publication.id"))
-    evidence: Mapped[Document] = mapped_column(JSON)
+    evidence: Mapped[Any] = mapped_column(OutsideJson)
     actor: Mapped[str] = mapped_column(Text)
     reason: Mapped[str] = mapped_column(Text)
     idempotency_key: Mapped[str | None] = mapped_column(String(200), unique=True)

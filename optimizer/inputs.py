@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from demo.prompts import demo_workload
 from runtime.policies.document import BUILT_IN, Policy, parse_policy
 from traces.errors import PolicyError, WorkloadError
 from traces.schema import Workload
 from traces.workloads import make_workload, read_workload, take
+
+if TYPE_CHECKING:
+    from traces.catalog import StoredPolicy
+    from traces.publications import Publication
 
 
 def load_workload(
@@ -39,9 +43,25 @@ def read_policy_file(path: str) -> Policy:
         data: Any = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise PolicyError(f"--policy {path}: {error.strerror or error}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PolicyError(f"{path}: not JSON ({error})") from None
     return parse_policy(data, where=path)
+
+
+def published_policy(publication: Publication) -> Policy:
+    """The policy of a publication. Raises PolicyError naming its version where what was published is none."""
+    return _stored(publication, f"publication {publication.version}")
+
+
+def stored_policy(stored: StoredPolicy) -> Policy:
+    """A policy kept in the database. Raises PolicyError naming its id where the document is none."""
+    return _stored(stored, f"policy {stored.id}")
+
+
+def _stored(row: Publication | StoredPolicy, where: str) -> Policy:
+    if row.problem:
+        raise PolicyError(f"{where}: the document {row.problem}")
+    return parse_policy(row.document, where=where)
 
 
 def named_policy(name: str) -> Policy | None:
@@ -50,9 +70,10 @@ def named_policy(name: str) -> Policy | None:
         return BUILT_IN[name]
     if name.lstrip().startswith("{"):
         try:
-            return parse_policy(json.loads(name), where="--policy")
-        except ValueError as error:
+            data = json.loads(name)
+        except (ValueError, RecursionError) as error:
             raise PolicyError(f"--policy: not JSON ({error})") from None
+        return parse_policy(data, where="--policy")
     if Path(name).is_file() or name.endswith(".json"):
         return read_policy_file(name)
     return None

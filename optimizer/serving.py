@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Literal
+from contextlib import contextmanager, suppress
 
-from db.errors import DatabaseError
+from db.errors import CorruptedChunkError, DatabaseError, NotFoundError
 from optimizer.artifacts import fitted, q_tables
+from optimizer.inputs import published_policy
 from runtime.decoder import prepare_for
 from runtime.loading import LoadedPair
-from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
+from runtime.policies.document import AUTOREGRESSIVE, Policy
 from runtime.policies.prepared import PreparedPolicy, check_verifier, prepare
-from runtime.reload import Published, WatchedSource
+from runtime.reload import Published, Status, WatchedSource
 from traces.errors import PolicyError
 from traces.schema import LatencyProfile, Sampling, Verifier
 from traces.store import TraceStore
@@ -32,12 +32,14 @@ def last_good(
     verifier: Verifier = "coupled",
     sampling: Sampling | None = None,
 ) -> PreparedPolicy:
-    """The newest publication for this pair and device that this runtime can execute, or autoregression when there is none."""
+    """The newest publication for this pair and device that this runtime can execute, or autoregression when there is none. Raises
+    DatabaseError alone."""
     for publication in store.list_publications(pair.id, pair.device.type):
         try:
-            policy = parse_policy(dict(publication.document), where=f"publication {publication.version}")
-            return _checked(_prepared(store, pair, policy, profile, sampling), verifier, sampling)
-        except PolicyError:
+            return _checked(_prepared(store, pair, published_policy(publication), profile, sampling), verifier, sampling)
+        except DatabaseError:
+            raise
+        except Exception:  # what was published decides what is raised here, and those before it may run
             continue
     return prepare(AUTOREGRESSIVE, pair.draft_names)
 
@@ -51,16 +53,19 @@ def _prepared(
     version: int = 0,
 ) -> PreparedPolicy:
     """A policy made ready for a loaded pair. Raises PolicyError where it cannot run here, a router of another head and a chooser with a
-    candidate that cannot run included."""
-    return prepare_for(
-        pair,
-        policy,
-        profile=profile,
-        version=version,
-        q_tables=q_tables(store),
-        artifacts=fitted(store, pair.id),
-        sampling=sampling or Sampling(),
-    )
+    candidate that cannot run included; DatabaseError only where it may be ready another time."""
+    try:
+        return prepare_for(
+            pair,
+            policy,
+            profile=profile,
+            version=version,
+            q_tables=q_tables(store),
+            artifacts=fitted(store, pair.id),
+            sampling=sampling or Sampling(),
+        )
+    except (NotFoundError, CorruptedChunkError) as error:
+        raise PolicyError(str(error)) from None
 
 
 def _checked(prepared: PreparedPolicy, verifier: Verifier, sampling: Sampling | None) -> PreparedPolicy:
@@ -85,8 +90,8 @@ def watch(
     """A policy source that follows the publications for this pair and device.
 
     ``initial`` (None: the last good publication) is in force until the first look, which happens before this returns. A publication
-    that cannot be prepared (an unknown draft, a window that needs costs and has none) or that ``verifier`` would make lossy is
-    acknowledged as refused. Raises PolicyError when ``initial`` cannot run.
+    that is no policy, cannot be prepared (an unknown draft, a window that needs costs and has none) or that ``verifier`` would make lossy
+    is acknowledged as refused. Raises PolicyError when ``initial`` cannot run.
     """
     device, who = pair.device.type, node or node_name()
 
@@ -101,15 +106,16 @@ def watch(
         if active is None:
             return None
         try:
-            return Published(active.version, parse_policy(dict(active.document), where=f"publication {active.version}"))
+            return Published(active.version, published_policy(active))
         except PolicyError as error:
             return Published(active.version, None, str(error))
 
     def ready(policy: Policy, version: int) -> PreparedPolicy:
         return _checked(_prepared(store, pair, policy, latest_profile(), sampling, version), verifier, sampling)
 
-    def acknowledge(version: int, status: Literal["applied", "refused"], reason: str) -> None:
-        store.acknowledge(version, who, status, reason)
+    def acknowledge(version: int, status: Status, reason: str) -> None:
+        with suppress(NotFoundError):  # a publication that is gone needs no answer
+            store.acknowledge(version, who, status, reason)
 
     def source_version() -> int:
         return source.seen

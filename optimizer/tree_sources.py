@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from optimizer.artifacts import fitted, q_tables
+from optimizer.inputs import stored_policy
 from optimizer.replay import ReplayTrace
 from optimizer.tree_report import Point, Stored, TreeReport, point_of, tree_report
 from runtime.policies.document import Policy, parse_policy
@@ -134,7 +135,7 @@ def ran_on(store: TraceStore, info: RecordingInfo, draft: str) -> Iterator[Point
             continue
         seen.add(key)
         try:
-            policy = parse_policy(dict(store.get_policy(run.policy_id).document))
+            policy = stored_policy(store.get_policy(run.policy_id))
         except PolicyError:
             continue
         if policy.draft == draft and policy.speculates:

@@ -20,12 +20,14 @@ from optimizer.artifacts import fitted, q_tables
 from optimizer.chooser_fits import fit_chooser_artifact
 from optimizer.execute import Comparison, DecodeOptions, Expected, encode_recorded, race
 from optimizer.fits.chooser import read_prompts
+from optimizer.inputs import published_policy
 from optimizer.record import RecordRequest, cover_of, record, retrace, retrace_trees, split, whole_texts
 from optimizer.replay import ReplayTrace, replay
 from optimizer.search import TIE, Study, complexity, finalists, is_fixed, rivals, search, worth_trying
 from optimizer.shortlist_tuning import fit_shortlists, ranks_for
 from optimizer.spaces import transformers_heuristic
 from optimizer.tree_tuning import fit_trees
+from runtime.decoder import output_hashes
 from runtime.loading import LoadedPair
 from runtime.loop import StaticSource
 from runtime.policies.document import AUTOREGRESSIVE, ChooserPolicy, Policy, parse_policy
@@ -255,7 +257,7 @@ def tune_recording(
         times["fit"] = clock() - began
         began = clock()
     search_part, test_part = split([t.request_id for t in trajectories], [t.category for t in trajectories])
-    incumbent = _incumbent(active, pair)
+    incumbent, unusable = incumbent_of(store, pair, active, profile)
     seeds = [incumbent, *(p for p in _earlier_winners(store, pair) if p.draft in (*drafts, "none"))]
     find, candidates = _artifacts(store, pair, incumbent, trajectories)
 
@@ -341,7 +343,8 @@ def tune_recording(
     executed = _candidates(roles, compared, trace.select(test_part), profile, incumbent, q_tables(store), find)
     winner = _winner(executed, compared)
     current = next(c for c in executed if c.policy.id == incumbent.id)
-    reason, chosen, fresh_choice = _verdict(winner, current, active is not None)
+    reason, chosen, fresh_choice = _verdict(winner, current, active is not None and not unusable)
+    reason = f"{unusable}; {reason}" if unusable else reason
     tuned = Tuned(
         winner=chosen,
         incumbent=current,
@@ -470,14 +473,24 @@ def _recording_policy(pair: LoadedPair) -> Policy:
     return Policy.model_validate({"draft": smallest, "window": {"kind": "fixed", "gamma": 2}})
 
 
-def _incumbent(active: Publication | None, pair: LoadedPair) -> Policy:
+def incumbent_of(store: TraceStore, pair: LoadedPair, active: Publication | None, profile: LatencyProfile) -> tuple[Policy, str]:
+    """(the policy in force, ""), or where there is none or it cannot run, (autoregression, why)."""
     if active is None:
-        return AUTOREGRESSIVE
+        return AUTOREGRESSIVE, ""
     try:
-        policy = parse_policy(dict(active.document), where=f"publication {active.version}")
-    except PolicyError:
-        return AUTOREGRESSIVE
-    return policy if policy.draft in (*pair.draft_names, "none") or isinstance(policy, ChooserPolicy) else AUTOREGRESSIVE
+        policy = published_policy(active)
+        prepare(
+            policy,
+            pair.draft_names,
+            profile=profile,
+            q_tables=q_tables(store),
+            artifacts=fitted(store, pair.id),
+            head_hashes=output_hashes(pair),
+        )
+    except PolicyError as error:
+        said = str(error).removeprefix(f"publication {active.version}: ")
+        return AUTOREGRESSIVE, f"publication {active.version} cannot run ({said}), so autoregression is the incumbent"
+    return policy, ""
 
 
 def _artifacts(
@@ -524,7 +537,7 @@ def _earlier_winners(store: TraceStore, pair: LoadedPair, count: int = 5) -> lis
     found: dict[str, Policy] = {}
     for publication in store.list_publications(pair.id, limit=count):
         try:
-            policy = parse_policy(dict(publication.document), where=f"publication {publication.version}")
+            policy = published_policy(publication)
         except PolicyError:
             continue
         found[policy.id] = policy

@@ -1,12 +1,14 @@
 """Hot reload: a policy source that follows publications while a decoder runs.
 
 A thread looks for the newest publication, prepares it aside and puts it in place with one assignment; the loop sees it at the top
-of its next round. What cannot be prepared is refused with its reason, and the last good policy stays. Every outcome is acknowledged.
+of its next round. What cannot be prepared is refused with its reason, whatever was raised, and the last good policy stays. Every outcome
+is acknowledged.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -25,16 +27,24 @@ class Published:
     problem: str = ""
 
 
-Acknowledge = Callable[[int, Literal["applied", "refused"], str], None]
+Status = Literal["applied", "refused"]
+Acknowledge = Callable[[int, Status, str], None]
 """Called with (version, status, reason)."""
+REASON_LIMIT = 400
+"""Most characters of a reason."""
+UNSAID_LIMIT = 64
+"""Most acknowledgements kept for a database that does not take them; of more the newest."""
+PATIENCE_S = 5.0
+"""Seconds that leaving waits for a database that does not answer."""
 
 
 class WatchedSource:
     """Follows publications. ``current()`` never blocks: it returns the last good policy.
 
-    ``fetch`` returns the newest publication, or None while there is none; ``prepare`` makes a policy ready to run and raises a
-    SpectuneError when this runtime cannot; ``acknowledge`` records what became of it. A database that cannot be reached is tried again
-    at the next poll, an acknowledgement as well: the last good policy goes on.
+    ``fetch`` returns the newest publication, or None while there is none; ``prepare`` makes a policy ready to run or raises, which refuses
+    that version; ``acknowledge`` records what became of it. ``retry`` are the errors of a database that cannot be reached: whatever met
+    one is tried again at the next poll, and the last good policy goes on. ``last_error`` is why the newest version was refused, or what
+    the last look failed with. Leaving waits at most ``patience_s`` seconds for the thread; ``left`` says what it then left undone.
     """
 
     def __init__(
@@ -46,22 +56,33 @@ class WatchedSource:
         *,
         interval_s: float = 1.0,
         retry: tuple[type[Exception], ...] = (),
+        patience_s: float = PATIENCE_S,
     ) -> None:
         self._current = initial
         self._fetch, self._prepare, self._acknowledge = fetch, prepare, acknowledge
-        self._interval_s, self._retry = interval_s, retry
+        self._interval_s, self._retry, self.patience_s = interval_s, retry, patience_s
         self.seen = initial.version
-        self._unsaid: tuple[int, Literal["applied", "refused"], str] | None = None
+        self._refusal = ""
+        self._unsaid: deque[tuple[int, Status, str]] = deque(maxlen=UNSAID_LIMIT)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self.last_error = ""
+        self.left = ""
 
     def current(self) -> PreparedPolicy:
         return self._current
 
     def poll(self) -> bool:
-        """Looks once; True if a new policy is in force. An acknowledgement that failed is made first."""
-        self._say()
+        """Looks once; True if a new policy is in force. What could not be acknowledged before is, in order. Raises what ``fetch`` or
+        ``acknowledge`` raises; either can be called again."""
+        try:
+            found = self._look()
+        finally:
+            self._say()
+        self.last_error = self._refusal
+        return found
+
+    def _look(self) -> bool:
         published = self._fetch()
         if published is None or published.version == self.seen:
             return False
@@ -69,22 +90,30 @@ class WatchedSource:
             if published.policy is None:
                 raise SpectuneError(published.problem)
             ready = self._prepare(published.policy, published.version)
-        except SpectuneError as error:
-            self.last_error = str(error)
-            self._settle(published.version, "refused", str(error))
+        except self._retry:
+            raise
+        except Exception as error:  # what was published decides what is raised here: no publication may end the watch
+            self._settle(published.version, "refused", reason_of(error))
             return False
-        self._current, self.last_error = ready, ""
+        self._current = ready
         self._settle(published.version, "applied", "")
         return True
 
-    def _settle(self, version: int, status: Literal["applied", "refused"], reason: str) -> None:
-        self.seen, self._unsaid = version, (version, status, reason)
-        self._say()
+    def _settle(self, version: int, status: Status, reason: str) -> None:
+        self.seen, self._refusal = version, reason
+        self._unsaid.append((version, status, reason))
 
     def _say(self) -> None:
-        if self._unsaid is not None:
-            self._acknowledge(*self._unsaid)
-            self._unsaid = None
+        while self._unsaid:
+            try:
+                self._acknowledge(*self._unsaid[0])
+            except self._retry:
+                raise
+            except Exception:
+                # It would fail again at every poll, before those that come after it.
+                self._unsaid.popleft()
+                raise
+            self._unsaid.popleft()
 
     def __enter__(self) -> WatchedSource:
         self._thread = threading.Thread(target=self._watch, name="policy-watch", daemon=True)
@@ -93,12 +122,31 @@ class WatchedSource:
 
     def __exit__(self, *exc: object) -> None:
         self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
+        if self._thread is None:
+            return
+        self._thread.join(self.patience_s)
+        if self._thread.is_alive():
+            said = [f"version {version} ({status}) was not acknowledged" for version, status, _ in tuple(self._unsaid)]
+            self.left = "; ".join([f"looking for a publication took more than {self.patience_s:g} s and was given up", *said])
 
     def _watch(self) -> None:
         while not self._stop.wait(self._interval_s):
             try:
                 self.poll()
             except self._retry as error:
-                self.last_error = str(error)
+                self.last_error = one_line(str(error))
+            except Exception as error:  # a look that fails, for whatever reason, is followed by another
+                self.last_error = reason_of(error)
+
+
+def reason_of(error: Exception) -> str:
+    """Why something was refused: what an error says, with its type unless it is one of ours. One line (:func:`one_line`)."""
+    said = str(error) if isinstance(error, SpectuneError) else f"{type(error).__name__}: {error}"
+    return one_line(said.removesuffix(": "))
+
+
+def one_line(text: str) -> str:
+    """A text as one printable line of at most :data:`REASON_LIMIT` characters, which every database takes."""
+    line = " ".join(text[: 2 * REASON_LIMIT].split())
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    return shown if len(shown) <= REASON_LIMIT else f"{shown[: REASON_LIMIT - 3]}..."

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 from doors import Door, lines, write_workload
 from synthetic import flat_profile
 
 from db import Database, DatabaseError
 from optimizer.serving import watch
+from optimizer.tune import incumbent_of
 from runtime.decoder import Decoder
 from runtime.loading import LoadedPair, load_pair
 from runtime.loop import DecodeRequest, Round, StaticSource
@@ -303,3 +307,263 @@ def test_swaps_across_two_processes(serving: Any, tiny_pair: Path, tmp_path: Pat
         *("--max-new-tokens", 400, "--outputs", tmp_path / "plain.jsonl", "--device", "cpu"),
     )
     assert lines(tmp_path / "plain.jsonl") == lines(tmp_path / "texts.jsonl")[:until]
+
+
+# ------------------------------------------------------------------------------------- whatever stands in a row
+
+NOT_POLICIES = {
+    "null": "null",
+    "number": "5",
+    "string": '"small"',
+    "list": "[1, 2]",
+    "5,000 digits": "9" * 5000,
+    "digits inside": '{"draft": "near", "window": {"kind": "fixed", "gamma": ' + "9" * 5000 + "}}",
+    "deep": "[" * 3000 + "]" * 3000,
+    "less deep": '{"draft": ' + "[" * 400 + "]" * 400 + "}",
+    "paths": '{"draft": "near", "growth": {"kind": "static", "paths": 5}}',
+    "kind": '{"draft": {"kind": []}}',
+    "unprintable": r'{"draft": "near\u0000", "window": {"kind": "fixed", "gamma": 3}}',
+    "half a character": r'{"draft": "\ud800"}',
+    "unprintable artifact": r'{"draft": "near", "growth": {"kind": "static", "artifact": "\u0000"}, "window": {"kind": "fixed"}}',
+}
+NOT_JSON = {"cut off": '{"draft": ', "words": "small", "empty": "", "not UTF-8": b'{"draft": "\xff"}'}
+"""What SQLite alone takes into a column of JSON."""
+
+
+def publish_text(store: TraceStore, pair: LoadedPair, document: str | bytes) -> int:
+    """Publishes a policy whose document is this text, whoever wrote it."""
+    store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
+    name = hashlib.sha256(repr(document).encode()).hexdigest()[:12]
+    value = ":document" if store.database.dialect == "sqlite" else "CAST(:document AS JSON)"
+    row = sa.text(f"INSERT INTO policy (id, label, document, created_at) VALUES (:id, 'unknown', {value}, '2026-01-01 00:00:00')")
+    with store.database.write() as session:
+        session.execute(row, {"id": name, "document": document})
+    return store.publish(pair.id, "cpu", name, actor="test").version
+
+
+def strange_documents(store: TraceStore) -> dict[str, str | bytes]:
+    return {**NOT_POLICIES, **(NOT_JSON if store.database.dialect == "sqlite" else {})}
+
+
+def test_whatever_is_published_is_refused_and_the_next_good_one_taken(store: TraceStore, pair: LoadedPair) -> None:
+    publish(store, pair, fixed(2))
+    with watch(store, pair, None, None, interval_s=60) as source:
+        for name, document in strange_documents(store).items():
+            bad = publish_text(store, pair, document)
+            before = source.current()
+            assert not source.poll(), name
+            assert source.current() is before, name
+            (said,) = store.acknowledgements(bad)
+            assert said.status == "refused", name
+            assert said.reason == source.last_error, name
+            assert said.reason.startswith(f"publication {bad}: "), said.reason
+            assert said.reason.isprintable(), name
+            assert len(said.reason) < 400, name
+            good = fixed(3 if before.policy == fixed(4) else 4)
+            publish(store, pair, good)
+            assert source.poll(), name
+            assert source.current().policy == good, name
+
+
+def test_a_runtime_starts_with_the_last_policy_that_can_run(store: TraceStore, pair: LoadedPair) -> None:
+    publish(store, pair, fixed(3))
+    for document in strange_documents(store).values():
+        last = publish_text(store, pair, document)
+    with watch(store, pair, None, None, interval_s=60) as source:
+        assert source.current().policy == fixed(3)
+    assert statuses(store) == [(last, "refused")]
+
+
+@pytest.mark.parametrize("document", [NOT_POLICIES["null"], NOT_POLICIES["5,000 digits"], NOT_POLICIES["deep"], NOT_POLICIES["paths"]])
+def test_commands_see_past_a_document_that_is_no_policy(
+    store: TraceStore, url: str, tiny_pair: Path, tmp_path: Path, pair: LoadedPair, document: str
+) -> None:
+    publish(store, pair, fixed(3))
+    older = publish_text(store, pair, '{"draft": 5}')
+    bad = publish_text(store, pair, document)
+    door, of_pair = Door(url, str(tiny_pair)), ("--pair", tiny_pair, "--device", "cpu")
+    workload = write_workload(tmp_path / "one.jsonl", 1)
+    ran = door.call("run", *of_pair, "--workload", workload, "--policy", "active", "--max-new-tokens", 4, "--json")
+    assert ran.exit_code == 0, ran.output
+    assert json.loads(ran.stdout)["policy"]["window"]["gamma"] == 3
+    assert f"publication {bad} is refused: publication {bad}: " in ran.stderr
+    listed = door.json("policies", "list", *of_pair)["publications"]
+    assert [p["version"] for p in listed] == [bad, older, older - 1]
+    assert listed[0]["refused"]
+    for command in (("policies", "show"), ("policies", "rollback", "--to", str(older))):
+        refused = door.call(*command, *of_pair)
+        assert refused.exit_code == 2
+        (line,) = refused.stderr.splitlines()
+        assert f"publication {older if 'rollback' in command else bad}: " in line
+    back = door.json("policies", "rollback", *of_pair)
+    assert back["policy"] == fixed(3).id  # and not the one before, which cannot run
+    assert door.json("policies", "show", *of_pair)["id"] == fixed(3).id
+
+
+def test_tuning_says_which_publication_cannot_run_and_measures_against_autoregression(store: TraceStore, pair: LoadedPair) -> None:
+    profile = flat_profile(pair.id, pair.drafts)
+    publish(store, pair, ANALYTIC)
+    assert incumbent_of(store, pair, store.active_publication(pair.id, "cpu"), profile) == (ANALYTIC, "")
+    assert incumbent_of(store, pair, None, profile) == (AUTOREGRESSIVE, "")
+    missing = parse_policy({"draft": "near", "window": {"kind": "fixed", "gamma": 2}, "growth": {"kind": "static", "artifact": "ffff"}})
+    published = [publish_text(store, pair, document) for document in strange_documents(store).values()]
+    for version in [*published, publish(store, pair, fixed(3, "third")), publish(store, pair, missing)]:
+        policy, why = incumbent_of(store, pair, store.get_publication(version), profile)
+        assert policy == AUTOREGRESSIVE
+        assert why.startswith(f"publication {version} cannot run (")
+        assert why.endswith("), so autoregression is the incumbent")
+
+
+def test_evidence_that_is_no_json_hides_no_publication(store: TraceStore, url: str, tiny_pair: Path, pair: LoadedPair) -> None:
+    version = publish(store, pair, fixed(3))
+    as_json = "'[7]'" if store.database.dialect == "sqlite" else "CAST('[7]' AS JSON)"
+    for value in (as_json, "'{'") if store.database.dialect == "sqlite" else (as_json,):
+        with store.database.write() as session:
+            session.execute(sa.text(f"UPDATE publication SET evidence = {value}"))
+        assert store.get_publication(version).document == fixed(3).spelled_out()
+        shown = Door(url, str(tiny_pair)).json("policies", "show", "--pair", tiny_pair, "--device", "cpu")
+        assert shown["id"] == fixed(3).id
+
+
+# ------------------------------------------------------------------------------------------- whatever is raised
+
+RAISED = [ValueError("two\nlines \x00"), KeyError("paths"), MemoryError(), RecursionError("too deep"), AssertionError("x" * 10_000)]
+
+
+@pytest.mark.parametrize("error", RAISED, ids=lambda e: type(e).__name__)
+def test_whatever_preparing_raises_refuses_that_version_alone(source: WatchedSource, board: Board, error: Exception) -> None:
+    can = source._prepare
+
+    def prepared(policy: Policy, version: int) -> Any:
+        if version == 7:
+            raise error
+        return can(policy, version)
+
+    source._prepare = prepared
+    board.publish(7, fixed(5))
+    with source:
+        wait_for(lambda: board.acknowledged)
+        (version, status, reason) = board.acknowledged[0]
+        assert (version, status) == (7, "refused")
+        assert reason.isprintable()
+        assert type(error).__name__ in reason
+        assert len(reason) < 600
+        assert source.current().policy == fixed(2)
+        board.publish(8, fixed(5))
+        wait_for(lambda: board.acknowledged[1:] == [(8, "applied", "")])
+        assert source.current().policy == fixed(5)
+
+
+@pytest.mark.parametrize("error", RAISED, ids=lambda e: type(e).__name__)
+def test_whatever_looking_raises_it_looks_again(source: WatchedSource, board: Board, error: Exception) -> None:
+    looked = []
+
+    def fetch() -> Published | None:
+        looked.append(1)
+        if len(looked) < 3:
+            raise error
+        return board.fetch()
+
+    source._fetch = fetch
+    board.publish(7, fixed(5))
+    with source:
+        wait_for(lambda: board.acknowledged == [(7, "applied", "")])
+    assert source.current().policy == fixed(5)
+
+
+def test_a_process_that_is_asked_to_end_ends(source: WatchedSource, board: Board) -> None:
+    def prepared(policy: Policy, version: int) -> Any:
+        raise KeyboardInterrupt
+
+    source._prepare = prepared
+    board.publish(7, fixed(5))
+    with pytest.raises(KeyboardInterrupt):
+        source.poll()
+    assert board.acknowledged == []
+
+
+def test_an_acknowledgement_that_nobody_takes_holds_nothing_up(source: WatchedSource, board: Board) -> None:
+    def refuses(version: int, status: str, reason: str) -> None:
+        if version == 7:
+            raise ValueError("no")
+        board.acknowledge(version, status, reason)
+
+    source._acknowledge = refuses
+    with source:
+        board.publish(7, fixed(5))
+        wait_for(lambda: source.current().policy == fixed(5))
+        board.publish(8, fixed(4))
+        wait_for(lambda: board.acknowledged == [(8, "applied", "")])
+    assert source.current().policy == fixed(4)
+
+
+def test_a_publication_is_taken_while_the_last_one_is_unacknowledged(source: WatchedSource, board: Board) -> None:
+    """What the database could not take is said later, in order, and nothing waits for it."""
+    down = True
+
+    def sometimes(version: int, status: str, reason: str) -> None:
+        if down:
+            raise DatabaseError("down")
+        board.acknowledge(version, status, reason)
+
+    source._acknowledge = sometimes
+    for version, policy in ((7, fixed(5)), (8, fixed(6, "third")), (9, fixed(4))):
+        board.publish(version, policy)
+        with pytest.raises(DatabaseError):
+            source.poll()
+    assert source.current().policy == fixed(4)
+    down = False
+    assert not source.poll()
+    assert [(version, status) for version, status, _ in board.acknowledged] == [(7, "applied"), (8, "refused"), (9, "applied")]
+
+
+def test_leaving_does_not_wait_for_a_database_that_never_answers(source: WatchedSource, board: Board) -> None:
+    frozen, asked = threading.Event(), threading.Event()
+
+    def acknowledge(version: int, status: str, reason: str) -> None:
+        asked.set()
+        frozen.wait(90)
+
+    source._acknowledge, source.patience_s = acknowledge, 0.05
+    board.publish(7, fixed(5))
+    began = time.monotonic()
+    with source:
+        assert asked.wait(30)
+    assert time.monotonic() - began < 30
+    assert "version 7 (applied) was not acknowledged" in source.left
+    frozen.set()
+
+
+def test_a_table_that_is_gone_for_a_while_stops_nothing(store: TraceStore, pair: LoadedPair) -> None:
+    publish(store, pair, fixed(2))
+
+    def rename(old: str, new: str) -> None:
+        with store.database.write() as session:
+            session.execute(sa.text(f"ALTER TABLE {old} RENAME TO {new}"))
+
+    with watch(store, pair, None, None, interval_s=0.01) as source:
+        rename("publication", "hidden")
+        wait_for(lambda: "publication" in source.last_error)
+        assert source.current().policy == fixed(2)
+        rename("hidden", "publication")
+        version = publish(store, pair, fixed(4))
+        wait_for(lambda: (version, "applied") in statuses(store))
+        assert source.current().policy == fixed(4)
+        assert source.last_error == ""
+
+
+def test_a_publication_that_was_removed_is_not_waited_for(store: TraceStore, pair: LoadedPair) -> None:
+    with watch(store, pair, None, None, interval_s=60) as source:
+        said = source._acknowledge
+
+        def too_late(version: int, status: Any, reason: str) -> None:
+            with store.database.write() as session:
+                session.execute(sa.text("DELETE FROM publication"))
+            said(version, status, reason)
+
+        source._acknowledge = too_late
+        publish(store, pair, fixed(3))
+        assert source.poll()
+        source._acknowledge = said
+        assert not source.poll()
+    assert source.current().policy == fixed(3)

@@ -19,7 +19,7 @@ from db.models import ArtifactRow, LatencyProfileRow, PairRow, PolicyRow, RunRow
 from traces.codec import CodecError
 from traces.packing import pack_document, pack_steps, unpack_document, unpack_steps
 from traces.recording_rows import step_row
-from traces.rows import Storage, chunk_of, chunk_values, insert_absent, resolve
+from traces.rows import Storage, chunk_of, chunk_values, insert_absent, readable, resolve
 from traces.schema import Counts, LatencyProfile, Outcome, Request, RequestOutcome, Step, Workload
 
 Document = Mapping[str, Any]
@@ -46,12 +46,13 @@ class StoredProfile:
 
 @dataclass(frozen=True)
 class StoredPolicy:
-    """A policy document; ``id`` is the hash of its content."""
+    """A policy document; ``id`` is the hash of its content. ``document`` and ``problem`` as :class:`traces.publications.Publication`'s."""
 
     id: str
     label: str
-    document: Document
+    document: Any
     created_at: datetime
+    problem: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -402,7 +403,8 @@ def _profile(row: LatencyProfileRow) -> StoredProfile:
 
 
 def _policy(row: PolicyRow) -> StoredPolicy:
-    return StoredPolicy(row.id, row.label, row.document, row.created_at)
+    document, problem = readable(row.document)
+    return StoredPolicy(row.id, row.label, document, row.created_at, problem)
 
 
 def _run(row: RunRow) -> Run:

@@ -12,27 +12,32 @@ from sqlalchemy.orm import Session
 
 from db import NotFoundError, StaleVersionError
 from db.models import AcknowledgementRow, PairRow, PolicyRow, PublicationRow
-from traces.rows import Storage
+from traces.rows import Storage, readable
 
 AckStatus = Literal["applied", "refused"]
 
 
 @dataclass(frozen=True)
 class Publication:
-    """A policy put in force. ``version`` grows; the largest of a pair and device is in force. ``document`` is the policy's."""
+    """A policy put in force. ``version`` grows; the largest of a pair and device is in force.
+
+    ``document`` is the policy's, whatever JSON value stands there, and None where it cannot be read; then ``problem`` says why.
+    ``evidence`` is empty where it cannot be read.
+    """
 
     version: int
     pair_id: str
     device: str
     policy_id: str
     label: str
-    document: Mapping[str, Any]
+    document: Any
     supersedes: int | None
     evidence: Mapping[str, Any]
     actor: str
     reason: str
     idempotency_key: str | None
     created_at: datetime
+    problem: str = ""
 
 
 @dataclass(frozen=True)
@@ -157,17 +162,19 @@ def _version(session: Session, pair_id: str, device: str) -> int:
 
 
 def _publication(row: PublicationRow, policy: PolicyRow) -> Publication:
+    document, problem = readable(policy.document)
     return Publication(
         version=row.id,
         pair_id=row.pair_id,
         device=row.device,
         policy_id=row.policy_id,
         label=policy.label,
-        document=policy.document,
+        document=document,
         supersedes=row.supersedes,
-        evidence=row.evidence,
+        evidence=row.evidence if isinstance(row.evidence, Mapping) else {},
         actor=row.actor,
         reason=row.reason,
         idempotency_key=row.idempotency_key,
         created_at=row.created_at,
+        problem=problem,
     )

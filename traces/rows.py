@@ -14,6 +14,7 @@ from sqlalchemy.orm import DeclarativeBase, InstrumentedAttribute, Session
 
 from db import Database, NotFoundError
 from db.models import Packed
+from db.types import Unreadable
 from traces.codec import Chunk
 from traces.schema import Sampling
 
@@ -71,6 +72,11 @@ def resolve(
     if near and text:
         raise NotFoundError(f"{what} {text!r} is ambiguous: {', '.join(sorted(near))}...")
     raise NotFoundError(f"there is no {what} {text!r}{_HINTS.get(what, '')}")
+
+
+def readable(document: Any) -> tuple[Any, str]:
+    """(document, "") as it was stored, or (None, why it cannot be read)."""
+    return (None, document.problem) if isinstance(document, Unreadable) else (document, "")
 
 
 def chunk_values(chunk: Chunk) -> dict[str, Any]:

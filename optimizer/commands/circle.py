@@ -527,6 +527,8 @@ def _source(
         if source.last_error:
             click.echo(f"publication {source.seen} is refused: {source.last_error}; using {source.current().label}", err=True)
         yield source
+    if source.left:
+        click.echo(source.left, err=True)
 
 
 @click.command()

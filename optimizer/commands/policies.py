@@ -11,7 +11,7 @@ from optimizer.commands.shared import emit, json_option, open_store, pair_option
 
 if TYPE_CHECKING:
     from runtime.policies.document import Policy
-    from traces.store import TraceStore
+    from traces.store import Publication, TraceStore
 
 
 @click.group()
@@ -175,6 +175,17 @@ def _check_runs(store: TraceStore, policy: Policy, pair_id: str, drafts: tuple[s
     prepare(policy, drafts, profile=found, q_tables=q_tables(store), artifacts=fitted(store, pair_id))
 
 
+def _holds_a_policy(publication: Publication) -> bool:
+    from optimizer.inputs import published_policy
+    from traces.errors import PolicyError
+
+    try:
+        published_policy(publication)
+    except PolicyError:
+        return False
+    return True
+
+
 @policies.command("rollback")
 @click.option("--to", type=int, help="Version to go back to; default: the one before the active.")
 @pair_options
@@ -182,11 +193,12 @@ def _check_runs(store: TraceStore, policy: Policy, pair_id: str, drafts: tuple[s
 @json_option
 @with_context
 def policies_rollback(ctx: click.Context, as_json: bool, to: int | None, **kw: Any) -> None:
-    """Publish an earlier policy again. Nothing is erased: the rollback is a new version.
+    """Publish an earlier policy again. Nothing is erased: the rollback is a new version. Publications that hold no policy are passed over.
 
     \b
     Example:  cli.py policies rollback
     """
+    from optimizer.inputs import published_policy
     from traces.errors import PolicyError
 
     pair_id, device = _pair_id(kw), _device(kw)
@@ -194,9 +206,11 @@ def policies_rollback(ctx: click.Context, as_json: bool, to: int | None, **kw: A
         found = store.list_publications(pair_id, device)
         active = found[0] if found else None
         if to is None:
-            earlier = next((p for p in found[1:] if active and p.policy_id != active.policy_id), None)
+            earlier = next((p for p in found[1:] if active and p.policy_id != active.policy_id and _holds_a_policy(p)), None)
         else:
             earlier = next((p for p in found if p.version == to), None)
+            if earlier is not None:
+                published_policy(earlier)  # refused here as every runtime would
         if active is None or earlier is None:
             raise PolicyError(
                 f"no earlier policy to go back to for pair {pair_id} on {device}"

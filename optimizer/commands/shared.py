@@ -199,8 +199,8 @@ class Meter:
 def policy_named(store: TraceStore, name: str, pair_id: str, device: str, *, option: str = "--policy") -> Policy:
     """A policy by built-in name, file, inline JSON, id, or ``active``. Raises PolicyError."""
     from db.errors import NotFoundError
-    from optimizer.inputs import named_policy
-    from runtime.policies.document import AUTOREGRESSIVE, parse_policy
+    from optimizer.inputs import named_policy, published_policy, stored_policy
+    from runtime.policies.document import AUTOREGRESSIVE
     from traces.errors import PolicyError
 
     found = named_policy(name)
@@ -211,14 +211,14 @@ def policy_named(store: TraceStore, name: str, pair_id: str, device: str, *, opt
         if active is None:
             click.echo(f"no policy is published for pair {pair_id} on {device}; decoding autoregressively", err=True)
             return AUTOREGRESSIVE
-        return parse_policy(dict(active.document), where=f"publication {active.version}")
+        return published_policy(active)
     try:
         stored = store.get_policy(name)
     except NotFoundError as error:
         raise PolicyError(
             f"{option} {name}: neither a file, a JSON document, 'active' nor 'autoregressive', and {error} (see `policies list`)"
         ) from None
-    return parse_policy(dict(stored.document), where=f"policy {name}")
+    return stored_policy(stored)
 
 
 def profile_of(store: TraceStore, wanted: str | None, pair_id: str, device: str, dtype: str | None = None) -> tuple[str, Any]:

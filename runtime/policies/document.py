@@ -27,6 +27,16 @@ POOL_LIMIT = 8192
 """Most candidates a tree may grow before selection."""
 EXPANDED_LIMIT = 512
 """Most nodes that a tree may have read by the draft, beside the root: each holds a place in the draft's cache during a round."""
+VALUES_LIMIT = 30_000
+"""Most values in a document; the largest static tree has half as many."""
+NESTING_LIMIT = 16
+"""Deepest nesting of a document; policies need four levels."""
+TEXT_LIMIT = 256
+"""Longest key or text in a document, in characters."""
+NUMBER_LIMIT = 2**63
+"""Whole numbers in a document lie below it in size."""
+MESSAGE_LIMIT = 400
+"""Most characters of what is said about a document, beside where it stood."""
 DEFAULT_TOP_N = 60
 """Nodes that a top-k tree keeps when the policy does not say (EAGLE-2)."""
 
@@ -351,8 +361,8 @@ class Policy(_Block):
         if data.get("draft", "none") == "none" and "window" not in data and growth is None:
             return {**data, "window": {"kind": "fixed", "gamma": 0}}
         if isinstance(growth, Mapping) and growth.get("kind") == "static" and "window" not in data:
-            paths = growth.get("paths") or ()
-            depth = max((len(p) for p in paths if isinstance(p, (list, tuple))), default=0)
+            paths = growth.get("paths")
+            depth = max((len(p) for p in paths if isinstance(p, (list, tuple))), default=0) if isinstance(paths, (list, tuple)) else 0
             if depth:
                 data = {**data, "window": {"kind": "fixed", "gamma": depth}}
         if isinstance(growth, Mapping) and growth.get("kind") == "top_k":
@@ -564,26 +574,86 @@ BUILT_IN = {"autoregressive": AUTOREGRESSIVE}
 
 
 def parse_policy(data: Any, *, where: str = "policy") -> Policy:
-    """Validates a document. Raises :class:`PolicyError` with one line: what is wrong, where, and what to write instead."""
-    if not isinstance(data, Mapping):
-        raise PolicyError(f"{where}: a policy is a JSON object, not {type(data).__name__}")
-    chosen = data.get("draft")
-    under: tuple[str, ...] = ()
+    """Validates a document, whatever value it is. Raises :class:`PolicyError`, and nothing else, with one line: what is wrong, where, and
+    what to write instead."""
     try:
-        if not isinstance(chosen, Mapping):
-            return Policy.model_validate(data)
-        others = {key: value for key, value in data.items() if key != "draft"}
-        Policy.model_validate(dict.fromkeys(others.keys() - Policy.model_fields.keys()))
-        if others:
-            raise PolicyError(
-                f'{where}: a draft of kind "ols" has every other block in the candidates of its artifact; leave {next(iter(others))!r} out'
-            )
-        if chosen.get("kind") not in _KINDS["draft"]:
-            raise PolicyError(f"{where}: draft.kind must be one of: {', '.join(_KINDS['draft'])}; or give a draft's name alone")
-        under = ("draft", "ols")
-        return ChooserPolicy.of(OlsDraft.model_validate(chosen).artifact)
+        refuse_excess(data)
+        try:
+            return _parsed(data)
+        except ValidationError as error:
+            raise ValueError(_explain(error, _under(data))) from None
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise PolicyError(f"{where}: {_shortened(str(error))}") from None
+
+
+def _parsed(data: Any) -> Policy:
+    """The policy of a document. Raises ValueError, ValidationError among them."""
+    if not isinstance(data, Mapping):
+        raise ValueError(f"a policy is a JSON object, not {'null' if data is None else type(data).__name__}")
+    chosen = data.get("draft")
+    if not isinstance(chosen, Mapping):
+        return Policy.model_validate(data)
+    others = {key: value for key, value in data.items() if key != "draft"}
+    Policy.model_validate(dict.fromkeys(others.keys() - Policy.model_fields.keys()))
+    if others:
+        raise ValueError(
+            f'a draft of kind "ols" has every other block in the candidates of its artifact; leave {next(iter(others))!r} out'
+        )
+    if chosen.get("kind") not in list(_KINDS["draft"]):
+        raise ValueError(f"draft.kind must be one of: {', '.join(_KINDS['draft'])}; or give a draft's name alone")
+    return ChooserPolicy.of(OlsDraft.model_validate(chosen).artifact)
+
+
+def _under(data: Any) -> tuple[str, ...]:
+    """Where the block that :func:`_parsed` refused stood: a chooser's own keys are those of its draft."""
+    is_chooser = isinstance(data, Mapping) and isinstance(data.get("draft"), Mapping) and len(data) == 1
+    return ("draft", "ols") if is_chooser else ()
+
+
+def static_paths(paths: Any) -> tuple[tuple[int, ...], ...]:
+    """The paths of a static tree that somebody stored, by the rules of a document's (:class:`StaticGrowth`). Raises ValueError."""
+    refuse_excess(paths)
+    try:
+        return StaticGrowth.model_validate({"kind": "static", "paths": paths}).paths
     except ValidationError as error:
-        raise PolicyError(f"{where}: {_explain(error, under)}") from None
+        raise ValueError(_shortened(_explain(error, ("growth", "static")))) from None
+
+
+def refuse_excess(data: Any) -> None:
+    """Raises ValueError for a value larger than any policy, before anything walks through it: too many values, too deeply nested, too
+    long a text, one that cannot be printed, or too large a number."""
+    level, count = [data], 0
+    for _ in range(NESTING_LIMIT + 1):
+        count += len(level)
+        if count > VALUES_LIMIT:
+            raise ValueError(f"more than {VALUES_LIMIT} values are no policy")
+        inner: list[Any] = []
+        for value in level:
+            _refuse_excess_of(value)
+            if isinstance(value, Mapping):
+                inner += [*value.keys(), *value.values()]
+            elif isinstance(value, (list, tuple)):
+                inner += value
+        if not inner:
+            return
+        level = inner
+    raise ValueError(f"values nested more than {NESTING_LIMIT} deep are no policy")
+
+
+def _refuse_excess_of(value: Any) -> None:
+    if isinstance(value, str):
+        if len(value) > TEXT_LIMIT:
+            raise ValueError(f"a text of {len(value)} characters is too long; the limit is {TEXT_LIMIT} (it begins {value[:20]!r})")
+        if not value.isprintable():
+            raise ValueError(f"the text {value!a} has characters that cannot be printed")
+    elif isinstance(value, int) and abs(value) >= NUMBER_LIMIT:
+        raise ValueError(f"a whole number of {value.bit_length()} bits is too large")
+
+
+def _shortened(text: str) -> str:
+    """One line of at most :data:`MESSAGE_LIMIT` characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= MESSAGE_LIMIT else f"{line[: MESSAGE_LIMIT - 3]}..."
 
 
 def policy_schema() -> dict[str, Any]:
@@ -627,8 +697,13 @@ def _explain(error: ValidationError, under: tuple[str, ...] = ()) -> str:
         return f"{shown}.kind must be one of: {kinds}"
     message = first["msg"].removeprefix("Value error, ")
     value = first.get("input")
-    given = f" (given: {json.dumps(value, default=str)})" if not isinstance(value, Mapping) else ""
+    given = f" (given: {_shown(value)})" if not isinstance(value, Mapping) else ""
     return f"{shown}: {message}{given}" if shown else f"{message}"
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 _KINDS: dict[str, dict[str, type[BaseModel]]] = {
