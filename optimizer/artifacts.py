@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import numpy.typing as npt
 
 from db.errors import CorruptedChunkError, NotFoundError
 from runtime.policies.machines import Q_LEARNING
 from runtime.policies.prepared import QTables
 from runtime.policies.windows import WindowController, export_q_table
+from traces.catalog import Artifact
 from traces.errors import PolicyError
 from traces.store import TraceStore
 
@@ -24,16 +24,13 @@ Q_TABLE = "q_table"
 def q_tables(store: TraceStore) -> QTables:
     """Finds stored Q-tables by artifact id, for :func:`runtime.policies.prepared.prepare`."""
 
-    def find(name: str) -> npt.NDArray[np.float64]:
-        try:
-            artifact = store.get_artifact(name)
-        except NotFoundError:
-            raise PolicyError(f"window.artifact: there is no artifact {name!r} in this database") from None
-        except CorruptedChunkError as error:
-            raise PolicyError(f"window.artifact: {error}") from None
+    def find(name: str) -> npt.NDArray[Any]:
+        artifact = _stored(store, name, "window.artifact: ")
         if artifact.kind != Q_TABLE:
             raise PolicyError(f"window.artifact: artifact {name} is a {artifact.kind}, not a {Q_TABLE}")
-        return np.asarray(artifact.arrays["values"], dtype=np.float64)
+        if "values" not in artifact.arrays:
+            raise PolicyError(f"window.artifact: artifact {name} is no Q-table: it lacks the array values")
+        return artifact.arrays["values"]
 
     return find
 
@@ -49,21 +46,28 @@ def fitted(store: TraceStore, pair_id: str | None = None) -> Artifacts:
 
     def find(name: str) -> Fitted:
         if name not in known:
-            try:
-                artifact = store.get_artifact(name)
-            except NotFoundError as error:
-                raise PolicyError(f"{error} in this database (`fit` makes them)") from None
-            except CorruptedChunkError as error:
-                raise PolicyError(str(error)) from None
+            artifact = _stored(store, name, "")
             if pair_id is not None and artifact.pair_id not in (None, pair_id):
                 raise PolicyError(
                     f"artifact {artifact.id} was fitted for pair {artifact.pair_id}, this is pair {pair_id}: fit one to a recording of "
                     "this pair (`fit classifier --from` carries a classifier over)"
                 )
+            if not isinstance(artifact.document, Mapping):
+                raise PolicyError(f"artifact {artifact.id} ({artifact.kind}) cannot be used (its document is no JSON object)")
             known[name] = Fitted(artifact.kind, artifact.document, artifact.arrays)
         return known[name]
 
     return find
+
+
+def _stored(store: TraceStore, name: str, where: str) -> Artifact:
+    """An artifact by id or the beginning of one. Raises PolicyError, its message after ``where``, when it is missing or damaged."""
+    try:
+        return store.get_artifact(name)
+    except NotFoundError as error:
+        raise PolicyError(f"{where}{error} in this database (`fit` makes them)") from None
+    except CorruptedChunkError as error:
+        raise PolicyError(f"{where}{error}") from None
 
 
 def keep_q_table(store: TraceStore, controller: WindowController, pair_id: str, provenance: Mapping[str, Any]) -> str:

@@ -32,6 +32,7 @@ from runtime.policies.dynaspec import (
     near_ties,
     top_clusters,
 )
+from runtime.policies.tree_rules import read_fitted
 from runtime.streams import forked
 from traces.errors import PolicyError
 
@@ -44,7 +45,6 @@ STATES_KEPT: Final = 160
 """Positions of the text whose hidden states a draft remembers; more than any round looks back."""
 
 C = TypeVar("C")
-T = TypeVar("T")
 HeadHashes = Callable[[str], str]
 """The hash of the output head of a draft, by the draft's name (:func:`head_hashes`)."""
 
@@ -179,14 +179,14 @@ def compile_shortlist(policy: Policy, artifacts: Artifacts | None, hashes: HeadH
     block = policy.shortlist
     if isinstance(block, ClustersShortlist):
         found = _artifact(policy, block.artifact, ROUTER, artifacts)
-        routing = _read(block.artifact, lambda: Routing.from_document(found.document, found.arrays))
+        routing = read_fitted("shortlist", block.artifact, lambda: Routing.from_document(found.document, found.arrays))
         rule = ShortlistRule(block, policy.draft, routing=routing)
         if hashes is not None:
             rule.check_head(hashes(policy.draft))
         return rule
     if isinstance(block, (FrequencyShortlist, PositionFrequencyShortlist)):
         found = _artifact(policy, block.artifact, FREQUENCIES, artifacts)
-        frequencies = _read(block.artifact, lambda: Frequencies.from_document(found.document, found.arrays))
+        frequencies = read_fitted("shortlist", block.artifact, lambda: Frequencies.from_document(found.document, found.arrays))
         return ShortlistRule(block, policy.draft, frequencies=frequencies)
     return None
 
@@ -194,13 +194,6 @@ def compile_shortlist(policy: Policy, artifacts: Artifacts | None, hashes: HeadH
 def head_hashes(models: Callable[[str], ShortlistedModel]) -> HeadHashes:
     """Hashes of the output heads of the drafts that ``models`` finds by name."""
     return lambda name: models(name).output.hash
-
-
-def _read(name: str, make: Callable[[], T]) -> T:
-    try:
-        return make()
-    except ValueError as error:
-        raise PolicyError(f"shortlist.artifact: {name}: {error}") from None
 
 
 def _artifact(policy: Policy, name: str, kind: str, artifacts: Artifacts | None) -> Fitted:

@@ -580,6 +580,34 @@ def test_what_is_no_chooser_is_refused(
     assert "\n" not in str(caught.value)
 
 
+STRANGE: tuple[Any, ...] = (None, True, 5, -1.5, math.nan, math.inf, 10**400, "", "near", [], [5], [[]], {}, {"near": None}, {"near": []})
+
+
+def test_whatever_value_stands_in_a_chooser_it_is_one_or_refused(fitted: tuple[Chooser, list[Prompt]]) -> None:
+    document, arrays = fitted[0].to_document()
+    damaged = [(document | {key: value}, arrays) for key in document for value in STRANGE]
+    inside = ("calibration", "prompts", "candidates")
+    damaged += [(document | {key: {**document[key], "near": value}}, arrays) for key in inside for value in STRANGE]
+    refused = 0
+    for strange, whole in damaged:
+        try:
+            Chooser.from_document(strange, whole)
+        except PolicyError:
+            refused += 1
+    assert refused > len(damaged) // 2
+
+
+def test_numbers_that_are_none_decide_nothing(fitted: tuple[Chooser, list[Prompt]]) -> None:
+    document, arrays = fitted[0].to_document()
+    for name, array in arrays.items():
+        for wrong in (array * np.nan, array + np.inf, array.astype(str), array.astype(complex), np.zeros(())):
+            with pytest.raises(PolicyError, match="not a chooser of drafts"):
+                Chooser.from_document(document, arrays | {name: wrong})
+    for key, value in (("near", math.nan), ("near", 0.0), ("far", math.inf), ("far", -1.0)):
+        with pytest.raises(PolicyError, match="above 0"):
+            Chooser.from_document(document | {"calibration": {**document["calibration"], key: value}}, arrays)
+
+
 def test_candidates_that_cannot_be_weighed_are_refused() -> None:
     trace, prompts = planted_trace(6)
     with pytest.raises(PolicyError, match="draft 'near': its policy chooses drafts itself"):

@@ -94,7 +94,7 @@ def places() -> list[tuple[str, Any]]:
         "select": [],
         "stratify": [],
     }
-    keys = "kind gamma gamma_max gamma_initial history acc_max seed memory artifact threshold paths width cap beta top_n alpha fractions size"
+    keys = "kind gamma gamma_max gamma_initial history acc_max seed memory artifact threshold paths width cap beta top_n fractions size"
     found: list[tuple[str, Any]] = [("the document", lambda v: v), ("draft", lambda v: {"draft": v})]
     found += [("draft of more", lambda v: {**SMALL, "draft": v}), ("unknown", lambda v: {**SMALL, "unknown": v})]
     found += [("artifact of ols", lambda v: {"draft": {"kind": "ols", "artifact": v}})]

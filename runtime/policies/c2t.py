@@ -32,6 +32,8 @@ DEPTHS: Final = 24
 CONFIDENCE_SCALE: Final = 65535
 """A confidence of 1 in a table."""
 WEIGHTS: Final = ("w1", "b1", "w2", "b2")
+HIDDEN_LIMIT: Final = 1024
+"""Most hidden units; a table takes 2 million evaluations of each."""
 _ROWS = 16
 """Rows of a table evaluated together: they stay in the processor's cache."""
 
@@ -49,9 +51,11 @@ class ClassifierWeights:
     b2: WeightArray
 
     def __post_init__(self) -> None:
-        hidden = len(self.b1)
+        hidden = self.b1.size
         shapes = [w.shape for w in (self.w1, self.b1, self.w2, self.b2)]
-        if hidden < 1 or shapes != [(hidden, 3), (hidden,), (hidden,), (1,)]:
+        if not 1 <= hidden <= HIDDEN_LIMIT:
+            raise ValueError(f"a classifier has 1..{HIDDEN_LIMIT} hidden units, not {hidden}")
+        if shapes != [(hidden, 3), (hidden,), (hidden,), (1,)]:
             raise ValueError(f"classifier weights must be [hidden, 3], [hidden], [hidden] and [1], not {shapes}")
 
     @property
@@ -104,6 +108,9 @@ def read_weights(arrays: Mapping[str, npt.NDArray[Any]]) -> ClassifierWeights:
     missing = [name for name in WEIGHTS if name not in arrays]
     if missing:
         raise ValueError(f"not a classifier: it lacks {', '.join(missing)}")
+    for name in WEIGHTS:
+        if arrays[name].dtype.kind != "f" or not (np.abs(arrays[name]) <= np.finfo(np.float32).max).all():
+            raise ValueError(f"not a classifier: {name} must be finite float32 numbers")
     return ClassifierWeights(*(np.asarray(arrays[name], dtype=np.float32) for name in WEIGHTS))
 
 

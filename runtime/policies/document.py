@@ -37,6 +37,8 @@ NUMBER_LIMIT = 2**63
 """Whole numbers in a document lie below it in size."""
 MESSAGE_LIMIT = 400
 """Most characters of what is said about a document, beside where it stood."""
+MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What reading a value raises that has not the form it should have."""
 DEFAULT_TOP_N = 60
 """Nodes that a top-k tree keeps when the policy does not say (EAGLE-2)."""
 
@@ -582,8 +584,8 @@ def parse_policy(data: Any, *, where: str = "policy") -> Policy:
             return _parsed(data)
         except ValidationError as error:
             raise ValueError(_explain(error, _under(data))) from None
-    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-        raise PolicyError(f"{where}: {_shortened(str(error))}") from None
+    except MALFORMED as error:
+        raise PolicyError(f"{where}: {shortened(str(error))}") from None
 
 
 def _parsed(data: Any) -> Policy:
@@ -616,7 +618,7 @@ def static_paths(paths: Any) -> tuple[tuple[int, ...], ...]:
     try:
         return StaticGrowth.model_validate({"kind": "static", "paths": paths}).paths
     except ValidationError as error:
-        raise ValueError(_shortened(_explain(error, ("growth", "static")))) from None
+        raise ValueError(shortened(_explain(error, ("growth", "static")))) from None
 
 
 def refuse_excess(data: Any) -> None:
@@ -650,7 +652,7 @@ def _refuse_excess_of(value: Any) -> None:
         raise ValueError(f"a whole number of {value.bit_length()} bits is too large")
 
 
-def _shortened(text: str) -> str:
+def shortened(text: str) -> str:
     """One line of at most :data:`MESSAGE_LIMIT` characters."""
     line = " ".join(text.split())
     return line if len(line) <= MESSAGE_LIMIT else f"{line[: MESSAGE_LIMIT - 3]}..."

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.ngram import NgramIndex
-from runtime.policies.document import ChooserPolicy, FixedWindow, Policy, parse_policy
+from runtime.policies.document import MALFORMED, ChooserPolicy, FixedWindow, Policy, parse_policy
 from runtime.policies.estimators import best_window
 from runtime.policies.prepared import REFERENCE_CONTEXT, PreparedPolicy, window_costs
 from runtime.policies.windows import WindowCosts
@@ -552,31 +552,32 @@ class Chooser:
             if unknown:
                 raise PolicyError(f"draft.artifact: the prompt feature {unknown[0]!r} is not known here; {_MEND}")
             require_weights({**candidates, **dict.fromkeys(drafts or ())}, _names(arrays))
-            idf, components, center, scale = (
-                np.asarray(arrays[name], dtype=np.float64) for name in ("idf", "components", "center", "scale")
-            )
+            idf, components, center, scale = (finite_array(arrays, name) for name in ("idf", "components", "center", "scale"))
+            calibration = {str(k): float(v) for k, v in document["calibration"].items()}
+            if not ((scale > 0).all() and all(0 < v < math.inf for v in calibration.values())):
+                raise ValueError("scale and calibration must be finite numbers above 0")
             vocabulary, scalars = tuple(str(t) for t in document["vocabulary"]), tuple(str(x) for x in document["scalars"])
             features = PromptFeatures(vocabulary, idf, components, center, scale, str(document["reader"]), scalars)
             return cls(
                 features,
                 {
                     name: LinearAccuracy(
-                        np.asarray(arrays[f"weights.{name}"], dtype=np.float64),
-                        np.asarray(arrays[f"inverse.{name}"], dtype=np.float64),
+                        finite_array(arrays, f"weights.{name}"),
+                        finite_array(arrays, f"inverse.{name}"),
                         int(document["prompts"][name]),
                     )
                     for name in candidates
                     if name != NO_DRAFT
                 },
                 candidates,
-                {str(k): float(v) for k, v in document["calibration"].items()},
+                calibration,
                 document["rule"],
                 dict(document["metrics"]),
                 str(document["single"]),
                 bool(document["chooses"]),
                 str(document["reason"]),
             )
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+        except MALFORMED as error:
             what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
             raise PolicyError(f"draft.artifact: not a chooser of drafts: {what}; {_MEND}") from None
 
@@ -588,6 +589,14 @@ def keeps_reading(policy: Policy, reader: str | None) -> bool:
 
 
 _MEND: Final = "`fit chooser --recording ID` fits one"
+
+
+def finite_array(arrays: Mapping[str, npt.NDArray[Any]], name: str) -> FloatArray:
+    """An artifact's array as float64. Raises KeyError where it is missing, and ValueError for anything but finite numbers."""
+    array = arrays[name]
+    if array.dtype.kind not in "fiu" or not np.isfinite(array).all():
+        raise ValueError(f"{name} must hold finite numbers")
+    return np.asarray(array, dtype=np.float64)
 
 
 def _names(arrays: Mapping[str, Any]) -> set[str]:

@@ -165,7 +165,10 @@ class Clusters:
     @classmethod
     def from_document(cls, document: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> Clusters:
         """The clusters of :meth:`to_document`. Raises ValueError for anything else."""
-        made = cls.of_assignment(_integers("clusters", arrays, "of"), _count("clusters", document, "clusters"))
+        of, count = _integers("clusters", arrays, "of"), _count("clusters", document, "clusters")
+        if count > of.size:
+            raise ValueError(f"not clusters: its document says {count} of them, its arrays have {of.size} tokens")
+        made = cls.of_assignment(of, count)
         _agree("clusters", document, vocab=made.vocab)
         return made
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.policies.document import FixedWindow, Policy
-from runtime.policies.draft_choice import DRAFT_CHOOSER, TARGET, Chooser, Option, Prompt
+from runtime.policies.draft_choice import DRAFT_CHOOSER, TARGET, Chooser, Option, Prompt, finite_array
 from runtime.policies.prepared import PreparedPolicy, QTables, prepare
 from runtime.policies.stops import compile_stop
 from runtime.policies.windows import WindowController, compile_window
@@ -74,15 +74,21 @@ def stored_chooser(policy: Policy, artifacts: Artifacts | None) -> tuple[Chooser
 
     Raises PolicyError where there is none, or it lacks a candidate's weights.
     """
-    from runtime.policies.tree_rules import find_artifact
+    from runtime.policies.tree_rules import find_artifact, read_fitted
 
-    found = find_artifact(policy, policy.artifacts[0], DRAFT_CHOOSER, "draft", artifacts)
-    chooser = Chooser.from_document(found.document, found.arrays)
-    names = [str(row["prompt"]) for row in found.document.get(PREDICTED, ())]
-    predicted = np.asarray(found.arrays.get(PREDICTED, np.zeros((0, len(chooser.drafts)))), dtype=np.float64)
+    name = policy.artifacts[0]
+    found = find_artifact(policy, name, DRAFT_CHOOSER, "draft", artifacts)
+    try:
+        chooser = Chooser.from_document(found.document, found.arrays)
+    except PolicyError as error:
+        raise PolicyError(f"draft.artifact: {name}: {str(error).removeprefix('draft.artifact: ')}") from None
+    names = read_fitted("draft", name, lambda: [str(row["prompt"]) for row in found.document.get(PREDICTED, ())])
+    predicted = np.zeros((0, len(chooser.drafts)))
+    if PREDICTED in found.arrays:
+        predicted = read_fitted("draft", name, lambda: finite_array(found.arrays, PREDICTED))
     if predicted.shape != (len(names), len(chooser.drafts)):
         raise PolicyError(
-            f"draft.artifact: {policy.artifacts[0]}: {len(names)} recorded prompts and predictions of shape {predicted.shape} do not go "
+            f"draft.artifact: {name}: {len(names)} recorded prompts and predictions of shape {predicted.shape} do not go "
             "together; `fit chooser --recording ID` fits another"
         )
     return chooser, dict(zip(names, predicted, strict=True))

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from runtime.policies.c2t import beta_code, confidence_table, read_weights
-from runtime.policies.document import ChainGrowth, ClassifierGrowth, EntropyStop, NoStop, Policy, StaticGrowth, TopKGrowth
+from runtime.policies.document import (
+    GAMMA_LIMIT,
+    MALFORMED,
+    ChainGrowth,
+    ClassifierGrowth,
+    EntropyStop,
+    NoStop,
+    Policy,
+    StaticGrowth,
+    TopKGrowth,
+    shortened,
+    static_paths,
+)
 from runtime.policies.heterospec import kept_nodes
 from runtime.policies.stops import compile_stop
 from runtime.policies.trees import INFINITE, StaticLevel, TreeRule
@@ -19,6 +31,9 @@ from traces.errors import PolicyError
 from traces.schema import TREE_SCALE
 
 BINS, CLASSIFIER, STATIC_TREE = "bins", "classifier", "static_tree"
+BINS_LIMIT = 64
+"""Most thresholds of entropy bins."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,8 +76,9 @@ def compile_tree(policy: Policy, *, sampled: bool, artifacts: Artifacts | None =
     if policy.stratify is not None:
         bins = find_artifact(policy, policy.stratify.artifact, BINS, "stratify", artifacts)
         assert policy.select.top_n is not None
-        common["thresholds"] = tuple(int(t) for t in bins.document["thresholds"])
-        common["fitted_depth"] = int(bins.document["depth"])
+        common["thresholds"], common["fitted_depth"] = read_fitted(
+            "stratify", policy.stratify.artifact, lambda: read_bins(bins.document)
+        )
         common["alpha"] = policy.stratify.alpha
         # The bin of the highest entropy is never a low one, however few the bins are.
         kept = kept_nodes(policy.select.top_n, policy.stratify.fractions, policy.stratify.alpha)
@@ -71,10 +87,8 @@ def compile_tree(policy: Policy, *, sampled: bool, artifacts: Artifacts | None =
         return TreeRule(width=growth.width, frontier=growth.frontier, **common)
     assert isinstance(growth, ClassifierGrowth)
     found = find_artifact(policy, growth.artifact, CLASSIFIER, "growth", artifacts)
-    try:
-        table = torch.from_numpy(confidence_table(read_weights(found.arrays)).astype(np.int32))
-    except ValueError as error:
-        raise PolicyError(f"growth.artifact: {growth.artifact}: {error}") from None
+    weights = read_fitted("growth", growth.artifact, lambda: read_weights(found.arrays))
+    table = torch.from_numpy(confidence_table(weights).astype(np.int32))
     return TreeRule(width=growth.width, frontier=growth.frontier, confidence=table, beta_code=beta_code(growth.beta), **common)
 
 
@@ -105,7 +119,28 @@ def static_levels(paths: Sequence[Sequence[int]]) -> tuple[int, tuple[StaticLeve
 def _static_paths(policy: Policy, growth: StaticGrowth, artifacts: Artifacts | None) -> tuple[tuple[int, ...], ...]:
     assert growth.artifact is not None
     found = find_artifact(policy, growth.artifact, STATIC_TREE, "growth", artifacts)
-    return tuple(tuple(int(r) for r in path) for path in found.document["paths"])
+    return read_fitted("growth", growth.artifact, lambda: static_paths(found.document["paths"]))
+
+
+def read_bins(document: Mapping[str, Any]) -> tuple[tuple[int, ...], int]:
+    """(thresholds in 1/16 nat, ascending; the depth that they were fitted to) of an artifact of kind :data:`BINS`. Raises ValueError."""
+    thresholds, depth = document.get("thresholds"), document.get("depth")
+    if not isinstance(thresholds, (list, tuple)) or len(thresholds) > BINS_LIMIT:
+        raise ValueError(f"not bins: its document lacks thresholds, a list of at most {BINS_LIMIT} whole numbers")
+    if not all(type(t) is int and 0 <= t < 2**31 for t in thresholds) or sorted(thresholds) != list(thresholds):
+        raise ValueError(f"not bins: the thresholds must be whole numbers from 0 on, ascending, not {thresholds}")
+    if type(depth) is not int or not 1 <= depth <= GAMMA_LIMIT:
+        raise ValueError(f"not bins: depth must be a whole number within 1..{GAMMA_LIMIT}, not {depth!r}")
+    return tuple(thresholds), depth
+
+
+def read_fitted(block: str, name: str, read: Callable[[], T]) -> T:
+    """What ``read`` makes of the artifact that a policy's ``block`` names. Raises PolicyError with the artifact's name where that fails."""
+    try:
+        return read()
+    except MALFORMED as error:
+        problem = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise PolicyError(f"{block}.artifact: {name}: {shortened(problem)}") from None
 
 
 def find_artifact(policy: Policy, name: str, kind: str, block: str, artifacts: Artifacts | None) -> Fitted:

@@ -174,9 +174,7 @@ def _compile_q_learning(window: QLearningWindow, costs: WindowCosts | None, q_ta
         raise PolicyError(f"window.artifact {window.artifact!r}: no such Q-table is stored here")
     size, actions = window.gamma_max + 1, window.gamma_max - window.gamma_min + 1
     shape = (size**window.memory, actions)
-    start = np.zeros(shape) if q_table is None else np.asarray(q_table, dtype=np.float64)
-    if start.shape != shape:
-        raise PolicyError(f"window.artifact: the Q-table has shape {start.shape}, this window needs {shape}")
+    start = np.zeros(shape) if q_table is None else _fitting(q_table, shape, f"window.artifact: the Q-table {window.artifact or 'given'}")
     table = np.zeros((shape[0] + 1, max(actions, size)))
     table[:-1, :actions] = start
     if window.reward == "speed":
@@ -279,7 +277,17 @@ def export_q_table(w: CompiledWindow, state: FloatArray) -> FloatArray:
 
 def load_q_table(w: CompiledWindow, state: FloatArray, q_table: FloatArray | Sequence[Sequence[float]]) -> None:
     """Puts a table of :func:`export_q_table`'s shape into a state, in place; it governs from the next observation on."""
-    table = np.asarray(q_table, dtype=np.float64)
-    if w.kind != Q_LEARNING or table.shape != ((len(state) - Q_START) // _actions(w), _actions(w)):
-        raise PolicyError(f"a Q-table of shape {table.shape} does not fit this window")
-    state[Q_START:] = table.ravel()
+    if w.kind != Q_LEARNING:
+        raise PolicyError("only a q_learning window takes a Q-table")
+    state[Q_START:] = _fitting(q_table, ((len(state) - Q_START) // _actions(w), _actions(w)), "the Q-table").ravel()
+
+
+def _fitting(q_table: npt.ArrayLike, shape: tuple[int, int], what: str) -> FloatArray:
+    """A Q-table as float64 [states, actions]. Raises PolicyError where it has another shape than ``shape``, or entries that are no finite
+    numbers, of which the largest could not be told."""
+    table = np.asarray(q_table)
+    if table.shape != shape:
+        raise PolicyError(f"{what} has shape {table.shape}, this window needs {shape}")
+    if table.dtype.kind not in "fiu" or not np.isfinite(table).all():
+        raise PolicyError(f"{what} must hold finite numbers; learn another (`simulate --keep-q-table`)")
+    return table.astype(np.float64)
