@@ -144,7 +144,7 @@ def test_whatever_value_stands_in_a_document_a_policy_or_a_line_comes_of_it() ->
         ({"draft": [0] * 100_000}, "more than 30000 values are no policy"),
         ({"draft": "a" * 300}, "a text of 300 characters is too long; the limit is 256"),
         ({"draft": "a\u0000"}, r"the text 'a\x00' has characters that cannot be printed"),
-        ({**SMALL, "window": {"kind": "q_learning", "seed": 2**63}}, "a whole number of 64 bits is too large"),
+        ({**SMALL, "window": {"kind": "q_learning", "seed": 2**128}}, "a whole number of 129 bits is too large"),
     ],
 )
 def test_what_is_no_policy_is_said_before_anything_walks_through_it(document: Any, says: str) -> None:

@@ -10,12 +10,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from trace_values import PAIR, a_panorama, a_recording, a_trajectory, steps_of
 
 from db import CorruptedChunkError, Database, DatabaseError, check, open_database
+from traces.errors import TraceError
 from traces.recording import RecordedRequest
 from traces.schema import Sampling
 from traces.store import TraceStore
@@ -143,15 +145,22 @@ class Gate(TraceStore):
         super().__init__(database)
         object.__setattr__(self, "open", threading.Event())
         object.__setattr__(self, "failing", threading.Event())
+        object.__setattr__(self, "failure", DatabaseError("cannot reach database x"))
 
     def append_trajectories(self, recording: str, items: object) -> int:
         if self.failing.is_set():
-            raise DatabaseError("cannot reach database x")
+            raise self.failure
         self.open.wait(20)
         return super().append_trajectories(recording, items)  # type: ignore[arg-type]
 
+    def recorded_ordinals(self, recording: str) -> frozenset[int]:
+        if self.failing.is_set():
+            raise DatabaseError("cannot reach database x")
+        return super().recorded_ordinals(recording)
+
     open: threading.Event
     failing: threading.Event
+    failure: Exception
 
 
 def test_a_slow_database_drops_and_never_blocks(store: TraceStore, served: str) -> None:
@@ -170,8 +179,8 @@ def test_a_slow_database_drops_and_never_blocks(store: TraceStore, served: str) 
 def test_a_database_that_goes_away_is_retried(store: TraceStore, served: str) -> None:
     gate = Gate(store.database)
     gate.open.set()
-    gate.failing.set()
     writer = TrafficWriter(gate, served, flush_s=0.01)
+    gate.failing.set()
     writer.put(a_trajectory(0))
     deadline = time.monotonic() + 60
     while writer.status.error is None and time.monotonic() < deadline:
@@ -180,6 +189,45 @@ def test_a_database_that_goes_away_is_retried(store: TraceStore, served: str) ->
     assert writer.status.pending == 1
     gate.failing.clear()
     assert writer.close().written == 1
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def test_what_can_never_be_written_is_dropped_and_the_rest_goes_on(store: TraceStore, served: str) -> None:
+    gate = Gate(store.database)
+    gate.open.set()
+    with TrafficWriter(gate, served, flush_s=0.01) as writer:
+        object.__setattr__(gate, "failure", RecursionError("nested"))
+        gate.failing.set()
+        writer.put(a_trajectory(0))
+        until(lambda: writer.status.dropped)
+        assert (writer.status.dropped, writer.status.pending, writer.status.error) == (1, 0, "RecursionError: nested")
+        gate.failing.clear()
+        writer.put(a_trajectory(1))
+        until(lambda: writer.status.written)
+    assert (writer.status.written, writer.status.dropped) == (1, 1)
+    assert store.recorded_ordinals(served) == {0}
+
+
+def test_a_database_that_goes_away_between_two_writers_is_retried(store: TraceStore, served: str) -> None:
+    """What is there already has to be asked, and that can fail as well."""
+    gate = Gate(store.database)
+    gate.open.set()
+    with TrafficWriter(gate, served, flush_s=0.01) as writer:
+        store.append_trajectories(served, [(0, a_trajectory(5), ())])
+        object.__setattr__(gate, "failure", TraceError("somebody else wrote 0"))
+        gate.failing.set()
+        writer.put(a_trajectory(0))
+        until(lambda: writer.status.error == "cannot reach database x")
+        assert writer.status.pending == 1
+        gate.failing.clear()
+        until(lambda: writer.status.written)
+    assert (writer.status.written, writer.status.dropped) == (1, 0)
+    assert store.recorded_ordinals(served) == {0, 1}
 
 
 def test_two_writers_of_one_recording_lose_nothing(store: TraceStore, served: str) -> None:

@@ -1,7 +1,8 @@
 """Recording of served traffic beside the decode: a bounded queue, one thread, a transaction at most a second apart.
 
 Serving must never wait for a disk, so :meth:`TrafficWriter.put` only enqueues; packing, compression (which releases the
-interpreter) and the commit happen in the writer's thread. When the database cannot keep up, requests are dropped and counted.
+interpreter) and the commit happen in the writer's thread. When the database cannot keep up, requests are dropped and counted; so are
+those of a transaction that fails for another reason than the database's.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from traces.errors import TraceError
 from traces.recordings import Recordings
 from traces.schema import Step, Trajectory
 
+Item = tuple[int, Trajectory, tuple[Step, ...]]
+"""A request with its number in the recording."""
 CAPACITY = 1024
 FLUSH_S = 1.0
 _RETRY_S = 0.5
@@ -94,7 +97,8 @@ class TrafficWriter:
         self.close()
 
     def _run(self) -> None:
-        batch: list[tuple[int, Trajectory, tuple[Step, ...]]] = []
+        batch: list[Item] = []
+        is_overtaken = False
         while not self._closing.is_set():
             self._hurry.wait(self._flush_s)
             self._hurry.clear()
@@ -105,12 +109,12 @@ class TrafficWriter:
             if not batch:
                 continue
             try:
+                if is_overtaken:
+                    batch, is_overtaken = self._numbered(batch), False
                 self._store.append_trajectories(self._recording, batch)
             except TraceError as error:
                 # Somebody else appended to this recording; go on after what is there.
-                self._error = str(error)
-                self._next = max(self._store.recorded_ordinals(self._recording), default=-1) + 1
-                batch = [(self._next + i, trajectory, steps) for i, (_, trajectory, steps) in enumerate(batch)]
+                self._error, is_overtaken = str(error), True
                 self._hurry.set()
                 continue
             except DatabaseError as error:
@@ -118,6 +122,15 @@ class TrafficWriter:
                 self._closing.wait(_RETRY_S)
                 self._hurry.set()
                 continue
-            self._next += len(batch)
-            self._written += len(batch)
+            except Exception as error:  # what a request holds decides what is raised, and the traffic after it is to be kept
+                self._error = f"{type(error).__name__}: {error}"
+                self._dropped += len(batch)
+            else:
+                self._next += len(batch)
+                self._written += len(batch)
             self._in_hand, batch = 0, []
+
+    def _numbered(self, batch: list[Item]) -> list[Item]:
+        """The same requests, numbered after what the recording holds."""
+        self._next = max(self._store.recorded_ordinals(self._recording), default=-1) + 1
+        return [(self._next + i, trajectory, steps) for i, (_, trajectory, steps) in enumerate(batch)]

@@ -33,7 +33,7 @@ NESTING_LIMIT = 16
 """Deepest nesting of a document; policies need four levels."""
 TEXT_LIMIT = 256
 """Longest key or text in a document, in characters."""
-NUMBER_LIMIT = 2**63
+NUMBER_LIMIT = 2**128
 """Whole numbers in a document lie below it in size."""
 MESSAGE_LIMIT = 400
 """Most characters of what is said about a document, beside where it stood."""
