@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import tracemalloc
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from trace_values import a_panorama, a_trajectory, steps_of
+from trace_values import a_panorama, a_recording, a_trajectory, a_tree, steps_of
 
-from traces.codec import SCHEMA_VERSION, CodecError, pack, unpack
+from db import CorruptedChunkError
+from db.models import PanoramaChunkRow, StepChunkRow, TrajectoryRow
+from traces.codec import _HEADERS, CODEC, RAW_LIMIT, SCHEMA_VERSION, Chunk, CodecError, pack, unpack
 from traces.packing import (
     pack_chain,
     pack_document,
     pack_steps,
     pack_tokens,
+    pack_tree,
     unpack_chain,
     unpack_document,
     unpack_steps,
     unpack_tokens,
+    unpack_tree,
 )
 from traces.schema import AGREE_NO, ChainPanorama, Step
+from traces.store import TraceStore
 
 DTYPES = st.sampled_from([np.uint8, np.uint16, np.int32, np.int64, np.float32, np.float64, np.bool_])
 ARRAYS = DTYPES.flatmap(lambda d: hnp.arrays(d, hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=9)))
@@ -111,3 +121,136 @@ def test_a_position_takes_at_most_24_bytes_packed(n: int) -> None:
     trajectory = a_trajectory(0, n=n)
     size = sum(len(pack_chain(a_panorama(trajectory, "small", seed=s, none=0.0)).data) for s in range(10)) / 10
     assert size / n <= 24
+
+
+# --- forged chunks: the checksum is right, and nothing else is
+
+
+def sealed(raw: bytes) -> Chunk:
+    """Bytes of anybody's making as a chunk whose checksum holds."""
+    data = zstandard.ZstdCompressor(dict_data=_HEADERS, write_checksum=False).compress(raw)
+    return Chunk(SCHEMA_VERSION, CODEC, hashlib.sha256(data).digest(), data)
+
+
+def forged(header: object, body: bytes = b"") -> Chunk:
+    """A chunk with this header (JSON text, or what is written as JSON) over these bytes."""
+    text = (header if isinstance(header, str) else json.dumps(header)).encode()
+    return sealed(len(text).to_bytes(4, "little") + text + body)
+
+
+FORGED = {
+    "nothing": sealed(b""),
+    "no header": sealed(b"\xff\xff\xff\xff"),
+    "header beyond the end": sealed(b"\xff\xff\x00\x00{}"),
+    "not UTF-8": sealed(b"\x02\0\0\0\xff\xff"),
+    "nested": forged("[" * 100_000),
+    "a number": forged(7),
+    "meta is a list": forged([[], []]),
+    "no columns": forged([{"kind": "steps"}, None]),
+    "a column is a number": forged([{"kind": "steps"}, [1]]),
+    "a name is a number": forged([{"kind": "steps"}, [[1, "<i4", [0]]]]),
+    "a name is a list": forged([{"kind": "steps"}, [[["x"], "<i4", [0]]]]),
+    "twice one name": forged([{"kind": "steps"}, [["x", "<i4", [0]], ["x", "<i4", [0]]]]),
+    "dtype object": forged([{"kind": "steps"}, [["x", "|O", [1]]]], b"\0" * 8),
+    "dtype of nested fields": forged([{"kind": "steps"}, [["x", "(1000000,1000000)i8", [1]]]]),
+    "dtype of no bytes": forged([{"kind": "steps"}, [["x", "|V0", [10**9]]]]),
+    "a shape beyond memory": forged([{"kind": "steps"}, [["x", "<i8", [10**15]]]]),
+    "a shape beyond int64": forged([{"kind": "steps"}, [["x", "<i8", [2**40, 2**40]]]]),
+    "a shape below 0": forged([{"kind": "steps"}, [["x", "<i8", [-1, -1]]]]),
+    "a shape of floats": forged([{"kind": "steps"}, [["x", "<i8", [1.0]]]], b"\0" * 8),
+    "a shape of lists": forged([{"kind": "steps"}, [["x", "<i8", [[1]]]]]),
+    "too many axes": forged([{"kind": "steps"}, [["x", "|u1", [1] * 100]]], b"\0"),
+    "bytes left over": forged([{"kind": "steps"}, []], b"\0"),
+    "bytes missing": forged([{"kind": "steps"}, [["x", "|u1", [2]]]], b"\0"),
+    "two frames": replace(first := forged([{}, []]), data=first.data * 2, sha256=hashlib.sha256(first.data * 2).digest()),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_header_that_we_do_not_write_is_one_error(name: str) -> None:
+    for reader in (unpack, unpack_tokens, unpack_chain, unpack_tree, unpack_steps, unpack_document):
+        with pytest.raises(CodecError):
+            reader(FORGED[name])
+
+
+def changed(chunk: Chunk, **values: Any) -> Chunk:
+    """A real chunk with columns or entries of its meta replaced, or left out (None)."""
+    columns, meta = unpack(chunk)
+    for name, value in values.items():
+        where: dict[str, Any] = columns if name in columns or isinstance(value, np.ndarray) else meta
+        where.pop(name) if value is None else where.update({name: value})
+    return pack(columns, meta)
+
+
+STEPS, CHAIN = pack_steps(steps_of(a_trajectory(0))), pack_chain(a_panorama(a_trajectory(0), "small"))
+TREE, TOKENS = pack_tree(a_tree(a_trajectory(0), "small")), pack_tokens(np.zeros(3, np.int32), np.zeros(4, np.int32))
+
+
+@pytest.mark.parametrize(
+    ("chunk", "reader"),
+    [
+        (changed(STEPS, start=None), unpack_steps),
+        (changed(STEPS, drafts=[]), unpack_steps),
+        (changed(STEPS, drafts=None), unpack_steps),
+        (changed(STEPS, policies=[["x"]]), unpack_steps),
+        (changed(STEPS, policies={"0": "x"}), unpack_steps),
+        (changed(STEPS, lag=np.zeros(1, np.int32)), unpack_steps),
+        (changed(STEPS, lag=np.zeros((1, 1), np.int32)), unpack_steps),
+        (changed(STEPS, draft_s=np.zeros(1, np.float64)), unpack_steps),
+        (changed(STEPS, more=np.zeros(1, np.int32)), unpack_steps),
+        (changed(CHAIN, gamma_max="16"), unpack_chain),
+        (changed(CHAIN, gamma_max=True), unpack_chain),
+        (changed(CHAIN, draft=[1]), unpack_chain),
+        (changed(CHAIN, agree=np.full(60, 3, np.uint8)), unpack_chain),
+        (changed(CHAIN, branch_len=unpack(CHAIN)[0]["branch_len"] + 200), unpack_chain),
+        (changed(CHAIN, branch_len=unpack(CHAIN)[0]["branch_len"].astype(np.int64)), unpack_chain),
+        (changed(CHAIN, logp=unpack(CHAIN)[0]["logp"].astype(np.float32)), unpack_chain),
+        (changed(TREE, width=-4), unpack_tree),
+        (changed(TREE, width=10**9), unpack_tree),
+        (changed(TREE, depth=0), unpack_tree),
+        (changed(TREE, depth="3"), unpack_tree),
+        (changed(TREE, covers=[[]]), unpack_tree),
+        (changed(TREE, token_bytes=[2]), unpack_tree),
+        (changed(TREE, logp=np.zeros(3, np.uint8)), unpack_tree),
+        (changed(TREE, text_slot=np.full(183, 9, np.uint8)), unpack_tree),
+        (changed(TOKENS, prompt=None), unpack_tokens),
+        (changed(TOKENS, output=np.zeros((2, 2), np.int32)), unpack_tokens),
+        (changed(TOKENS, output=np.zeros(2, np.float64)), unpack_tokens),
+        (changed(pack_document({"a": 1}), document=None), unpack_document),
+    ],
+)
+def test_columns_that_their_kind_does_not_have_are_one_error(chunk: Chunk, reader: Callable[[Chunk], object]) -> None:
+    with pytest.raises(CodecError):
+        reader(chunk)
+
+
+def test_a_chunk_that_unpacks_to_more_than_any_of_ours_takes_no_memory() -> None:
+    compressor = zstandard.ZstdCompressor(dict_data=_HEADERS, write_checksum=False).compressobj(size=RAW_LIMIT + 1)
+    honest = b"".join(compressor.compress(b"\0" * (1 << 20)) for _ in range(RAW_LIMIT >> 20)) + compressor.compress(b"\0")
+    honest += compressor.flush()
+    unsaid = zstandard.ZstdCompressor(dict_data=_HEADERS, write_content_size=False).compress(b"\0" * (1 << 20))
+    tracemalloc.start()
+    try:
+        for data in (honest, unsaid, forged([{}, [["x", "<i8", [2**60]]]]).data):
+            with pytest.raises(CodecError):
+                unpack(Chunk(SCHEMA_VERSION, CODEC, hashlib.sha256(data).digest(), data))
+        assert tracemalloc.get_traced_memory()[1] < 10 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("name", ["nested", "meta is a list", "a shape beyond memory"])
+def test_a_forged_chunk_costs_what_a_damaged_one_does(store: TraceStore, name: str) -> None:
+    recording = a_recording(store, n=4)
+    chunk = FORGED[name]
+    with store.database.write() as session:
+        steps = session.query(StepChunkRow).filter_by(recording_id=recording, ordinal=2).one()
+        rows = session.get_one(TrajectoryRow, (recording, 0)), session.get_one(PanoramaChunkRow, (recording, 1, "small", "chain"))
+        for row in (*rows, steps):
+            row.data, row.sha256 = chunk.data, chunk.sha256
+    for ordinal in range(3):
+        with pytest.raises(CorruptedChunkError, match=f"recording {recording}, request {ordinal}: .* cannot be used"):
+            list(store.iterate(recording, steps=True, ordinals=[ordinal]))
+    loaded = store.load(recording, steps=True, skip_corrupted=True)
+    assert [(s.ordinal, s.draft) for s in loaded.skipped] == [(0, None), (1, "small"), (2, None)]
+    assert loaded.having(["small"]).requests[-1] == next(iter(store.iterate(recording, steps=True, ordinals=[3])))

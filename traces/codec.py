@@ -13,6 +13,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,16 @@ _HEADERS = zstandard.ZstdCompressionDict(
 """What headers look like, known to both sides beforehand, so that a header costs a few bytes. Part of the format: never edited,
 a better one is a new schema version."""
 
+RAW_LIMIT = 1 << 29
+"""Bytes that a chunk may hold unpacked: several times the largest trees of the longest texts, so that no chunk asks for all memory."""
+_HEADER_LIMIT = 1 << 22
+"""Bytes of a header, the document of a chunk of documents excepted."""
+_AXES_LIMIT = 8
+_DTYPES = frozenset({"|b1", "|i1", "|u1", *(f"<{kind}{size}" for kind in "iuf" for size in (2, 4, 8))})
+"""What a column may be made of: numbers of a fixed size."""
+
 Column = npt.NDArray[Any]
+_Layout = list[tuple[str, np.dtype[Any], tuple[int, ...]]]
 
 
 class CodecError(ValueError):
@@ -53,16 +63,24 @@ class Chunk:
 
 
 def pack(columns: Mapping[str, Column], meta: Mapping[str, Any]) -> Chunk:
-    """Packs arrays of any fixed-size dtype and shape, in order, with JSON-ready ``meta``."""
+    """Packs arrays of numbers, in order, with JSON-ready ``meta``. Raises :class:`CodecError` for what :func:`unpack` would refuse."""
     table = [[name, c.dtype.newbyteorder("<").str, list(c.shape)] for name, c in columns.items()]
     header = json.dumps([meta, table], separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+    _header([{}, table])
+    if 4 + len(header) + sum(c.nbytes for c in columns.values()) > RAW_LIMIT:
+        raise CodecError(f"more than {RAW_LIMIT >> 20} MiB in one chunk; record smaller trees or shorter texts")
     parts = [len(header).to_bytes(4, "little"), header, *(_planes(c) for c in columns.values())]
     data = zstandard.ZstdCompressor(level=LEVEL, dict_data=_HEADERS, write_checksum=False).compress(b"".join(parts))
     return Chunk(SCHEMA_VERSION, CODEC, hashlib.sha256(data).digest(), data)
 
 
-def unpack(chunk: Chunk) -> tuple[dict[str, Column], dict[str, Any]]:
-    """The columns and meta that :func:`pack` was given. Raises :class:`CodecError` when they are not whole."""
+def unpack(chunk: Chunk, *, header_limit: int = _HEADER_LIMIT) -> tuple[dict[str, Column], dict[str, Any]]:
+    """The columns and meta that :func:`pack` was given.
+
+    Raises :class:`CodecError` when they are not whole: also for bytes that a stranger made, whose checksum says nothing. What a header
+    claims is believed only once it is what :func:`pack` writes and adds up to the bytes there are, of which there are at most
+    ``RAW_LIMIT``, ``header_limit`` of them in the header.
+    """
     if hashlib.sha256(chunk.data).digest() != chunk.sha256:
         raise CodecError("checksum differs")
     if chunk.schema_version > SCHEMA_VERSION or chunk.codec != CODEC:
@@ -70,18 +88,53 @@ def unpack(chunk: Chunk) -> tuple[dict[str, Column], dict[str, Any]]:
             f"packed as {chunk.codec} version {chunk.schema_version}, this program reads {CODEC} up to {SCHEMA_VERSION}"
         )
     try:
-        raw = zstandard.ZstdDecompressor(dict_data=_HEADERS).decompress(chunk.data)
+        raw = _decompressed(chunk.data)
         start = 4 + int.from_bytes(raw[:4], "little")
-        meta, table = json.loads(raw[4:start])
+        if not 4 < start <= min(len(raw), 4 + header_limit):
+            raise CodecError(f"cannot be unpacked: its header is {start - 4} bytes long")
+        meta, layout = _header(json.loads(bytes(raw[4:start])))
+        if sum(kind.itemsize * prod(shape) for _, kind, shape in layout) != len(raw) - start:
+            raise CodecError("cannot be unpacked: its columns do not add up to its size")
         columns: dict[str, Column] = {}
-        for name, dtype, shape in table:
-            kind = np.dtype(dtype)
-            stop = start + kind.itemsize * int(np.prod(shape, dtype=np.int64))
+        for name, kind, shape in layout:
+            stop = start + kind.itemsize * prod(shape)
             columns[name] = _unplanes(raw[start:stop], kind, shape)
             start = stop
-    except (zstandard.ZstdError, ValueError, TypeError, KeyError) as error:
+    except CodecError:
+        raise
+    except RecursionError:
+        raise CodecError("cannot be unpacked: its header is nested too deeply") from None
+    except (zstandard.ZstdError, ValueError, MemoryError) as error:
         raise CodecError(f"cannot be unpacked: {error}") from error
     return columns, meta
+
+
+def _decompressed(data: bytes) -> memoryview:
+    """The bytes of the one frame in ``data``, which says beforehand how many they are. Raises CodecError or ZstdError."""
+    size = zstandard.frame_content_size(data)
+    if not 4 <= size <= RAW_LIMIT:
+        raise CodecError(f"cannot be unpacked: {size} bytes where 4 to {RAW_LIMIT} are possible")
+    raw = zstandard.ZstdDecompressor(dict_data=_HEADERS).decompress(data, allow_extra_data=False)
+    return memoryview(raw)
+
+
+def _header(found: Any) -> tuple[dict[str, Any], _Layout]:
+    """(meta, name, dtype and shape of every column) of a parsed header. Raises CodecError unless it is one that :func:`pack` writes."""
+    if not (isinstance(found, list) and len(found) == 2 and isinstance(found[0], dict) and isinstance(found[1], list)):
+        raise CodecError("cannot be unpacked: its header is not [meta, columns]")
+    layout: _Layout = []
+    for entry in found[1]:
+        if not (isinstance(entry, list) and len(entry) == 3 and all(isinstance(part, str) for part in entry[:2])):
+            raise CodecError("cannot be unpacked: a column is not [name, dtype, shape]")
+        name, dtype, shape = entry
+        if dtype not in _DTYPES:
+            raise CodecError(f"cannot be unpacked: column {name[:40]!r} is of dtype {dtype[:40]!r}")
+        if not (isinstance(shape, list) and len(shape) <= _AXES_LIMIT and all(type(n) is int and 0 <= n <= RAW_LIMIT for n in shape)):
+            raise CodecError(f"cannot be unpacked: column {name[:40]!r} has no shape")
+        layout.append((name, np.dtype(dtype), tuple(shape)))
+    if len({name for name, _, _ in layout}) < len(layout):
+        raise CodecError("cannot be unpacked: two columns have one name")
+    return found[0], layout
 
 
 def _planes(column: Column) -> bytes:
@@ -89,7 +142,7 @@ def _planes(column: Column) -> bytes:
     return np.ascontiguousarray(flat.view(np.uint8).reshape(-1, flat.dtype.itemsize).T).tobytes()
 
 
-def _unplanes(data: bytes, dtype: np.dtype[Any], shape: Sequence[int]) -> Column:
-    count = int(np.prod(shape, dtype=np.int64))
+def _unplanes(data: memoryview, dtype: np.dtype[Any], shape: Sequence[int]) -> Column:
+    count = prod(shape)
     flat = np.ascontiguousarray(np.frombuffer(data, dtype=np.uint8).reshape(dtype.itemsize, count).T).reshape(-1).view(dtype)
     return flat.reshape(tuple(reversed(shape))).T.astype(dtype.newbyteorder("="), order="C")

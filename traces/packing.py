@@ -1,22 +1,53 @@
-"""The values of :mod:`traces.schema` as chunks, each with its inverse: ``unpack_x(pack_x(value)) == value``."""
+"""The values of :mod:`traces.schema` as chunks, each with its inverse: ``unpack_x(pack_x(value)) == value``.
+
+Whatever bytes a chunk holds, an inverse gives a value that code may index by without looking, or raises :class:`CodecError`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from traces.codec import Chunk, CodecError, Column, pack, unpack
-from traces.schema import NO_BIN, ChainPanorama, Int32Array, Step, TreePanorama
+from traces.codec import RAW_LIMIT, Chunk, CodecError, Column, pack, unpack
+from traces.schema import AGREE_NONE, NO_BIN, ChainPanorama, Int32Array, Step, TreePanorama
 
 NANOSECONDS = 1e9
 _STEP_COUNTS = ("start", "drafted", "verified", "accepted", "emitted", "draft_steps", "lag")
 _STEP_TIMES = ("draft_s", "verify_s", "round_s")
 _TREE_COUNTS = {"depth": np.int32, "bin": np.uint8}
 """Columns that rounds recorded before there were trees do not have."""
-_TREE_META: dict[str, Callable[[Any], Any]] = {"draft": str, "width": int, "depth": int, "proposals": str, "shared": bool}
+_TREE_META: dict[str, type] = {"draft": str, "width": int, "depth": int, "proposals": str, "shared": bool}
 """What a tree panorama says of itself beside its columns and covers, and the types of it."""
+_OFF_TEXT = 255
+"""``text_slot`` of a node none of whose children is the text's next token."""
+
+_KINDS = {"tokens": "pair of texts", "chain": "chain panorama", "tree": "tree panorama", "steps": "list of rounds", "document": "document"}
+"""What chunks hold, for messages."""
+
+_Layout = Mapping[str, tuple[npt.DTypeLike, int]]
+"""Columns of a kind: dtype and number of axes."""
+_TOKENS: _Layout = {"prompt": (np.int32, 1), "output": (np.int32, 1)}
+_CHAIN: _Layout = {
+    "agree": (np.uint8, 1),
+    **dict.fromkeys(("logp", "entropy", "accept"), (np.uint16, 1)),
+    **dict.fromkeys(("branch_logp", "branch_entropy"), (np.uint16, 2)),
+    "branch_len": (np.uint8, 1),
+}
+_TREE: _Layout = {
+    "parent": (np.int32, 1),
+    "slot": (np.uint8, 1),
+    "tokens": (np.uint8, 1),
+    **dict.fromkeys(("logp", "gap"), (np.uint8, 2)),
+    **dict.fromkeys(("count", "entropy", "top_entropy", "text_slot"), (np.uint8, 1)),
+}
+_STEPS: _Layout = {
+    **dict.fromkeys(_STEP_COUNTS, (np.int32, 1)),
+    **dict.fromkeys(_STEP_TIMES, (np.int64, 1)),
+    **dict.fromkeys(("draft", "policy"), (np.uint16, 1)),
+}
 
 
 def pack_tokens(prompt_ids: Int32Array, output_ids: Int32Array) -> Chunk:
@@ -26,7 +57,7 @@ def pack_tokens(prompt_ids: Int32Array, output_ids: Int32Array) -> Chunk:
 
 def unpack_tokens(chunk: Chunk) -> tuple[Int32Array, Int32Array]:
     """(prompt ids, output ids), int32. Raises :class:`CodecError`."""
-    columns, _ = _of_kind(chunk, "tokens")
+    columns, _ = _of_kind(chunk, "tokens", _TOKENS)
     return columns["prompt"], columns["output"]
 
 
@@ -38,11 +69,15 @@ def pack_chain(panorama: ChainPanorama) -> Chunk:
 
 def unpack_chain(chunk: Chunk) -> ChainPanorama:
     """The panorama. Raises :class:`CodecError`."""
-    columns, meta = _of_kind(chunk, "chain")
+    columns, meta = _of_kind(chunk, "chain", _CHAIN)
+    draft, gamma_max = _said(meta, "draft", str), _said(meta, "gamma_max", int)
     try:
-        return ChainPanorama(draft=meta["draft"], gamma_max=meta["gamma_max"], **columns)
-    except (TypeError, ValueError, KeyError) as error:
+        found = ChainPanorama(draft=draft, gamma_max=gamma_max, **columns)
+    except ValueError as error:
         raise CodecError(f"is no chain panorama: {error}") from error
+    if (found.agree > AGREE_NONE).any() or (found.branch_len > gamma_max).any():
+        raise CodecError("is no chain panorama: its codes are out of range")
+    return found
 
 
 def pack_tree(panorama: TreePanorama) -> Chunk:
@@ -65,19 +100,21 @@ def pack_tree(panorama: TreePanorama) -> Chunk:
 
 def unpack_tree(chunk: Chunk) -> TreePanorama:
     """The panorama. Raises :class:`CodecError`."""
-    columns, meta = _of_kind(chunk, "tree")
+    columns, meta = _of_kind(chunk, "tree", _TREE)
+    named: dict[str, Any] = {name: _said(meta, name, kind) for name, kind in _TREE_META.items()}
+    nodes, width = len(columns["text_slot"]), named["width"]
+    size, by_q = _said(meta, "token_bytes", int), _said(meta, "by_q", bool)
+    if size not in (2, 4) or width < 1 or columns["tokens"].size != nodes * width * size:
+        raise CodecError("is no tree panorama: its tokens do not add up")
+    columns["tokens"] = columns["tokens"].view("<u2" if size == 2 else "<i4").reshape(nodes, width).astype(np.int32)
     try:
-        named: dict[str, Any] = {name: kind(meta[name]) for name, kind in _TREE_META.items()}
-        nodes, width = len(columns["text_slot"]), named["width"]
-        ids = np.ascontiguousarray(columns["tokens"]).view({2: "<u2", 4: "<i4"}[meta["token_bytes"]])
-        columns["tokens"] = ids.reshape(nodes, width).astype(np.int32)
-        if meta["by_q"]:
+        if by_q:
             logp = columns["logp"] = _sums(columns["logp"])
             columns["gap"] = columns["gap"] + (logp - logp[:, :1])
         else:
             columns["gap"] = _sums(columns["gap"])
-        found = TreePanorama(**{**named, "covers": tuple(meta["covers"]), **columns})
-    except (TypeError, ValueError, KeyError, IndexError) as error:
+        found = TreePanorama(**named, covers=tuple(_words(meta, "covers")), **columns)
+    except ValueError as error:
         raise CodecError(f"is no tree panorama: {error}") from error
     _check_tree(found)
     return found
@@ -96,17 +133,15 @@ def _sums(steps: Column) -> Column:
 
 
 def _check_tree(panorama: TreePanorama) -> None:
-    """Raises :class:`CodecError` unless every node is a child that its parent has, parents first, and dtypes are right."""
-    for name in panorama.columns():
-        wanted = np.int32 if name in ("parent", "tokens") else np.uint8
-        if getattr(panorama, name).dtype != wanted:
-            raise CodecError(f"is no tree panorama: column {name} is {getattr(panorama, name).dtype}, not {np.dtype(wanted)}")
+    """Raises :class:`CodecError` unless every node is a child that its parent has, parents first, and no code is out of range."""
     parent, slot, count = panorama.parent, panorama.slot, panorama.count
     own = np.arange(len(count) - len(parent), len(count))
     if panorama.proposals not in ("coupled", "probability"):
         raise CodecError(f"is no tree panorama: proposals {panorama.proposals!r}")
     if ((parent < 0) | (parent >= own)).any() or (slot >= count[parent]).any() or (count > panorama.width).any():
         raise CodecError("is no tree panorama: a node is not among the children of an earlier one")
+    if ((panorama.text_slot >= panorama.width) & (panorama.text_slot != _OFF_TEXT)).any() or panorama.depth < 1:
+        raise CodecError("is no tree panorama: its codes are out of range")
 
 
 def pack_steps(steps: Sequence[Step]) -> Chunk:
@@ -126,14 +161,19 @@ def pack_steps(steps: Sequence[Step]) -> Chunk:
 
 def unpack_steps(chunk: Chunk) -> tuple[Step, ...]:
     """The rounds in order. Raises :class:`CodecError`."""
-    columns, meta = _of_kind(chunk, "steps")
+    columns, meta = _of_kind(chunk, "steps", _STEPS, {name: (kind, 1) for name, kind in _TREE_COUNTS.items()})
+    if len({len(column) for column in columns.values()}) > 1:
+        raise CodecError("is no list of rounds: its columns have different lengths")
     counts = [columns[name].tolist() for name in _STEP_COUNTS]
     times = [(columns[name] / NANOSECONDS).tolist() for name in _STEP_TIMES]
-    drafts = [meta["drafts"][i] for i in columns["draft"]]
-    policies = [meta["policies"][i] for i in columns["policy"]]
+    names = []
+    for column, table in (("draft", _words(meta, "drafts")), ("policy", _words(meta, "policies"))):
+        if (columns[column] >= len(table)).any():
+            raise CodecError(f"is no list of rounds: it names a {column} that it does not list")
+        names.append([table[i] for i in columns[column]])
     depths = (columns["depth"] if "depth" in columns else columns["drafted"]).tolist()
     bins = columns["bin"].tolist() if "bin" in columns else [NO_BIN] * len(depths)
-    return tuple(Step(*row) for row in zip(*counts, drafts, policies, *times, depths, bins, strict=True))
+    return tuple(Step(*row) for row in zip(*counts, *names, *times, depths, bins, strict=True))
 
 
 def pack_document(document: Any, arrays: Mapping[str, Column] | None = None) -> Chunk:
@@ -143,12 +183,44 @@ def pack_document(document: Any, arrays: Mapping[str, Column] | None = None) -> 
 
 def unpack_document(chunk: Chunk) -> tuple[Any, dict[str, Column]]:
     """(document, arrays). Raises :class:`CodecError`."""
-    columns, meta = _of_kind(chunk, "document")
+    columns, meta = unpack(chunk, header_limit=RAW_LIMIT)
+    _expect_kind(meta, "document")
+    if "document" not in meta:
+        raise CodecError("is no document: it holds none")
     return meta["document"], columns
 
 
-def _of_kind(chunk: Chunk, kind: str) -> tuple[dict[str, Column], dict[str, Any]]:
+def _of_kind(
+    chunk: Chunk, kind: str, layout: _Layout, optional: _Layout | None = None
+) -> tuple[dict[str, Column], dict[str, Any]]:
+    """The columns and meta of a chunk that holds exactly the columns of its kind, and of ``optional`` any. Raises CodecError."""
     columns, meta = unpack(chunk)
-    if meta.get("kind") != kind:
-        raise CodecError(f"holds {meta.get('kind')!r}, not {kind!r}")
+    _expect_kind(meta, kind)
+    known = {**layout, **(optional or {})}
+    if not layout.keys() <= columns.keys() <= known.keys():
+        raise CodecError(f"is no {_KINDS[kind]}: it has other columns")
+    for name, column in columns.items():
+        dtype, axes = known[name]
+        if column.dtype != dtype or column.ndim != axes:
+            raise CodecError(f"is no {_KINDS[kind]}: column {name} is {column.dtype} {column.shape}, not {np.dtype(dtype)} of {axes} axes")
     return columns, meta
+
+
+def _expect_kind(meta: Mapping[str, Any], kind: str) -> None:
+    if meta.get("kind") != kind:
+        raise CodecError(f"holds {str(meta.get('kind'))[:40]!r}, not {kind!r}")
+
+
+def _said(meta: Mapping[str, Any], name: str, kind: type) -> Any:
+    """An entry of a known kind's meta, of exactly this type. Raises :class:`CodecError`."""
+    if type(meta.get(name)) is not kind:
+        raise CodecError(f"is no {_KINDS[meta['kind']]}: it does not say its {name}")
+    return meta[name]
+
+
+def _words(meta: Mapping[str, Any], name: str) -> list[str]:
+    """An entry of meta that is a list of texts. Raises :class:`CodecError`."""
+    found: list[Any] = _said(meta, name, list)
+    if not all(isinstance(word, str) for word in found):
+        raise CodecError(f"is no {_KINDS[meta['kind']]}: its {name} are no texts")
+    return found
