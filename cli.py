@@ -29,13 +29,14 @@ class Door(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         from db.errors import DatabaseError
         from traces.errors import SpectuneError
+        from traces.text import printable
 
         # A second Ctrl-C may come while the first one's connections are handed back; the pool would log that with a traceback.
         logging.getLogger("sqlalchemy.pool").setLevel(logging.CRITICAL)
         try:
             return super().invoke(ctx)
         except (SpectuneError, DatabaseError) as error:
-            click.echo(f"error: {' '.join(str(error).splitlines())}", err=True)
+            click.echo(f"error: {printable(' '.join(str(error).splitlines()))}", err=True)
             ctx.exit(2)
         except KeyboardInterrupt:
             click.echo("interrupted; what was committed is kept, the same command goes on from there", err=True)

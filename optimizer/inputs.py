@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from demo.prompts import demo_workload
 from runtime.policies.document import BUILT_IN, Policy, parse_policy
 from traces.errors import PolicyError, WorkloadError
+from traces.files import is_file, parse_json, read_json
 from traces.schema import Workload
 from traces.workloads import make_workload, read_workload, take
 
@@ -39,13 +38,7 @@ def load_workload(
 
 def read_policy_file(path: str) -> Policy:
     """A policy document from a JSON file. Raises PolicyError naming file and mistake."""
-    try:
-        data: Any = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise PolicyError(f"--policy {path}: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:
-        raise PolicyError(f"{path}: not JSON ({error})") from None
-    return parse_policy(data, where=path)
+    return parse_policy(read_json(path, f"--policy {path}", PolicyError, missing="No such file"), where=path)
 
 
 def published_policy(publication: Publication) -> Policy:
@@ -69,11 +62,7 @@ def named_policy(name: str) -> Policy | None:
     if name in BUILT_IN:
         return BUILT_IN[name]
     if name.lstrip().startswith("{"):
-        try:
-            data = json.loads(name)
-        except (ValueError, RecursionError) as error:
-            raise PolicyError(f"--policy: not JSON ({error})") from None
-        return parse_policy(data, where="--policy")
-    if Path(name).is_file() or name.endswith(".json"):
+        return parse_policy(parse_json(name, "--policy", PolicyError), where="--policy")
+    if is_file(name) or name.endswith(".json"):
         return read_policy_file(name)
     return None

@@ -12,6 +12,7 @@ from rich.text import Text
 from optimizer.tune import Tuned, finite
 from runtime.policies.document import parse_policy
 from traces.schema import TREE_SCALE, Counts, LatencyProfile, Outcome, TreeProfile
+from traces.text import printable
 
 
 def outcome_table(outcome: Outcome) -> RenderableType:
@@ -267,7 +268,7 @@ def _tree_rows(table: Table, trees: TreeProfile, contexts: Sequence[int]) -> Non
 
 def rows_table(rows: Sequence[dict[str, Any]], columns: Sequence[str], title: str = "") -> RenderableType:
     """Plain rows as a table; missing values are left blank."""
-    table = Table(title=title or None, title_justify="left")
+    table = Table(title=_cell(title) if title else None, title_justify="left")
     for column in columns:
         table.add_column(column)
     for row in rows:
@@ -275,9 +276,8 @@ def rows_table(rows: Sequence[dict[str, Any]], columns: Sequence[str], title: st
     return table
 
 
-def _cell(value: Any) -> str:
+def _cell(value: Any) -> Text:
+    """A value as it is: what looks like markup is none, and control characters are spelled out."""
     if value is None:
-        return ""
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return str(value)
+        return Text("")
+    return Text(f"{value:.4g}" if isinstance(value, float) else printable(str(value)))

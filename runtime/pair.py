@@ -15,9 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from traces.errors import PairError
+from traces.files import exists, is_file, read_json
+from traces.text import shortened
 
 RESERVED = ("none", "ngram")
 """Draft names every pair has: no draft, and prompt lookup."""
+DRAFT_NAME_LIMIT = 128
+"""Characters of a draft's name: what a recording's panoramas keep of it."""
 
 
 @dataclass(frozen=True)
@@ -62,14 +66,16 @@ class PairSpec:
         for name in drafts:
             if name in RESERVED or not name:
                 raise PairError(f"{where}: the draft name {name!r} is reserved; choose another")
+            if len(name) > DRAFT_NAME_LIMIT:
+                raise PairError(f"{where}: a draft's name has {len(name)} characters, more than {DRAFT_NAME_LIMIT}; choose another")
 
         def resolve(path: str) -> str:
-            if base is not None and not Path(path).is_absolute() and (base / path).exists():
+            if base is not None and not Path(path).is_absolute() and exists(base / path):
                 return str((base / path).resolve())
             return path
 
         return cls(
-            str(data.get("name") or Path(data["target"]).name),
+            shortened(str(data.get("name") or Path(data["target"]).name)),
             resolve(data["target"]),
             tuple((str(n), resolve(p)) for n, p in drafts.items()),
         )
@@ -98,14 +104,11 @@ def read_pair(pair: str | None, target: str | None = None, drafts: Sequence[str]
         file = Path(__file__).resolve().parent.parent / "demo" / "pair" / "pair.json"
     else:
         file = Path(pair)
-        if file.is_dir():
+        if exists(file) and file.is_dir():
             file = file / "pair.json"
-    if not file.is_file():
-        raise PairError(f"--pair {pair}: no such pair file (write 'demo', a JSON file, or use --target and --draft)")
-    try:
-        data = json.loads(file.read_text())
-    except ValueError as error:
-        raise PairError(f"{file}: not JSON ({error})") from None
+    if not is_file(file):
+        raise PairError(f"--pair {shortened(str(pair))}: no such pair file (write 'demo', a JSON file, or use --target and --draft)")
+    data = read_json(file, str(file), PairError)
     return PairSpec.from_json(data, where=str(file), base=file.resolve().parent)
 
 
@@ -116,15 +119,12 @@ def identity(path: str) -> str:
     Raises PairError when a local folder holds no checkpoint.
     """
     folder = Path(path).expanduser()
-    if not folder.exists() and not is_local(path):
+    if not exists(folder) and not is_local(path):
         return path
-    if not (folder / "config.json").is_file():
-        raise PairError(f"no model at {path} (a folder with config.json and weights is expected)")
+    if not is_file(folder / "config.json"):
+        raise PairError(f"no model at {shortened(path)} (a folder with config.json and weights is expected)")
     h = hashlib.sha256()
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise PairError(f"{folder / 'config.json'}: not JSON ({error})") from None
+    config = read_json(folder / "config.json", str(folder / "config.json"), PairError)
     if not isinstance(config, dict):
         raise PairError(f"{folder / 'config.json'}: a model's configuration is a JSON object, not {type(config).__name__}")
     for key in ("_name_or_path", "transformers_version"):
@@ -143,10 +143,7 @@ def identity(path: str) -> str:
 
 def head_config(folder: Path) -> dict[str, Any]:
     """The configuration of an EAGLE head, flat. Raises PairError where there is none."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise PairError(f"{folder / 'config.json'}: {error}") from None
+    config = read_json(folder / "config.json", str(folder / "config.json"), PairError)
     if not isinstance(config, dict):
         raise PairError(f"{folder / 'config.json'}: a head's configuration is a JSON object, not {type(config).__name__}")
     return config
@@ -161,7 +158,7 @@ def is_head(path: str) -> bool:
     folder = Path(path).expanduser()
     if not is_local(path):
         return "eagle" in path.lower()
-    if not (folder / "config.json").is_file():
+    if not is_file(folder / "config.json"):
         return False
     config = head_config(folder)
     if "eagle_config" in config or "draft_vocab_size" in config:
@@ -183,11 +180,11 @@ def _tensor_names(file: Path) -> set[str]:
             with zipfile.ZipFile(file) as archive:
                 inner = next(n for n in archive.namelist() if n.endswith("/data.pkl"))
                 return {arg for _, arg, _ in pickletools.genops(archive.read(inner)) if isinstance(arg, str)}
-    except (OSError, ValueError, StopIteration, zipfile.BadZipFile):
+    except (OSError, ValueError, TypeError, RecursionError, StopIteration, zipfile.BadZipFile):
         pass  # loading it will say what is wrong
     return set()
 
 
 def is_local(path: str) -> bool:
     """Whether a model is named by a path rather than by its name on a hub."""
-    return path.startswith((".", "/", "~")) or Path(path).exists() or path.count("/") != 1
+    return path.startswith((".", "/", "~")) or exists(path) or path.count("/") != 1

@@ -17,6 +17,8 @@ FACTS = {
     "traces.errors",
     "traces.codec",
     "traces.packing",
+    "traces.files",
+    "traces.text",
     "traces.workloads",
     "traces.recording",
     "traces.acceptance",
@@ -45,7 +47,7 @@ ALLOWED: dict[str, set[str]] = {
     "demo": {"demo"},
 }
 BESIDE = {
-    "runtime": {"traces.schema", "traces.errors"},
+    "runtime": {"traces.schema", "traces.errors", "traces.files", "traces.text"},
     "optimizer": {"demo.prompts"},
 }
 """Single modules that a layer may import beside its layers."""

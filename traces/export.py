@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import csv
-import json
+import io
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, BinaryIO, Literal
 
 from traces.errors import TraceError
+from traces.files import replacing
 from traces.query import RequestRow
+from traces.text import json_line, printable
 
 Format = Literal["json", "csv", "parquet"]
 FORMATS: tuple[Format, ...] = ("json", "csv", "parquet")
 _BATCH = 10_000
+_FORMULA = ("=", "+", "-", "@", "\t", "\n", "＝", "＋", "－", "＠")
+"""How a text begins that a spreadsheet would compute."""
 
 
 def format_of(path: Path) -> Format:
@@ -33,39 +37,46 @@ def export_rows(rows: Iterable[RequestRow], path: str | Path, format: Format | N
     """
     target = Path(path)
     chosen = format or format_of(target)
-    part = target.with_name(f".{target.name}.part")
     try:
-        count = _write_parquet(rows, part) if chosen == "parquet" else _write_text(rows, part, chosen)
-        part.replace(target)
+        with replacing(target) as file:
+            return _write_parquet(rows, file) if chosen == "parquet" else _write_text(rows, file, chosen)
     except OSError as error:
         raise TraceError(f"cannot write {target}: {error.strerror}") from None
-    finally:
-        part.unlink(missing_ok=True)
-    return count
 
 
 def write_rows(rows: Iterable[RequestRow], out: IO[str], format: Literal["json", "csv"]) -> int:
-    """Writes rows as JSON or CSV to an open text file; how many there were."""
+    """Writes rows as JSON or CSV to an open text file; how many there were.
+
+    Both may be shown on a terminal: control characters are spelled out. Texts of a CSV that a spreadsheet would take for a formula begin
+    with an apostrophe, which it hides.
+    """
     count = 0
     if format == "csv":
         writer = csv.DictWriter(out, RequestRow.columns())
         writer.writeheader()
         for count, row in enumerate(rows, 1):  # noqa: B007  # the count is what is returned
-            writer.writerow(row.to_json())
+            writer.writerow({name: _cell(value) for name, value in row.to_json().items()})
         return count
     out.write("[")
     for count, row in enumerate(rows, 1):
-        out.write(("\n " if count == 1 else ",\n ") + json.dumps(row.to_json(), ensure_ascii=False))
+        out.write(("\n " if count == 1 else ",\n ") + json_line(row.to_json()))
     out.write("\n]\n")
     return count
 
 
-def _write_text(rows: Iterable[RequestRow], path: Path, format: Literal["json", "csv"]) -> int:
-    with open(path, "w", encoding="utf-8", newline="") as out:
+def _cell(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    shown = printable(value)
+    return f"'{shown}" if shown.startswith(_FORMULA) else shown
+
+
+def _write_text(rows: Iterable[RequestRow], file: BinaryIO, format: Literal["json", "csv"]) -> int:
+    with io.TextIOWrapper(file, encoding="utf-8", newline="") as out:
         return write_rows(rows, out, format)
 
 
-def _write_parquet(rows: Iterable[RequestRow], path: Path) -> int:
+def _write_parquet(rows: Iterable[RequestRow], file: BinaryIO) -> int:
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -77,7 +88,7 @@ def _write_parquet(rows: Iterable[RequestRow], path: Path) -> int:
     types |= dict.fromkeys(("acceptance", "tau", "seconds"), real) | {"recorded_at": pa.timestamp("us", tz="UTC")}
     schema = pa.schema(list(types.items()))
     count = 0
-    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
+    with pq.ParquetWriter(file, schema, compression="zstd") as writer:
         for batch in _batches(rows):
             columns = {name: [getattr(row, name) for row in batch] for name in types}
             writer.write_table(pa.table(columns, schema=schema))

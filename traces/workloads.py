@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from traces.errors import WorkloadError
+from traces.files import parse_json, read_text
 from traces.schema import Request, Workload
+from traces.text import NAME_LIMIT, printable, shortened, unstorable
 
 
 def parse_request(data: Any, where: str, *, all_turns: bool = False) -> list[Request]:
@@ -30,10 +31,12 @@ def parse_request(data: Any, where: str, *, all_turns: bool = False) -> list[Req
     if empty is not None and (all_turns or empty == 0):
         raise WorkloadError(f"{where}: turn {empty} is empty")
     name, category = str(data["id"]), str(data.get("category", "all"))
-    try:
-        "".join((name, category, *turns)).encode()
-    except UnicodeEncodeError:
-        raise WorkloadError(f"{where}: half of a surrogate pair (\\ud800 to \\udfff alone), which is no text") from None
+    for text in (name, category, *turns):
+        if problem := unstorable(text):
+            raise WorkloadError(f"{where}: {problem}")
+    for key, text in (("id", name), ("category", category)):
+        if len(text) > NAME_LIMIT:
+            raise WorkloadError(f"{where}: {key!r} has {len(text)} characters, more than {NAME_LIMIT}")
     if not all_turns:
         return [Request(name, category, (turns[0],))]
     return [Request(name if i == 0 else f"{name}/{i}", category, (t,)) for i, t in enumerate(turns)]
@@ -59,25 +62,14 @@ def read_workload(paths: Sequence[str], *, all_turns: bool = False) -> Workload:
 
     def lines() -> Iterable[tuple[str, Any]]:
         for path in paths:
-            file = Path(path)
-            if not file.is_file():
-                raise WorkloadError(f"--workload {path}: no such file (write 'demo' or the path of a JSONL file)")
-            try:
-                text = file.read_text(encoding="utf-8-sig")
-            except OSError as error:
-                raise WorkloadError(f"--workload {path}: cannot be read ({error.strerror})") from None
-            except UnicodeDecodeError as error:
-                raise WorkloadError(f"{path}: not UTF-8 text (byte {error.start})") from None
+            missing = "no such file (write 'demo' or the path of a JSONL file)"
+            text = read_text(path, f"--workload {path}", WorkloadError, missing=missing)
             for number, line in enumerate(text.split("\n"), 1):
-                if not line.strip():
-                    continue
-                try:
-                    data = json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    raise WorkloadError(f"{path}:{number}: not JSON ({error})") from None
-                yield f"{path}:{number}", data
+                if line.strip():
+                    where = f"{path}:{number}"
+                    yield where, parse_json(line, where, WorkloadError)
 
-    return make_workload("+".join(Path(p).stem for p in paths), lines(), all_turns=all_turns)
+    return make_workload(shortened(printable("+".join(Path(p).stem for p in paths))), lines(), all_turns=all_turns)
 
 
 def take(workload: Workload, limit: int | None) -> Workload:

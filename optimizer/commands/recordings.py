@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Any
 
@@ -224,11 +223,12 @@ def traces_query(ctx: click.Context, as_json: bool, kind: str, **kw: Any) -> Non
     from optimizer.report import rows_table
     from traces.export import write_rows
     from traces.query import RequestRow, request_rows
+    from traces.text import json_line
 
     with open_store(ctx, create=False) as store:
         rows = list(request_rows(store.database, _filter(kw)))
     if as_json:
-        click.echo(json.dumps({"requests": [r.to_json() for r in rows]}, ensure_ascii=False))
+        click.echo(json_line({"requests": [r.to_json() for r in rows]}))
     elif kind in ("json", "csv"):
         write_rows(rows, sys.stdout, "json" if kind == "json" else "csv")
     else:

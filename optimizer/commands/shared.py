@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
@@ -155,11 +154,16 @@ def console_for(stderr: bool = False) -> Console:
 
 
 def emit(as_json: bool, data: Any, view: Any) -> None:
-    """Prints ``data`` as JSON, or what ``view()`` builds as a table."""
+    """Prints ``data`` as JSON, or what ``view()`` builds as a table; a line of text as it is, control characters spelled out."""
+    from rich.text import Text
+
+    from traces.text import json_line, printable
+
     if as_json:
-        click.echo(json.dumps(data, ensure_ascii=False))
-    else:
-        console_for().print(view() if callable(view) else view)
+        click.echo(json_line(data))
+        return
+    shown = view() if callable(view) else view
+    console_for().print(Text(printable(shown)) if isinstance(shown, str) else shown)
 
 
 class Meter:
@@ -202,6 +206,7 @@ def policy_named(store: TraceStore, name: str, pair_id: str, device: str, *, opt
     from optimizer.inputs import named_policy, published_policy, stored_policy
     from runtime.policies.document import AUTOREGRESSIVE
     from traces.errors import PolicyError
+    from traces.text import shortened
 
     found = named_policy(name)
     if found is not None:
@@ -216,7 +221,8 @@ def policy_named(store: TraceStore, name: str, pair_id: str, device: str, *, opt
         stored = store.get_policy(name)
     except NotFoundError as error:
         raise PolicyError(
-            f"{option} {name}: neither a file, a JSON document, 'active' nor 'autoregressive', and {error} (see `policies list`)"
+            f"{option} {shortened(name)}: neither a file, a JSON document, 'active' nor 'autoregressive', and {shortened(str(error))} "
+            "(see `policies list`)"
         ) from None
     return stored_policy(stored)
 
@@ -239,30 +245,21 @@ def write_rounds(path: str, rows: Iterator[dict[str, Any]]) -> None:
 def write_text(path: str, parts: Iterable[str]) -> None:
     """Writes beside the target and puts it in place at the end, so that a failure leaves nothing half-written."""
     from traces.errors import SpectuneError
+    from traces.files import replacing
 
-    target = Path(path)
-    part = target.with_name(f".{target.name}.part")
     try:
-        with part.open("w", encoding="utf-8") as file:
-            for text in parts:
-                file.write(text)
-        part.replace(target)
+        with replacing(path) as file, io.TextIOWrapper(file, encoding="utf-8") as text:
+            text.writelines(parts)
     except OSError as error:
         raise SpectuneError(f"{path}: cannot be written ({error.strerror})") from None
-    finally:
-        if part.parent.is_dir():
-            part.unlink(missing_ok=True)
 
 
 def check_writable(*options: tuple[str, str | None]) -> None:
     """Raises SpectuneError for an (option, path) that cannot be written, before the work is done whose result would go there."""
     from traces.errors import SpectuneError
+    from traces.files import why_not_writable
+    from traces.text import shortened
 
     for option, path in options:
-        if path is None:
-            continue
-        folder = Path(path).resolve().parent
-        if not folder.is_dir():
-            raise SpectuneError(f"{option} {path}: there is no folder {folder}; make it, or name another file")
-        if not os.access(folder, os.W_OK):
-            raise SpectuneError(f"{option} {path}: folder {folder} is not writable; name another file")
+        if path is not None and (problem := why_not_writable(path)):
+            raise SpectuneError(f"{option} {shortened(path)}: {problem}")

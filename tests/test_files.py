@@ -1,0 +1,227 @@
+"""Files that users name and text from elsewhere: one line for every mistake, written through no link, shown as no command."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import stat
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from doors import Door
+from rich.console import Console
+from trace_values import PAIR, a_trajectory
+
+from optimizer.commands.shared import write_text
+from optimizer.report import rows_table
+from runtime.pair import identity
+from traces.errors import PairError, SpectuneError, TraceError, WorkloadError
+from traces.export import export_rows, write_rows
+from traces.query import RequestRow
+from traces.schema import Sampling
+from traces.store import TraceStore
+from traces.workloads import make_workload, read_workload
+
+NESTED = "[" * 50_000
+LONG = "x" * 5_000
+ESCAPE = "\x1b]\x07\x9b31m"
+
+
+@pytest.fixture
+def door(tmp_path: Path, tiny_pair: Path, monkeypatch: pytest.MonkeyPatch) -> Door:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "good.jsonl").write_text('{"id": "a", "turns": ["x"]}\n')
+    return Door("spectune.db", str(tiny_pair))
+
+
+def one_line(door: Door, *arguments: object) -> str:
+    """What a command is refused with: one line of reasonable length, and nothing else."""
+    found = door.call(*arguments)
+    assert found.exit_code == 2, found.output
+    assert found.stdout == ""
+    assert found.stderr.startswith("error: ")
+    assert found.stderr.count("\n") == 1
+    return found.stderr
+
+
+# --- JSON from users
+
+
+@pytest.mark.parametrize(
+    "text",
+    [NESTED, '{"draft": ' * 50_000, '{"draft": ' + "[" * 900 + "]" * 900 + "}", '{"window": ' * 70 + "0" + "}" * 70],
+    ids=["lists", "objects", "lists that parse", "objects that parse"],
+)
+def test_nested_json_is_one_line_wherever_it_is_read(door: Door, text: str) -> None:
+    Path("bad.json").write_text(text)
+    assert "--policy bad.json: not JSON" in one_line(door, "policies", "show", "bad.json", "--pair", door.pair)
+    if text.startswith("{"):
+        assert "--policy: not JSON" in one_line(door, "policies", "show", text, "--pair", door.pair)
+    assert "bad.json: not JSON" in one_line(door, "policies", "show", "--pair", "bad.json")
+    assert "bad.json:1: not JSON" in one_line(door, "run", "--pair", door.pair, "--workload", "bad.json")
+    Path("model").mkdir()
+    Path("model/config.json").write_text(text)
+    with pytest.raises(PairError, match=r"config\.json: not JSON"):
+        identity("model")
+
+
+@pytest.mark.parametrize("word", ["\\u0000", "\\ud800"])
+def test_text_that_no_database_keeps_is_refused_where_it_is_read(door: Door, word: str) -> None:
+    Path("bad.json").write_text(f'{{"draft": "a{word}", "target": "{door.pair}/target"}}')
+    for arguments in (("bad.json", "--pair", door.pair), ("autoregressive", "--pair", "bad.json")):
+        line = one_line(door, "policies", "show", *arguments)
+        assert "which is no text" in line
+    good = '{"id": "a", "category": "b", "turns": ["x"]}'
+    for line in (good.replace(f'"{letter}"', f'"{letter}{word}"') for letter in "abx"):
+        Path("bad.jsonl").write_text('{"id": "first", "turns": ["x"]}\n' + line)
+        assert "bad.jsonl:2: " in one_line(door, "record", "--pair", door.pair, "--workload", "bad.jsonl")
+        with pytest.raises(WorkloadError, match=r"somewhere: .* which is no text"):
+            make_workload("w", [("somewhere", json.loads(line))])
+
+
+def test_a_workload_keeps_what_every_database_keeps(store: TraceStore, tmp_path: Path) -> None:
+    """The longest names, of the characters that take most room, in columns that PostgreSQL indexes."""
+    names = [chr(0x1F300 + i) for i in range(500)]
+    line = {"id": "".join(names), "category": "".join(reversed(names)), "turns": ["x"]}
+    file = tmp_path / ("y" * 240 + ".jsonl")
+    file.write_text(json.dumps(line))
+    workload = read_workload([str(file)])
+    store.put_pair(PAIR, "demo", {})
+    recording = store.create_recording(PAIR, store.put_workload(workload), Sampling(), max_new_tokens=8).id
+    kept = a_trajectory(0, category=workload.requests[0].category)
+    store.append_trajectory(recording, 0, kept)
+    assert store.load(recording).trajectories == (kept,)
+    for key in ("id", "category"):
+        file.write_text(json.dumps(line | {key: "z" * 501}))
+        with pytest.raises(WorkloadError, match=f"'{key}' has 501 characters, more than 500"):
+            read_workload([str(file)])
+
+
+# --- names
+
+
+def test_names_that_no_file_can_have_are_one_line(door: Door) -> None:
+    for arguments in (
+        ("policies", "show", LONG, "--pair", door.pair),
+        ("policies", "show", f"{LONG}.json", "--pair", door.pair),
+        ("policies", "show", "--pair", LONG),
+        ("policies", "show", "--target", LONG),
+        ("policies", "show", "--target", f"./{LONG}"),
+        ("run", "--pair", door.pair, "--workload", LONG),
+        ("run", "--pair", door.pair, "--workload", "good.jsonl", "--per-round", LONG),
+    ):
+        assert len(one_line(door, *arguments)) < 600
+
+
+def test_an_export_to_a_name_that_no_file_can_have_is_one_line() -> None:
+    with pytest.raises(TraceError, match="cannot write"):
+        export_rows([], f"{LONG}.csv")
+
+
+def test_a_drafts_name_fits_its_column(door: Door) -> None:
+    line = one_line(door, "policies", "show", "--target", "t", "--draft", f"{'d' * 129}=d")
+    assert "a draft's name has 129 characters, more than 128" in line
+
+
+# --- written whole or not at all
+
+
+def test_a_file_that_waits_under_a_name_of_ours_is_not_followed(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    for name in ("out.jsonl", "rows.csv", "rows.parquet"):
+        (tmp_path / f".{name}.part").symlink_to(victim)
+    write_text(str(tmp_path / "out.jsonl"), ["a", "b"])
+    export_rows([], tmp_path / "rows.csv")
+    export_rows([], tmp_path / "rows.parquet")
+    assert victim.read_bytes() == b"precious"
+    assert (tmp_path / "out.jsonl").read_text() == "ab"
+    assert not (tmp_path / "out.jsonl").is_symlink()
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_a_file_has_the_permissions_of_any_new_one(tmp_path: Path, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        write_text(str(tmp_path / "out"), ["x"])
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == 0o666 & ~mask
+
+
+def test_a_failure_leaves_what_was_there_and_nothing_else(tmp_path: Path) -> None:
+    def parts() -> io.StringIO:
+        yield "half"  # type: ignore[misc]
+        raise RuntimeError("stop")
+
+    (tmp_path / "out").write_text("before")
+    with pytest.raises(RuntimeError):
+        write_text(str(tmp_path / "out"), parts())
+    assert (tmp_path / "out").read_text() == "before"
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_is_no_regular_file_is_not_replaced(door: Door) -> None:
+    os.mkfifo("pipe")
+    assert "no regular file" in one_line(door, "run", "--pair", door.pair, "--workload", "good.jsonl", "--per-round", "pipe")
+    with pytest.raises(SpectuneError, match="no regular file"):
+        write_text("pipe", ["x"])
+    assert stat.S_ISFIFO(Path("pipe").stat().st_mode)
+
+
+# --- shown
+
+
+def a_row(**changed: object) -> RequestRow:
+    values = {"recording": "rec-1", "ordinal": 0, "request_id": "r", "category": "c", "recorded_at": datetime(2026, 1, 1, tzinfo=UTC)}
+    values |= {"finish": "eos", "n_prompt": 1, "n_output": 1, "draft": None, "gamma_max": None, "acceptance": None, "tau": -0.5}
+    return RequestRow(**values | {"rounds": 0, "drafted": 0, "accepted": -1, "seconds": 0.0} | changed)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "\n=1", "=HYPERLINK(\"http://x\")"])
+def test_a_csv_computes_nothing(text: str) -> None:
+    out = io.StringIO()
+    assert write_rows([a_row(request_id=text, category=text, draft=text)], out, "csv") == 1
+    (row,) = csv.DictReader(io.StringIO(out.getvalue(), newline=""))
+    assert [row[name] for name in ("request_id", "category", "draft")] == [f"'{text}"] * 3
+    assert (row["tau"], row["accepted"], row["recorded_at"]) == ("-0.5", "-1", "2026-01-01T00:00:00+00:00")
+
+
+@pytest.mark.parametrize("format", ["csv", "json"])
+def test_rows_steer_no_terminal(format: str) -> None:
+    out = io.StringIO()
+    write_rows([a_row(request_id=f"č{ESCAPE}\u202e")], out, format)  # type: ignore[arg-type]
+    assert not set("\x1b\x07\x9b\u202e") & set(out.getvalue())
+    assert "č" in out.getvalue()
+    if format == "json":
+        assert json.loads(out.getvalue())[0]["request_id"] == f"č{ESCAPE}\u202e"
+
+
+def test_a_table_shows_its_cells_as_they_are() -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=80, force_terminal=True, color_system=None)
+    console.print(rows_table([{"a": f"[/red]{ESCAPE}[bold] :smile:"}], ("a",), "[/x]"))
+    assert r"[/red]\x1b]\x07\x9b31m[bold] :smile:" in out.getvalue()
+    assert "[/x]" in out.getvalue()
+    assert not set("\x07\x9b") & set(out.getvalue())
+
+
+def test_commands_steer_no_terminal_and_take_no_markup(door: Door, tmp_path: Path) -> None:
+    from db import open_database
+
+    category = f"[/red]{ESCAPE}[bold]"
+    with open_database(door.db) as database:
+        store = TraceStore(database)
+        store.put_pair(PAIR, "demo", {})
+        recording = store.create_recording(PAIR, None, Sampling(), max_new_tokens=8).id
+        store.append_trajectory(recording, 0, a_trajectory(0, category=category))
+    for arguments in (("show",), ("show", "latest", "--request", "r0"), ("query",), ("query", "--format", "csv"), ("query", "--json")):
+        found = door.call("traces", *arguments)
+        assert found.exit_code == 0, found.output
+        assert not set("\x1b\x07\x9b") & set(found.output)
+    Path("bad.jsonl").write_text(json.dumps({"id": "a", "category": ESCAPE, "turns": ["x"]}))
+    line = one_line(door, "run", "--pair", door.pair, "--workload", "bad.jsonl", "--category", "none")
+    assert not set("\x1b\x07\x9b") & set(line)

@@ -1,0 +1,39 @@
+"""Text from elsewhere: what of it can be stored, and how it is shown."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+NAME_LIMIT = 500
+"""Characters of an id, a category or a name: what PostgreSQL can index, whatever they are."""
+
+# What moves a terminal's cursor, changes its state or the order of what it shows; a new line and a tab do not.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def unstorable(text: str) -> str | None:
+    """What in a text no database keeps: a NUL character, or half of a surrogate pair; None when there is nothing."""
+    if "\0" in text:
+        return "a NUL character (\\u0000), which is no text"
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return "half of a surrogate pair (\\ud800 to \\udfff alone), which is no text"
+    return None
+
+
+def printable(text: str) -> str:
+    """The text with its control characters spelled out (``\\x1b``), so that showing it does nothing but show it."""
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}" if found[0] < "\u0100" else f"\\u{ord(found[0]):04x}", text)
+
+
+def json_line(data: Any) -> str:
+    """One line of JSON, other alphabets as they are, control characters of every kind escaped."""
+    return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(data, ensure_ascii=False))
+
+
+def shortened(text: str, limit: int = 160) -> str:
+    """The text, or its beginning and end where it is long, for messages."""
+    return text if len(text) <= limit else f"{text[: limit - 40]}...{text[-37:]}"
