@@ -26,6 +26,7 @@ from db.engine import WRITES, make_engine
 from db.models import PolicyRow
 from db.tables import metadata
 from db.urls import masked, parse_url, shown
+from traces.schema import policy_id
 from traces.store import TraceStore
 
 
@@ -486,6 +487,8 @@ def test_a_database_created_while_it_is_looked_at_is_no_foreign_one(
     with open_database(postgresql_url) as database:
         assert TraceStore(database).list_policies() == ()
     assert looked[0] is None
+COUNTER = policy_id({})
+"""The id of a row that is counted up in its label."""
 
 
 def _count_up(url: str, times: int) -> None:
@@ -493,13 +496,13 @@ def _count_up(url: str, times: int) -> None:
         for _ in range(times):
             # Read, then write what was read plus one: loses counts or fails unless writers take turns.
             with database.write() as session:
-                row = session.get_one(PolicyRow, "counter", with_for_update=True)
+                row = session.get_one(PolicyRow, COUNTER, with_for_update=True)
                 row.label = str(int(row.label) + 1)
 
 
 def test_writers_of_several_processes_take_turns(url: str) -> None:
     with open_database(url) as database:
-        TraceStore(database).put_policy("counter", {}, "0")
+        TraceStore(database).put_policy(COUNTER, {}, "0")
     context = multiprocessing.get_context("spawn")
     members = [context.Process(target=_count_up, args=(url, 60)) for _ in range(3)]
     for member in members:
@@ -508,21 +511,21 @@ def test_writers_of_several_processes_take_turns(url: str) -> None:
         member.join()
     assert [m.exitcode for m in members] == [0] * 3
     with open_database(url) as database:
-        assert TraceStore(database).get_policy("counter").label == "180"
+        assert TraceStore(database).get_policy(COUNTER).label == "180"
 
 
 def test_threads_share_a_database(database: Database) -> None:
     store = TraceStore(database)
-    store.put_policy("counter", {}, "0")
+    store.put_policy(COUNTER, {}, "0")
     failures: list[BaseException] = []
 
     def work() -> None:
         try:
             for _ in range(50):
                 with database.write() as session:
-                    row = session.get_one(PolicyRow, "counter", with_for_update=True)
+                    row = session.get_one(PolicyRow, COUNTER, with_for_update=True)
                     row.label = str(int(row.label) + 1)
-                store.get_policy("counter")
+                store.get_policy(COUNTER)
         except BaseException as error:
             failures.append(error)
 
@@ -532,7 +535,7 @@ def test_threads_share_a_database(database: Database) -> None:
     for thread in threads:
         thread.join()
     assert failures == []
-    assert store.get_policy("counter").label == "200"
+    assert store.get_policy(COUNTER).label == "200"
 
 
 def test_a_nested_write_is_a_mistake_and_not_a_deadlock(tmp_path: Path) -> None:

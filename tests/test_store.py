@@ -20,12 +20,13 @@ from db.urls import parse_url
 from traces.errors import TraceError
 from traces.prune import prune
 from traces.recording import RecordingInfo
-from traces.schema import Request, Sampling, Workload
+from traces.schema import Request, Sampling, Workload, policy_id
 from traces.store import TraceStore
 
 WORKLOAD = Workload("w", (Request("a", "code", ("x", "y")), Request("b", "prose", ('žluťoučký \\ " kůň',))))
 GREEDY = Sampling()
 POLICY = {"draft": "small", "window": {"kind": "fixed", "gamma": 4}}
+POLICY_ID = policy_id(POLICY)
 
 
 @pytest.fixture
@@ -218,9 +219,9 @@ def test_profiles_come_back_equal_and_the_latest_is_found(store: TraceStore) -> 
 
 def test_policies_artifacts_and_studies(store: TraceStore) -> None:
     store.put_pair(PAIR, "demo", {})
-    store.put_policy("abcdef123456", POLICY, "small fixed")
-    store.put_policy("abcdef123456", POLICY, "small fixed")
-    assert store.get_policy("abcdef").document == POLICY
+    store.put_policy(POLICY_ID, POLICY, "small fixed")
+    store.put_policy(POLICY_ID, POLICY, "small fixed")
+    assert store.get_policy(POLICY_ID[:6]).document == POLICY
     assert len(store.list_policies()) == 1
     table = np.arange(12, dtype=np.float64).reshape(3, 4) / 7
     art = store.put_artifact("q_table", {"gamma_max": 3}, {"q": table}, pair_id=PAIR, provenance={"from": "rec-1"})
@@ -241,9 +242,9 @@ def test_runs_keep_their_outcome_and_rounds(store: TraceStore) -> None:
     outcome = an_outcome()
     steps = {r.request_id: steps_of(a_trajectory(i)) for i, r in enumerate(outcome.per_request)}
     with pytest.raises(NotFoundError, match="no policy"):
-        store.put_run(PAIR, "abcdef123456", outcome, device="cpu", dtype="float32")
-    store.put_policy("abcdef123456", POLICY, "small fixed")
-    run = store.put_run(PAIR, "abcdef123456", outcome, device="cpu", dtype="float32", purpose="validate", steps=steps)
+        store.put_run(PAIR, POLICY_ID, outcome, device="cpu", dtype="float32")
+    store.put_policy(POLICY_ID, POLICY, "small fixed")
+    run = store.put_run(PAIR, POLICY_ID, outcome, device="cpu", dtype="float32", purpose="validate", steps=steps)
     assert store.get_run(run).outcome == outcome
     assert store.run_steps(run) == steps
     assert [r.id for r in store.list_runs(PAIR)] == [run]

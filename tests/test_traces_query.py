@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from trace_values import PAIR, a_panorama, a_recording, a_trajectory, an_outcome, steps_of
+from trace_values import PAIR, POLICY, POLICY_ID, a_panorama, a_recording, a_trajectory, an_outcome, steps_of
 
 from db import CorruptedChunkError, NotFoundError, SchemaError, check, open_database
 from db.models import PanoramaChunkRow
@@ -160,7 +160,7 @@ def test_an_export_that_cannot_be_made_says_why(tmp_path: Path, monkeypatch: pyt
 
 
 def test_whole_recordings_move_between_databases_and_only_once(store: TraceStore, url: str, tmp_path: Path) -> None:
-    store.put_policy("abcdef123456", {"draft": "small"}, "l")
+    store.put_policy(POLICY_ID, POLICY, "l")
     recording, other = a_recording(store, n=5, drafts=("small", "ngram")), a_recording(store, n=2)
     file = tmp_path / "moved.spectune"
     out = export_recordings(store.database, [recording[:10]], file)
@@ -172,7 +172,7 @@ def test_whole_recordings_move_between_databases_and_only_once(store: TraceStore
         again = import_recordings(database, file)
         assert (again.added, again.present, again.chunks) == ((), (recording,), 0)
         assert second.load(recording, steps=True) == store.load(recording, steps=True)
-        assert second.get_policy("abcdef123456").document == {"draft": "small"}
+        assert second.get_policy(POLICY_ID).document == POLICY
         with pytest.raises(NotFoundError):
             second.get_recording(other)
     assert check(str(tmp_path / "second.db")).ok

@@ -25,6 +25,7 @@ from traces.packing import pack_chain, pack_tokens, pack_tree, unpack_chain, unp
 from traces.prune import prune
 from traces.query import TraceFilter, acceptance_stats, request_rows
 from traces.recording import TreeExtent
+from traces.recording_rows import spec_hash
 from traces.schema import Proposals, Sampling, TreePanorama
 from traces.store import TraceStore
 from traces.transfer import export_recordings, import_recordings
@@ -250,7 +251,7 @@ def old_database(url: str) -> None:
                 "verifier": "coupled",
                 "options": "{}",
                 "progress": "{}",
-                "spec_sha256": "0" * 64,
+                "spec_sha256": spec_hash(PAIR, None, Sampling(), 64, "coupled", {}, "record"),
                 "created_at": moment,
             },
         ),

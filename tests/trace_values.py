@@ -21,10 +21,13 @@ from traces.schema import (
     TreePanorama,
     Verifier,
     Workload,
+    policy_id,
 )
 from traces.store import TraceStore
 
 PAIR = "5f1d0c6a9e2b"
+POLICY = {"draft": "small"}
+POLICY_ID = policy_id(POLICY)
 CATEGORIES = ("code", "prose", "math")
 
 
@@ -118,7 +121,7 @@ def a_tree(
     )
 
 
-def steps_of(trajectory: Trajectory, *, policy: str = "abcdef123456", draft: str = "small", gamma: int = 4) -> tuple[Step, ...]:
+def steps_of(trajectory: Trajectory, *, policy: str = POLICY_ID, draft: str = "small", gamma: int = 4) -> tuple[Step, ...]:
     """Rounds that cover a trajectory."""
     rng = np.random.default_rng(len(trajectory.output_ids))
     steps: list[Step] = []
@@ -141,7 +144,7 @@ def a_profile(scale: float, *, device: str = "cpu") -> LatencyProfile:
 def an_outcome(n: int = 3) -> Outcome:
     """Executed counts of ``n`` requests."""
     counts = [Counts(1, 10 + i, 30 + i, 20, 40, 40, 50, 0.125 * (i + 1)) for i in range(n)]
-    return Outcome("abcdef123456", "executed", tuple(RequestOutcome(f"r{i}", CATEGORIES[i % 3], c) for i, c in enumerate(counts)))
+    return Outcome(POLICY_ID, "executed", tuple(RequestOutcome(f"r{i}", CATEGORIES[i % 3], c) for i, c in enumerate(counts)))
 
 
 def a_recording(store: TraceStore, *, n: int = 6, drafts: tuple[str, ...] = ("small",), verifier: Verifier = "coupled") -> str:

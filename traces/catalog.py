@@ -20,7 +20,7 @@ from traces.codec import CodecError
 from traces.packing import pack_document, pack_steps, unpack_document, unpack_steps
 from traces.recording_rows import step_row
 from traces.rows import Storage, chunk_of, chunk_values, insert_absent, readable, resolve
-from traces.schema import Counts, LatencyProfile, Outcome, Request, RequestOutcome, Step, Workload
+from traces.schema import Counts, LatencyProfile, Outcome, RequestOutcome, Step, Workload, policy_id
 
 Document = Mapping[str, Any]
 
@@ -126,18 +126,18 @@ class Catalog(Storage):
     def put_workload(self, workload: Workload) -> str:
         """Stores a workload under its digest, which is returned."""
         digest = workload.digest()
-        content = [[r.id, r.category, list(r.turns)] for r in workload.requests]
+        content = workload.to_json()
         values = {"id": digest, "name": workload.name, "n_requests": len(content), "content": content, "created_at": self.clock()}
         with self.database.write() as session:
             insert_absent(session, WorkloadRow, values)
         return digest
 
     def get_workload(self, text: str) -> Workload:
-        """By digest, an unambiguous beginning of one, or ``latest``. Raises NotFoundError."""
+        """By digest, an unambiguous beginning of one, or ``latest``. Raises NotFoundError, or CorruptedChunkError where the digest is
+        another's."""
         with self.database.read() as session:
             row = session.get_one(WorkloadRow, resolve(session, WorkloadRow.id, text, "workload", newest=WorkloadRow.created_at))
-            requests = tuple(Request(name, category, tuple(turns)) for name, category, turns in row.content)
-            return Workload(row.name, requests)
+            return workload_of(row)
 
     def list_workloads(self) -> tuple[tuple[str, str, int], ...]:
         """(digest, name, number of requests) of all workloads, newest first."""
@@ -183,16 +183,19 @@ class Catalog(Storage):
         return found[0] if found else None
 
     def put_policy(self, policy_id: str, document: Document, label: str) -> None:
-        """Stores a policy under the hash of its content; one that is there already is left alone."""
+        """Stores a policy under the hash of its content; one that is there already is left alone. Raises CorruptedChunkError where that one
+        has another content, so that nobody runs or publishes it in this one's place."""
         with self.database.write() as session:
             values = {"id": policy_id, "label": label, "document": dict(document), "created_at": self.clock()}
-            insert_absent(session, PolicyRow, values)
+            if not insert_absent(session, PolicyRow, values):
+                policy_of(session.get_one(PolicyRow, policy_id))
 
     def get_policy(self, text: str) -> StoredPolicy:
-        """By id, an unambiguous beginning of one, or ``latest``. Raises NotFoundError."""
+        """By id, an unambiguous beginning of one, or ``latest``. Raises NotFoundError, or CorruptedChunkError where the id is another
+        policy's."""
         with self.database.read() as session:
             found = resolve(session, PolicyRow.id, text, "policy", newest=PolicyRow.created_at)
-            return _policy(session.get_one(PolicyRow, found))
+            return policy_of(session.get_one(PolicyRow, found))
 
     def list_policies(self) -> tuple[StoredPolicy, ...]:
         """All policies, newest first."""
@@ -378,6 +381,28 @@ def outcome_of(document: Document) -> Outcome:
     """The outcome that :func:`outcome_document` wrote."""
     per_request = tuple(RequestOutcome(name, category, Counts(*counts)) for name, category, *counts in document["per_request"])
     return Outcome(document["policy"], document["kind"], per_request)
+
+
+def workload_of(row: WorkloadRow) -> Workload:
+    """The workload that a row holds. Raises CorruptedChunkError unless its id is the digest of it."""
+    try:
+        workload = Workload.from_json(row.name, row.content)
+        if workload.digest() == row.id and len(workload.requests) == row.n_requests:
+            return workload
+    except (TypeError, ValueError):
+        pass  # no workload at all
+    raise _mistaken("workload", row.id)
+
+
+def policy_of(row: PolicyRow) -> StoredPolicy:
+    """The policy that a row holds. Raises CorruptedChunkError unless its id is the hash of it."""
+    if not isinstance(row.document, dict) or policy_id(row.document) != row.id:
+        raise _mistaken("policy", row.id)
+    return _policy(row)
+
+
+def _mistaken(what: str, name: str) -> CorruptedChunkError:
+    return CorruptedChunkError(f"{what} {name} has another content than its id says; restore the database from a backup")
 
 
 def _content_hash(kind: str, document: Any, arrays: Mapping[str, npt.NDArray[Any]]) -> str:

@@ -113,7 +113,7 @@ def unpack_tree(chunk: Chunk) -> TreePanorama:
             columns["gap"] = columns["gap"] + (logp - logp[:, :1])
         else:
             columns["gap"] = _sums(columns["gap"])
-        found = TreePanorama(**named, covers=tuple(_words(meta, "covers")), **columns)
+        found = TreePanorama(**{**named, "covers": tuple(_words(meta, "covers")), **columns})
     except ValueError as error:
         raise CodecError(f"is no tree panorama: {error}") from error
     _check_tree(found)

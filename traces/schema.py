@@ -71,12 +71,42 @@ class Workload:
     name: str
     requests: tuple[Request, ...]
 
+    def to_json(self) -> list[list[Any]]:
+        """The requests, JSON-ready; :meth:`from_json` is its inverse."""
+        return [[r.id, r.category, list(r.turns)] for r in self.requests]
+
+    @classmethod
+    def from_json(cls, name: str, content: Any) -> Workload:
+        """Rebuilds a workload from :meth:`to_json`. Raises ValueError or TypeError on anything else."""
+        requests = []
+        for name_of, category, turns in content:
+            if not isinstance(turns, list) or not all(isinstance(text, str) for text in (name_of, category, *turns)):
+                raise TypeError("a request is [id, category, turns], all of them texts")
+            requests.append(Request(name_of, category, tuple(turns)))
+        return cls(name, tuple(requests))
+
     def digest(self) -> str:
         """SHA-256 of the content (name excluded), hex: equal requests in equal order, equal digest."""
         h = hashlib.sha256()
-        for r in self.requests:
-            h.update(json.dumps([r.id, r.category, list(r.turns)], ensure_ascii=False).encode())
+        for request in self.to_json():
+            h.update(json.dumps(request, ensure_ascii=False).encode())
         return h.hexdigest()
+
+
+_LATER_BLOCKS: Mapping[str, Any] = {"stratify": None, "select": {"top_n": None}, "shortlist": {"kind": "full"}}
+"""Blocks of a policy that came later, as a policy that does not use them spells them out."""
+
+
+def policy_content(document: Mapping[str, Any]) -> str:
+    """One line of JSON of a policy's spelled-out document: equal policies, equal text. Blocks that came later are left out where they are
+    not used, so that a chain policy keeps the id it always had."""
+    used = {key: value for key, value in document.items() if key not in _LATER_BLOCKS or value != _LATER_BLOCKS[key]}
+    return json.dumps(used, sort_keys=True, separators=(",", ":"))
+
+
+def policy_id(document: Mapping[str, Any]) -> str:
+    """12 hex digits of the SHA-256 of :func:`policy_content`; the content is the identity."""
+    return hashlib.sha256(policy_content(document).encode()).hexdigest()[:12]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ defaults; :meth:`Policy.spelled_out` shows them. Unknown keys are errors, and th
 from __future__ import annotations
 
 import difflib
-import hashlib
 import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, Union
@@ -16,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from runtime.policies.heterospec import kept_nodes
 from traces.errors import PolicyError
+from traces.schema import policy_content, policy_id
 
 GAMMA_LIMIT = 64
 """Largest window any policy may ask for."""
@@ -469,21 +469,13 @@ class Policy(_Block):
         return self.model_dump(mode="json")
 
     def canonical(self) -> str:
-        """One line of JSON: equal policies, equal text. Blocks that came later are left out where they are not used, so that a chain
-        policy keeps the id it always had."""
-        document = self.spelled_out()
-        if self.stratify is None:
-            del document["stratify"]
-        if self.select.top_n is None:
-            del document["select"]
-        if not self.shortlisted:
-            del document["shortlist"]
-        return json.dumps(document, sort_keys=True, separators=(",", ":"))
+        """One line of JSON: equal policies, equal text (:func:`traces.schema.policy_content`)."""
+        return policy_content(self.spelled_out())
 
     @property
     def id(self) -> str:
-        """12 hex digits of the SHA-256 of :meth:`canonical`; the content is the identity."""
-        return hashlib.sha256(self.canonical().encode()).hexdigest()[:12]
+        """12 hex digits (:func:`traces.schema.policy_id`); the content is the identity."""
+        return policy_id(self.spelled_out())
 
     def label(self) -> str:
         """A short name for tables, e.g. ``small fixed(gamma=4) max_prob(0.4)``."""
@@ -562,9 +554,6 @@ class ChooserPolicy(Policy):
 
     def spelled_out(self) -> dict[str, Any]:
         return {"draft": {"kind": "ols", "artifact": self.artifacts[0]}}
-
-    def canonical(self) -> str:
-        return json.dumps(self.spelled_out(), sort_keys=True, separators=(",", ":"))
 
     def label(self) -> str:
         return f"ols({self.artifacts[0]})"

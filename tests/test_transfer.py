@@ -1,0 +1,342 @@
+"""Files of recordings that somebody else may have made or may still be writing: whole or not at all, and nothing of it believed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from doors import Door
+from test_traces_codec import FORGED
+from trace_values import PAIR, POLICY, POLICY_ID, a_recording, a_trajectory, a_tree
+
+from db import CorruptedChunkError, Database, DatabaseError, open_database
+from db.models import PolicyRow, WorkloadRow
+from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
+from traces.errors import TraceError
+from traces.query import list_recordings
+from traces.schema import policy_id
+from traces.store import TraceStore
+from traces.transfer import export_recordings, import_recordings
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An exported recording of three requests with chains, trees, rounds, a workload and a policy."""
+    folder = tmp_path_factory.mktemp("exported")
+    with open_database(str(folder / "a.db")) as database:
+        store = TraceStore(database)
+        store.put_policy(POLICY_ID, POLICY, "small")
+        recording = a_recording(store, n=3)
+        store.put_tree_panoramas(recording, [(i, a_tree(a_trajectory(i), "small", seed=i)) for i in range(3)])
+        export_recordings(database, [recording], folder / "moved.db")
+    return folder / "moved.db"
+
+
+@pytest.fixture
+def file(exported: Path, tmp_path: Path) -> Path:
+    """A copy that a test may spoil."""
+    return shutil.copyfile(exported, tmp_path / "moved.db")
+
+
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty database at our schema."""
+    file = tmp_path_factory.mktemp("fresh") / "fresh.db"
+    open_database(str(file)).close()
+    return file
+
+
+@pytest.fixture
+def empty(fresh: Path, tmp_path: Path) -> Iterator[Database]:
+    """An empty database to import into."""
+    with open_database(str(shutil.copyfile(fresh, tmp_path / "empty.db"))) as database:
+        yield database
+
+
+def edit(file: Path, *statements: str) -> None:
+    """Runs SQL on a file as its owner could; what a check would refuse is let through."""
+    connection = sqlite3.connect(file, isolation_level=None)
+    connection.execute("PRAGMA writable_schema=ON")
+    for statement in statements:
+        connection.execute(statement)
+    connection.close()
+
+
+def nothing_of(database: Database) -> bool:
+    store = TraceStore(database)
+    with database.read() as session:
+        rows = session.query(PolicyRow).count() + session.query(WorkloadRow).count()
+    return not list_recordings(database) and not store.list_pairs() and not rows
+
+
+# --- ids that claim to be hashes
+
+OTHER = parse_policy({"draft": "ngram", "window": {"kind": "fixed", "gamma": 64}})
+
+
+@pytest.mark.parametrize(
+    ("statement", "says"),
+    [
+        (f"UPDATE policy SET document = '{json.dumps(OTHER.spelled_out())}'", f"policy '{POLICY_ID}' has another content than its id says"),
+        ("""UPDATE policy SET document = '{"draft": "small", "select": {"top_n": null, "x": 1}}'""", "has another content"),
+        ("UPDATE policy SET document = '[]'", "has another content"),
+        ("UPDATE workload SET content = json_set(content, '$[0][2][0]', 'other')", "workload .* has another content than its id says"),
+        ("UPDATE workload SET n_requests = 1", "workload .* has another content"),
+        ("UPDATE workload SET content = '7'", "workload .* has another content"),
+        ("UPDATE workload SET content = '[[\"a\\ud800\", \"b\", [\"c\"]]]'", "has a content that is none"),
+        ("UPDATE recording SET max_new_tokens = 9999", r"is not what its hash \(spec_sha256\) says"),
+        ("UPDATE recording SET spec_sha256 = replace(spec_sha256, '0', '1')", r"is not what its hash \(spec_sha256\) says"),
+    ],
+)
+def test_a_hash_that_does_not_fit_its_content_is_refused(file: Path, empty: Database, statement: str, says: str) -> None:
+    edit(file, statement)
+    with pytest.raises(TraceError, match=says) as refusal:
+        import_recordings(empty, file)
+    assert "\n" not in str(refusal.value)
+    assert "nothing of it was taken over" in str(refusal.value)
+    assert nothing_of(empty)
+
+
+def test_no_policy_takes_the_place_of_another(store: TraceStore, tmp_path: Path, tiny_pair: Path) -> None:
+    """A row that came before ids were looked at: the wrong policy is neither run nor published under this id."""
+    wanted = parse_policy({"draft": "near", "window": {"kind": "fixed", "gamma": 5}})
+    forged = Policy.model_validate({"draft": "ngram", "window": {"kind": "fixed", "gamma": 64}})
+    store.put_policy(wanted.id, forged.spelled_out(), "looks well")
+    with pytest.raises(CorruptedChunkError, match=f"policy {wanted.id} has another content than its id says"):
+        store.put_policy(wanted.id, wanted.spelled_out(), wanted.label())
+    with pytest.raises(CorruptedChunkError, match="has another content"):
+        store.get_policy(wanted.id)
+    (tmp_path / "wanted.json").write_text(json.dumps(wanted.spelled_out()))
+    door = Door(store.database.url.render_as_string(hide_password=False).replace("postgresql+psycopg", "postgresql"), str(tiny_pair))
+    for name in (wanted.id, tmp_path / "wanted.json"):
+        found = door.call("policies", "activate", name, "--pair", door.pair)
+        assert found.exit_code == 2, found.output
+        assert f"{wanted.id}" in found.stderr
+        assert found.stderr.count("\n") == 1
+    assert store.list_publications() == ()
+
+
+def test_no_workload_takes_the_place_of_another(store: TraceStore) -> None:
+    recording = store.get_recording(a_recording(store, n=2))
+    with store.database.write() as session:
+        row = session.get_one(WorkloadRow, recording.workload_id)
+        row.content = [["r0", "code", ["something else"]], ["r1", "prose", ["x"]]]
+    with pytest.raises(CorruptedChunkError, match=f"workload {recording.workload_id} has another content than its id says"):
+        store.get_workload(str(recording.workload_id))
+
+
+def test_the_hash_of_a_policy_is_of_its_document_as_stored() -> None:
+    for policy in (AUTOREGRESSIVE, OTHER, parse_policy({"draft": "a", "growth": {"kind": "top_k", "width": 3}})):
+        stored = json.loads(json.dumps(policy.spelled_out()))
+        assert policy_id(stored) == policy.id
+        without = {k: v for k, v in stored.items() if v not in (None, {"top_n": None}, {"kind": "full"})}
+        assert policy_id(without) == policy.id
+        assert policy_id(stored | {"stratify": {}}) != policy.id
+
+
+# --- rows that are none of ours
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE recording SET sampling = '{\"temperature\": []}'",
+        "UPDATE recording SET sampling = '{'",
+        "UPDATE recording SET options = '" + "[" * 50_000 + "'",
+        "UPDATE recording SET created_at = 'yesterday'",
+        "UPDATE recording SET state = 'other'",
+        "UPDATE recording SET pair_id = 'none'",
+        "UPDATE recording SET max_new_tokens = 'many'",
+        "UPDATE pair SET document = '7'",
+        "UPDATE pair SET name = CAST(x'610062' AS TEXT)",
+        "UPDATE pair SET created_at = 5",
+        "UPDATE trajectory SET stop_strings = '{}'",
+        "UPDATE trajectory SET finish = 'never'",
+        "UPDATE trajectory SET n_output = 7",
+        "UPDATE trajectory SET seconds = 9e999",
+        "UPDATE trajectory SET rounds = 1099511627776",
+        "UPDATE trajectory SET sha256 = 'text'",
+        "UPDATE trajectory SET category = hex(zeroblob(5000))",
+        "DELETE FROM trajectory WHERE ordinal = 1",
+        "UPDATE step_chunk SET policies = '[{}]'",
+        "UPDATE step_chunk SET policies = '[]'",
+        "UPDATE step_chunk SET at_risk = '[[]]'",
+        "UPDATE step_chunk SET ordinal = ordinal + 100",
+        "UPDATE panorama_chunk SET draft = 'other'",
+        "UPDATE panorama_chunk SET kind = 'other' WHERE kind = 'tree'",
+        "UPDATE panorama_chunk SET gamma_max = 99",
+        "UPDATE panorama_chunk SET covers = '[\"everything\"]' WHERE kind = 'tree'",
+        "UPDATE panorama_chunk SET survived = 'null'",
+        "DELETE FROM pair",
+        "DELETE FROM workload",
+        "DROP TABLE workload",
+        "ALTER TABLE trajectory DROP COLUMN finish",
+        "DELETE FROM spectune_schema",
+        "INSERT INTO spectune_schema VALUES ('0001')",
+    ],
+)
+def test_rows_that_we_do_not_write_are_one_line(file: Path, empty: Database, statement: str) -> None:
+    edit(file, "PRAGMA ignore_check_constraints=ON", statement)
+    with pytest.raises((TraceError, DatabaseError)) as refusal:
+        import_recordings(empty, file)
+    assert "\n" not in str(refusal.value)
+    assert len(str(refusal.value)) < 600
+    assert nothing_of(empty)
+
+
+@pytest.mark.parametrize("table", ["trajectory", "panorama_chunk", "step_chunk"])
+def test_forged_chunks_are_not_imported(file: Path, empty: Database, table: str) -> None:
+    connection = sqlite3.connect(file)
+    chunk = FORGED["nested"]
+    connection.execute(f"UPDATE {table} SET data = ?, sha256 = ? WHERE ordinal = 1", (chunk.data, chunk.sha256))
+    connection.commit()
+    connection.close()
+    with pytest.raises(CorruptedChunkError, match=f"request 1: its {table.replace('_', ' ')} is damaged"):
+        import_recordings(empty, file)
+    assert nothing_of(empty)
+
+
+# --- files that would run something
+
+
+ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n)"
+
+
+RUNNING = {
+    "view": ("DROP TABLE step_chunk", f"CREATE VIEW step_chunk AS {ENDLESS} SELECT i AS id, 'rec' AS recording_id, i AS ordinal FROM n"),
+    "another view": (f"CREATE VIEW elsewhere AS {ENDLESS} SELECT i FROM n",),
+    "virtual table": ("DROP TABLE step_chunk", "CREATE VIRTUAL TABLE step_chunk USING fts5(recording_id, ordinal)"),
+    "trigger": ("CREATE TRIGGER t AFTER INSERT ON pair BEGIN DELETE FROM pair; END",),
+    "computed column": ("ALTER TABLE pair ADD COLUMN more BLOB AS (zeroblob(1000000000))",),
+    "forged": (f"UPDATE sqlite_master SET sql = 'CREATE VIEW step_chunk AS {ENDLESS} SELECT i FROM n' WHERE name = 'step_chunk'",),
+}
+
+
+def test_a_file_that_would_run_something_is_refused(exported: Path, fresh: Path, tmp_path: Path) -> None:
+    files = [shutil.copyfile(exported, tmp_path / f"{name}.db") for name in RUNNING]
+    for file, statements in zip(files, RUNNING.values(), strict=True):
+        edit(file, *statements)
+    # In a process of its own: a read that does not end would end no test.
+    code = f"""
+        from db import open_database
+        from traces.errors import TraceError
+        from traces.transfer import import_recordings
+        with open_database({str(shutil.copyfile(fresh, tmp_path / "receiver"))!r}) as database:
+            for file in {[str(file) for file in files]}:
+                try:
+                    import_recordings(database, file)
+                except TraceError as error:
+                    print(error)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    said = done.stdout.splitlines()
+    assert len(said) == len(files)
+    assert all(line.startswith(f"cannot import {file}: ") for line, file in zip(said, files, strict=True))
+
+
+def test_a_file_whose_pages_are_shared_is_refused(file: Path, empty: Database) -> None:
+    connection = sqlite3.connect(file)
+    roots = dict(connection.execute("SELECT name, rootpage FROM sqlite_master WHERE name IN ('trajectory', 'panorama_chunk')"))
+    connection.close()
+    edit(file, f"UPDATE sqlite_master SET rootpage = {roots['trajectory']} WHERE name = 'panorama_chunk'")
+    with pytest.raises(TraceError, match="the file is damaged"):
+        import_recordings(empty, file)
+    assert nothing_of(empty)
+
+
+@pytest.mark.parametrize("content", [b"", b"no database", b"SQLite format 3\0" + b"\xff" * 2000])
+def test_a_file_that_is_no_database_is_one_line(empty: Database, tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "bad.db").write_bytes(content)
+    with pytest.raises((TraceError, DatabaseError)) as refusal:
+        import_recordings(empty, tmp_path / "bad.db")
+    assert "bad.db" in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_name_that_no_file_can_have_is_one_line(empty: Database) -> None:
+    with pytest.raises(TraceError, match=r"there is no file x+"):
+        import_recordings(empty, "x" * 5_000)
+    with pytest.raises(TraceError, match=r"cannot write x+"):
+        export_recordings(empty, [], "x" * 5_000)
+
+
+# --- a database in use, and processes that are killed
+
+
+def test_a_database_in_use_is_imported_whole(tmp_path: Path, empty: Database) -> None:
+    used = tmp_path / "used.db"
+    with open_database(str(used)) as database:
+        first = a_recording(TraceStore(database), n=2)
+        with sqlite3.connect(used) as connection:
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        connection.close()
+        second = a_recording(TraceStore(database), n=2)
+        assert (tmp_path / "used.db-wal").stat().st_size
+        assert set(import_recordings(empty, used).added) == {first, second}
+    # And what a kill left: the log alone holds the second one.
+    with open_database(str(used)) as database:
+        third = a_recording(TraceStore(database), n=1)
+        for ending in ("", "-wal"):
+            shutil.copyfile(f"{used}{ending}", f"{tmp_path / 'killed.db'}{ending}")
+    assert third in import_recordings(empty, tmp_path / "killed.db").added
+
+
+def test_an_import_leaves_the_file_and_its_folder_as_they_are(exported: Path, tmp_path: Path, empty: Database) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    for name, mode in (("export.db", "delete"), ("database.db", "wal")):
+        shutil.copyfile(exported, here / name)
+        with sqlite3.connect(here / name) as connection:
+            connection.execute(f"PRAGMA journal_mode={mode}")
+        connection.close()
+    before = {p.name: (p.read_bytes(), p.stat().st_mtime_ns) for p in here.iterdir()}
+    assert set(before) == {"export.db", "database.db"}
+    here.chmod(0o555)
+    try:
+        for name in before:
+            import_recordings(empty, here / name)
+        assert {p.name: (p.read_bytes(), p.stat().st_mtime_ns) for p in here.iterdir()} == before
+    finally:
+        here.chmod(0o755)
+
+
+def test_a_killed_import_leaves_nothing_behind(file: Path, tmp_path: Path) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    code = f"""
+        import os, signal
+        from db import open_database
+        from traces.transfer import import_recordings
+        database = open_database({str(tmp_path / "empty.db")!r})
+        # Killed when the first recording is to be written: the file has been copied and looked through.
+        database.write = lambda: os.kill(os.getpid(), signal.SIGKILL)
+        import_recordings(database, {str(file)!r})
+    """
+    environment = os.environ | {"TMPDIR": str(temporary), "SQLITE_TMPDIR": str(temporary)}
+    before = {p.name for p in tmp_path.iterdir()} | {"empty.db", "empty.db-wal", "empty.db-shm"}
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, env=environment, timeout=60, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert list(temporary.iterdir()) == []
+    assert {p.name for p in tmp_path.iterdir()} <= before
+
+
+def test_everything_travels_and_is_sound(file: Path, store: TraceStore) -> None:
+    assert import_recordings(store.database, file).chunks == 3 * 4
+    loaded = store.load("latest", steps=True, trees=True)
+    assert loaded.trees("small")[1] == a_tree(a_trajectory(1), "small", seed=1)
+    assert store.get_policy(POLICY_ID).document == POLICY
+    assert store.get_pair(PAIR).name == "demo"
+    assert len(store.get_workload("latest").requests) == 3
+
+
