@@ -101,13 +101,12 @@ def _tune(store: TraceStore, pair: LoadedPair, payload: Mapping[str, Any], conte
         tuning_options(payload),
         actor="schedule",
         idempotency_key=context.idempotency_key,
-        still_owner=context.still_owner,
+        guard=context.check,
     )
     if payload.get("recorded"):
         window = timedelta(seconds=parse_duration(str(payload["recorded"])))
         recording = gather(store, pair, window, int(payload.get("sample", SAMPLE)), key=context.idempotency_key)
-        active = store.active_publication(pair.id, pair.device.type)
-        return tune_recording(store, pair, recording, _within(wanted, context), active=active, progress=progress)
+        return tune_recording(store, pair, recording, _within(wanted, context), progress=progress)
     workload = load_workload(
         list(payload.get("workload", ["demo"])),
         all_turns=bool(payload.get("all_turns", False)),

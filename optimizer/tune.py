@@ -14,8 +14,9 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import numpy as np
+from sqlalchemy.orm import Session
 
-from db.errors import CorruptedChunkError
+from db.errors import CorruptedChunkError, StaleVersionError
 from optimizer.artifacts import fitted, q_tables
 from optimizer.chooser_fits import fit_chooser_artifact
 from optimizer.execute import Comparison, DecodeOptions, Expected, encode_recorded, race
@@ -57,7 +58,8 @@ Progress = Callable[[str, int, int], None]
 class TuneOptions:
     """How a tuning is done. ``drafts`` empty means all of the pair's; ``tree_width`` 0 leaves trees out. ``finalists`` of
     different kinds and ``rivals``
-    (fixed windows too close for prediction) race against the baselines, in at most ``passes`` and about ``budget_s``."""
+    (fixed windows too close for prediction) race against the baselines, in at most ``passes`` and about ``budget_s``. ``guard`` is called
+    in the transaction that publishes, and raises where the caller may not."""
 
     options: DecodeOptions = field(default_factory=DecodeOptions)
     drafts: tuple[str, ...] = ()
@@ -72,7 +74,7 @@ class TuneOptions:
     publish: bool = True
     actor: str = "tune"
     idempotency_key: str | None = None
-    still_owner: Callable[[], bool] = lambda: True
+    guard: Callable[[Session], None] | None = None
     tree_width: int = 8
     tree_depth: int = 8
 
@@ -201,12 +203,12 @@ def tune(
     """Tunes a pair for a workload on the device it is loaded on, from recording to publication.
 
     The winner is published only if it beats the incumbent (the active policy, or autoregression while there is none) beyond noise on
-    requests that the search has not seen. Raises PolicyError or TraceError when nothing can be searched.
+    requests that the search has not seen. What came into force after the incumbent was read is never replaced: it was not compared.
+    Raises PolicyError or TraceError when nothing can be searched, and what ``wanted.guard`` raises.
     """
     drafts = wanted.drafts or _drafts(wanted, pair)
     times: dict[str, float] = {}
     began = clock()
-    active = store.active_publication(pair.id, pair.device.type)
     info = record(
         store,
         pair,
@@ -217,7 +219,7 @@ def tune(
         progress=progress,
     )
     times["record"] = clock() - began
-    return tune_recording(store, pair, info.id, wanted, active=active, times=times, progress=progress, clock=clock)
+    return tune_recording(store, pair, info.id, wanted, times=times, progress=progress, clock=clock)
 
 
 def tune_recording(
@@ -226,7 +228,6 @@ def tune_recording(
     recording_id: str,
     wanted: TuneOptions,
     *,
-    active: Publication | None = None,
     times: dict[str, float] | None = None,
     progress: Progress = lambda phase, done, total: None,
     clock: Callable[[], float] = time.perf_counter,
@@ -257,6 +258,7 @@ def tune_recording(
         times["fit"] = clock() - began
         began = clock()
     search_part, test_part = split([t.request_id for t in trajectories], [t.category for t in trajectories])
+    active = store.active_publication(pair.id, pair.device.type)
     incumbent, unusable = incumbent_of(store, pair, active, profile)
     seeds = [incumbent, *(p for p in _earlier_winners(store, pair) if p.draft in (*drafts, "none"))]
     find, candidates = _artifacts(store, pair, incumbent, trajectories)
@@ -361,12 +363,7 @@ def tune_recording(
         seconds=times,
         beyond=study.left_out(),
     )
-    if fresh_choice and wanted.publish and wanted.still_owner():
-        published = publish(
-            store, pair, tuned.winner.policy, tuned.to_json(), reason=reason, actor=wanted.actor, key=wanted.idempotency_key
-        )
-        tuned = Tuned(**{**tuned.__dict__, "published": published})
-    return tuned
+    return publish(store, pair, tuned, wanted, over=active) if fresh_choice and wanted.publish else tuned
 
 
 def profile_for(
@@ -402,19 +399,30 @@ def profile_for(
     return store.get_profile(store.put_profile(best))
 
 
-def publish(
-    store: TraceStore,
-    pair: LoadedPair,
-    policy: Policy,
-    evidence: Mapping[str, Any],
-    *,
-    reason: str,
-    actor: str,
-    key: str | None = None,
-) -> Publication:
-    """Puts a policy in force for a pair on its device, with its evidence; once per idempotency key."""
+def publish(store: TraceStore, pair: LoadedPair, tuned: Tuned, wanted: TuneOptions, *, over: Publication | None) -> Tuned:
+    """Puts the winner in force with its evidence, once per idempotency key, in place of ``over`` (None: of nothing).
+
+    Where another version came into force meanwhile nothing is published, and the reason says so. Raises what ``wanted.guard`` raises.
+    """
+    policy = tuned.winner.policy
     store.put_policy(policy.id, policy.spelled_out(), policy.label())
-    return store.publish(pair.id, pair.device.type, policy.id, actor=actor, evidence=evidence, reason=reason, idempotency_key=key)
+    try:
+        published = store.publish(
+            pair.id,
+            pair.device.type,
+            policy.id,
+            actor=wanted.actor,
+            evidence=tuned.to_json(),
+            reason=tuned.reason,
+            idempotency_key=wanted.idempotency_key,
+            expected=over.version if over else 0,
+            guard=wanted.guard,
+        )
+    except StaleVersionError:
+        now = store.active_version(pair.id, pair.device.type)
+        reason = f"version {now} came into force meanwhile and was not compared, so it stays"
+        return replace(tuned, reason=f"{reason}; `tune --recording {tuned.recording}` compares with it")
+    return replace(tuned, published=published)
 
 
 def _drafts(wanted: TuneOptions, pair: LoadedPair) -> tuple[str, ...]:

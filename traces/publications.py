@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal
@@ -65,16 +65,20 @@ class Publications(Storage):
         reason: str = "",
         idempotency_key: str | None = None,
         expected: int | None = None,
+        guard: Callable[[Session], None] | None = None,
     ) -> Publication:
         """Puts a stored policy in force for a pair on a device.
 
-        With an ``idempotency_key`` seen before, the publication made then is returned and nothing is added, whatever else is
+        ``guard`` is called first, in the transaction that publishes; what it raises is passed on, and nothing is published. With an
+        ``idempotency_key`` seen before, the publication made then is returned and nothing is added, whatever else is
         given. ``expected`` is the version the caller believes is in force (0: none); if another is, StaleVersionError is
         raised. Raises NotFoundError for an unknown pair or policy.
         """
         with self.database.write() as session:
             # On PostgreSQL writers run side by side: without the lock two of them could both find `expected` in force.
             self.database.lock(session, f"publish {pair_id} {device}")
+            if guard is not None:
+                guard(session)
             if idempotency_key is not None:
                 self.database.lock(session, f"key {idempotency_key}")
                 done = session.execute(_publications().where(PublicationRow.idempotency_key == idempotency_key)).first()
@@ -121,6 +125,12 @@ class Publications(Storage):
             if row is None:
                 raise NotFoundError(f"there is no publication {version}")
             return _publication(*row)
+
+    def published_under(self, idempotency_key: str) -> Publication | None:
+        """The publication made under a key, or None."""
+        with self.database.read() as session:
+            row = session.execute(_publications().where(PublicationRow.idempotency_key == idempotency_key)).first()
+            return None if row is None else _publication(*row)
 
     def list_publications(
         self, pair_id: str | None = None, device: str | None = None, *, limit: int | None = None

@@ -585,8 +585,7 @@ def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
                         f"(`record --resume {recording}` makes the others)",
                         err=True,
                     )
-                active = store.active_publication(pair.id, pair.device.type)
-                tuned = tune_recording(store, pair, recording, wanted, active=active, progress=meter)
+                tuned = tune_recording(store, pair, recording, wanted, progress=meter)
             else:
                 tuned = do_tune(store, pair, workload, wanted, progress=meter)
     emit(as_json, tuned.to_json(), lambda: evidence_table(tuned))

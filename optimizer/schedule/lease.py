@@ -93,7 +93,13 @@ class JobContext:
         """
         return claims.owns(self._database, self._job, session)
 
-    def check(self) -> None:
-        """Raises :class:`LeaseLostError` once the lease is known to be lost. Cheap: call it between steps."""
-        if self._beat.is_lost or (self._beat.is_late and not self.still_owner()):
-            raise LeaseLostError(f"job {self._job.id} was taken over by another worker")
+    def check(self, session: Session | None = None) -> None:
+        """Raises :class:`LeaseLostError` once the lease is known to be lost. Cheap: call it between steps.
+
+        With the session of a write transaction the database is asked, so that what is written in it is the owner's.
+        """
+        is_in_doubt = session is not None or self._beat.is_late
+        if self._beat.is_lost or (is_in_doubt and not self.still_owner(session)):
+            raise LeaseLostError(
+                f"job {self._job.id} is no longer this worker's: its lease ran out, another took it over, or its schedule was removed"
+            )

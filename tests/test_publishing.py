@@ -1,0 +1,160 @@
+"""What a tuning may put in force: only over what it was compared with, and only while it owns its job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import text
+from synthetic import flat_profile
+
+from db.database import Database
+from optimizer import schedule as schedules
+from optimizer.execute import DecodeOptions
+from optimizer.jobs import tuning_job
+from optimizer.schedule import claims
+from optimizer.tune import Tuned, TuneOptions, tune
+from runtime.loading import LoadedPair, load_pair
+from runtime.pair import read_pair
+from runtime.policies.document import parse_policy
+from runtime.profiler import environment
+from traces.schema import Request, Sampling, Workload
+from traces.store import Publication, TraceStore
+
+T0 = datetime(2026, 5, 4, 12, 0, tzinfo=UTC)
+HOUR = timedelta(hours=1)
+TEXTS = ("def add(a, b):", "The quick brown fox", "import json", "0 1 2 3 4")
+WORKLOAD = Workload("w", tuple(Request(f"r{i}", "ab"[i % 2], (f"{TEXTS[i % 4]} {i}",)) for i in range(6)))
+CHOSEN = parse_policy({"draft": "near", "window": {"kind": "fixed", "gamma": 5}})
+"""What an operator puts in force."""
+QUICK = TuneOptions(
+    options=DecodeOptions(Sampling(), 8), drafts=("near",), gamma_max=5, trials=2, finalists=1, rivals=1, passes=1, tree_width=0
+)
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_pair: Path) -> LoadedPair:
+    return load_pair(read_pair(str(tiny_pair)), device="cpu")
+
+
+def put_profile(store: TraceStore, pair: LoadedPair) -> str:
+    """A made-up profile that a tuning uses: measuring takes seconds."""
+    store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
+    return store.put_profile(replace(flat_profile(pair.id, pair.drafts), environment=environment(pair)))
+
+
+def activate(store: TraceStore, pair: LoadedPair) -> int:
+    """What an operator does."""
+    store.put_policy(CHOSEN.id, CHOSEN.spelled_out(), CHOSEN.label())
+    return store.publish(pair.id, "cpu", CHOSEN.id, actor="operator").version
+
+
+def tuned_while(store: TraceStore, pair: LoadedPair, then: Callable[[], object], wanted: TuneOptions = QUICK) -> Tuned:
+    """Tunes, and does something else in the middle of the race."""
+    todo = [then]
+
+    def progress(phase: str, _done: int, _total: int) -> None:
+        if phase == "execute" and todo:
+            todo.pop()()
+
+    return tune(store, pair, WORKLOAD, wanted, progress=progress)
+
+
+# --- what came into force meanwhile
+
+
+def test_what_came_into_force_during_the_race_stays(store: TraceStore, pair: LoadedPair) -> None:
+    put_profile(store, pair)
+    tuned = tuned_while(store, pair, lambda: activate(store, pair))
+    (only,) = store.list_publications(pair.id)
+    assert (only.actor, only.policy_id) == ("operator", CHOSEN.id)
+    assert tuned.published is None
+    assert f"version {only.version} came into force" in tuned.reason
+    assert "not compared" in tuned.reason
+    assert f"tune --recording {tuned.recording}" in tuned.reason
+    assert "\n" not in tuned.reason
+    assert store.get_study(tuned.study).trials, "what was searched is kept"
+    assert store.get_recording(tuned.recording).state == "complete"
+
+
+def test_the_version_compared_with_is_the_one_replaced(store: TraceStore, pair: LoadedPair) -> None:
+    """Also where it came into force while the tuning was still recording: the incumbent is read when it is needed."""
+    put_profile(store, pair)
+    todo = [lambda: activate(store, pair)]
+
+    def progress(phase: str, _done: int, _total: int) -> None:
+        if phase == "decode" and todo:
+            todo.pop()()
+
+    tuned = tune(store, pair, WORKLOAD, QUICK, progress=progress)
+    assert tuned.incumbent.policy == CHOSEN
+    newest = store.list_publications(pair.id)[0]
+    assert (tuned.published is None) == (newest.policy_id == CHOSEN.id)
+
+
+# --- whose job it is
+
+
+@dataclass(frozen=True)
+class Overtaken(TraceStore):
+    """A store whose user loses the job just before it publishes."""
+
+    lose: list[Callable[[], object]] = field(default_factory=list)
+
+    def publish(self, *args: Any, **how: Any) -> Publication:
+        while self.lose:
+            self.lose.pop()()
+        return super().publish(*args, **how)
+
+
+def taken_over(database: Database) -> None:
+    with database.write() as session:
+        session.execute(text("UPDATE schedule_job SET lease_until = 1"))
+    assert claims.claim(database, "other", lease_s=60) is not None
+
+
+def removed(database: Database) -> None:
+    schedules.remove_schedule(database, "nightly")
+
+
+def payload(pair: LoadedPair, workload: Path) -> dict[str, Any]:
+    return {
+        "pair": pair.spec.to_json(),
+        "device": "cpu",
+        "workload": [str(workload)],
+        "max_new_tokens": 8,
+        "gamma_max": 5,
+        "trials": 2,
+        "finalists": 1,
+        "tree_width": 0,
+        "fresh": True,
+    }
+
+
+@pytest.fixture
+def workload(tmp_path: Path) -> Path:
+    from doors import write_workload
+
+    return write_workload(tmp_path / "w.jsonl", 6)
+
+
+@pytest.mark.parametrize("lose", [taken_over, removed])
+def test_who_lost_the_job_publishes_nothing(
+    database: Database, pair: LoadedPair, workload: Path, lose: Callable[[Database], None]
+) -> None:
+    """However late it was lost: the token is looked at in the transaction that publishes."""
+    store = Overtaken(database)
+    put_profile(store, pair)
+    schedules.add_schedule(
+        database, "nightly", every="1h", now=T0, budget="3s", payload=payload(pair, workload) | {"fresh": False}
+    )
+    store.lose.append(lambda: lose(database))
+    execute = tuning_job(store, load=lambda *_args, **_kw: pair)
+    report = schedules.run_once(database, execute, clock=lambda: T0 + HOUR)
+    assert store.lose == [], "it came as far as publishing"
+    assert report.ended == {"done": 0, "failed": 0, "lost": 1, "released": 0}
+    assert store.list_publications() == ()
