@@ -66,7 +66,7 @@ class RecordRequest:
     """What to record: a workload under given sampling, with panoramas of these drafts up to ``gamma_max``.
 
     With a ``tree_width`` above 0 also the trees of up to that many children and ``tree_depth`` levels, and the growths of ``covers``
-    (:func:`retrace_trees`).
+    (:func:`retrace_trees`). ``slot`` makes it a recording of its own: only who names the same one resumes it or finds it complete.
     """
 
     workload: Workload
@@ -77,6 +77,7 @@ class RecordRequest:
     tree_depth: int = 0
     tree_proposals: Proposals = "coupled"
     covers: Covers = ()
+    slot: str = ""
 
 
 def record(
@@ -103,7 +104,7 @@ def record(
     spec: dict[str, Any] = {
         "max_new_tokens": wanted.options.max_new_tokens,
         "verifier": wanted.options.verifier,
-        "options": recording_options(pair, wanted.options),
+        "options": recording_options(pair, wanted.options) | ({"slot": wanted.slot} if wanted.slot else {}),
     }
     info = begun
     if info is None and not fresh:
@@ -145,7 +146,7 @@ def begun_as(store: TraceStore, pair: LoadedPair, info: RecordingInfo) -> tuple[
     assert info.workload_id is not None
     kept = info.options
     options = DecodeOptions(info.sampling, info.max_new_tokens, info.verifier, tuple(kept["stop_strings"]), kept["chat"])
-    if recording_options(pair, options) != dict(kept):
+    if not recording_options(pair, options).items() <= kept.items():
         raise TraceError(
             f"recording {info.id} is unfinished and was begun on {kept['device']} in {kept['dtype']}; go on with "
             f"--device {kept['device']} --dtype {kept['dtype']}"

@@ -1,7 +1,8 @@
 """Tuning: the whole circle for one pair, device and workload. Record, profile, search, execute, publish.
 
 Every phase stores what it made, and finds what an interrupted run had made: a recording is resumed, a profile of the same
-environment is used again, the search is a function of both, and a publication carries an idempotency key.
+environment is used again, the search is a function of both, and a publication carries an idempotency key. Runs under one key share
+what they make even where they are to begin anew.
 """
 
 from __future__ import annotations
@@ -58,8 +59,9 @@ Progress = Callable[[str, int, int], None]
 class TuneOptions:
     """How a tuning is done. ``drafts`` empty means all of the pair's; ``tree_width`` 0 leaves trees out. ``finalists`` of
     different kinds and ``rivals``
-    (fixed windows too close for prediction) race against the baselines, in at most ``passes`` and about ``budget_s``. ``guard`` is called
-    in the transaction that publishes, and raises where the caller may not."""
+    (fixed windows too close for prediction) race against the baselines, in at most ``passes`` and about ``budget_s``. ``fresh`` uses
+    nothing that was stored before, but what was made under the same ``idempotency_key``. ``guard`` is called in the transaction that
+    publishes, and raises where the caller may not."""
 
     options: DecodeOptions = field(default_factory=DecodeOptions)
     drafts: tuple[str, ...] = ()
@@ -170,14 +172,21 @@ class Tuned:
 
 
 def usable_profile(
-    store: TraceStore, pair: LoadedPair, drafts: tuple[str, ...], now: datetime, *, trees: bool = False
+    store: TraceStore,
+    pair: LoadedPair,
+    drafts: tuple[str, ...],
+    now: datetime,
+    *,
+    trees: bool = False,
+    since: datetime | None = None,
 ) -> StoredProfile | None:
     """The newest accepted profile of this pair in this environment that covers the drafts (and their ``trees``), unless it is a day
-    old."""
+    old, or older than ``since``."""
     grown = {d for d in drafts if d != "ngram" and trees}
     here = environment(pair)
     for found in store.list_profiles(pair.id, pair.device.type, here["dtype"]):
         same = all(found.profile.environment.get(k) == here[k] for k in ("device", "torch", "threads", "dtype"))
+        same = same and (since is None or found.created_at >= since)
         if same and now - found.created_at < PROFILE_AGE and set(drafts) <= set(found.profile.priced_drafts):
             if grown and (found.profile.trees is None or not grown <= set(found.profile.trees.level)):
                 continue
@@ -208,13 +217,14 @@ def tune(
     """
     drafts = wanted.drafts or _drafts(wanted, pair)
     times: dict[str, float] = {}
+    slot = (wanted.idempotency_key or "") if wanted.fresh else ""
     began = clock()
     info = record(
         store,
         pair,
-        RecordRequest(workload, wanted.options, drafts, wanted.gamma_max, *_tree_size(wanted)),
+        RecordRequest(workload, wanted.options, drafts, wanted.gamma_max, *_tree_size(wanted), slot=slot),
         StaticSource(prepare(_recording_policy(pair), pair.draft_names)),
-        fresh=wanted.fresh,
+        fresh=wanted.fresh and not slot,
         reuse_complete=True,
         progress=progress,
     )
@@ -243,7 +253,8 @@ def tune_recording(
     if not recording.requests:
         raise TraceError(f"recording {recording_id} has no usable request; record again")
     began = clock()
-    stored = profile_for(store, pair, drafts, wanted, whole_texts(recording.trajectories), progress=progress)
+    own = recording.info.created_at if wanted.idempotency_key else None
+    stored = profile_for(store, pair, drafts, wanted, whole_texts(recording.trajectories), own_since=own, progress=progress)
     times["profile"] = clock() - began
     profile = stored.profile
 
@@ -373,14 +384,20 @@ def profile_for(
     wanted: TuneOptions,
     texts: Sequence[Sequence[int]] = (),
     *,
+    own_since: datetime | None = None,
     progress: Progress = lambda phase, done, total: None,
 ) -> StoredProfile:
-    """A profile fit for use: a recent one of this environment, else a new measurement, on ``texts`` (tried twice if its check fails)."""
-    found = None if wanted.fresh else usable_profile(store, pair, drafts, datetime.now(UTC), trees=_tree_size(wanted)[0] > 0)
-    if found is not None:
-        return found
-    store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
+    """A profile fit for use: a recent one of this environment, else a new measurement, on ``texts`` (tried twice if its check fails).
+
+    A fresh tuning uses only one that was made after ``own_since``, when its first attempt began; None: this is the first.
+    """
     trees = _tree_size(wanted)[0] > 0
+    if not wanted.fresh or own_since is not None:
+        since = own_since if wanted.fresh else None
+        found = usable_profile(store, pair, drafts, datetime.now(UTC), trees=trees, since=since)
+        if found is not None:
+            return found
+    store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
     best: LatencyProfile | None = None
     for _ in range(2):
         profile = measure_profile(

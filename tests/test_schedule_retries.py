@@ -1,0 +1,123 @@
+"""A slot's attempts share what they make: what one had recorded, profiled or published, the next one finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doors import write_workload
+from synthetic import flat_profile
+
+from db.database import Database
+from optimizer import schedule as schedules
+from optimizer.jobs import tuning_job
+from optimizer.record import begun_as
+from optimizer.schedule import Execute, Job, JobContext
+from runtime.loading import LoadedPair, load_pair
+from runtime.pair import read_pair
+from runtime.profiler import environment
+from traces.store import TraceStore
+
+T0 = datetime(2026, 5, 4, 12, 0, tzinfo=UTC)
+HOUR = timedelta(hours=1)
+REQUESTS = 6
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_pair: Path) -> LoadedPair:
+    return load_pair(read_pair(str(tiny_pair)), device="cpu")
+
+
+@pytest.fixture
+def hourly(store: TraceStore, pair: LoadedPair, tmp_path: Path) -> str:
+    """The name of a schedule, as `schedule add` stores it."""
+    payload = {
+        "pair": pair.spec.to_json(),
+        "device": "cpu",
+        "workload": [str(write_workload(tmp_path / "w.jsonl", REQUESTS))],
+        "max_new_tokens": 8,
+        "gamma_max": 5,
+        "trials": 2,
+        "finalists": 1,
+        "tree_width": 0,
+        "fresh": True,
+    }
+    return schedules.add_schedule(store.database, "nightly", every="1h", now=T0, budget="3s", payload=payload).name
+
+
+def put_profile(store: TraceStore, pair: LoadedPair) -> None:
+    """A made-up profile, as a job would measure: that takes seconds."""
+    store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
+    store.put_profile(replace(flat_profile(pair.id, pair.drafts), environment=environment(pair)))
+
+
+def work(store: TraceStore, pair: LoadedPair, hours: int, *, dies_in: str = "", after: int = 0) -> schedules.WorkReport:
+    """A worker at the slot of that hour; in a phase, or ``after`` so many of its steps, it is gone."""
+
+    def progress(phase: str, done: int, _total: int) -> None:
+        if dies_in and phase.endswith(dies_in) and done >= after:
+            raise SystemExit(dies_in)
+
+    def load(*_arguments: object, **_how: object) -> LoadedPair:
+        return pair
+
+    return schedules.run_once(store.database, tuning_job(store, load=load, progress=progress), clock=lambda: T0 + hours * HOUR)
+
+
+def test_attempts_of_a_slot_share_its_recording_and_profile_and_the_next_slot_begins_anew(
+    store: TraceStore, pair: LoadedPair, hourly: str
+) -> None:
+    put_profile(store, pair)  # older than the slot's recording: not used
+    with pytest.raises(SystemExit, match="decode"):
+        work(store, pair, 1, dies_in="decode", after=3)
+    (begun,) = store.list_recordings()
+    assert (begun.state, begun.n_requests) == ("recording", 3)
+    assert begun_as(store, pair, begun)[1].max_new_tokens == 8, "`record --resume` can finish it"
+    with pytest.raises(SystemExit, match="profile"):
+        work(store, pair, 1, dies_in="profile")
+    put_profile(store, pair)  # what that attempt would have measured
+    assert work(store, pair, 1).ended["done"] == 1
+    (made,) = store.list_recordings()
+    assert (made.id, made.state, made.n_requests) == (begun.id, "complete", REQUESTS)
+    assert len(store.list_profiles()) == 2
+    with pytest.raises(SystemExit, match="profile"):
+        work(store, pair, 2, dies_in="profile")
+    assert [r.id == made.id for r in store.list_recordings()] == [False, True]
+
+
+def test_an_attempt_that_published_and_was_gone_before_it_could_say_so_is_not_repeated(
+    store: TraceStore, pair: LoadedPair, hourly: str
+) -> None:
+    execute = tuning_job(store, load=lambda *_arguments, **_how: pair)
+
+    def dies(job: Job, context: JobContext) -> Mapping[str, Any]:
+        execute(job, context)
+        raise SystemExit
+
+    def at_work(how: Execute) -> schedules.WorkReport:
+        return schedules.run_once(store.database, how, clock=lambda: T0 + HOUR)
+
+    # A profile newer than the slot's recording, which begins now.
+    with pytest.raises(SystemExit, match="decode"):
+        work(store, pair, 1, dies_in="decode")
+    put_profile(store, pair)
+    with pytest.raises(SystemExit):
+        at_work(dies)
+    (published,) = store.list_publications()
+    assert at_work(execute).ended["done"] == 1
+    assert store.list_publications() == (published,)
+    (study,) = store.list_studies()
+    (fire,) = schedules.history(store.database)
+    assert fire.job is not None
+    assert fire.job.result == {
+        "winner": published.document,
+        "label": published.label,
+        "published": published.version,
+        "reason": published.reason,
+        "recording": published.evidence["recording"],
+        "study": study[0],
+    }
