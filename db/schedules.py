@@ -18,7 +18,8 @@ OUTCOMES = ("enqueued", "misfired", "coalesced", "skipped")
 """What became of a slot: a job; nothing, as it came too late; nothing, as a later slot of the same tick stands for it;
 nothing, as enough jobs of the schedule were unfinished."""
 STATES = ("queued", "running", "done", "failed")
-"""Where a job stands. ``running`` with an expired lease means that its worker is gone, and is claimed like ``queued``."""
+"""Where a job stands. ``running`` with an expired lease means that its worker is gone, and is claimed like ``queued``; ``queued`` with a
+lease that has not run out waits until then."""
 
 
 def _one_of(column: str, values: tuple[str, ...]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -12,7 +12,6 @@ import pytest
 from doors import write_workload
 from synthetic import flat_profile
 
-from db.database import Database
 from optimizer import schedule as schedules
 from optimizer.jobs import tuning_job
 from optimizer.record import begun_as

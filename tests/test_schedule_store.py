@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -16,10 +17,12 @@ from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
 from db.database import Database
-from db.errors import DatabaseError
+from db.errors import DatabaseError, UnavailableError
 from db.schedules import FireRow, JobRow, ScheduleRow
 from optimizer import schedule as schedules
 from optimizer.schedule import Fire, HandBack, Job, JobContext, LeaseLostError, ScheduleError, claims
+from optimizer.schedule.claims import LONGEST_LEASE_S, RETRY_S
+from optimizer.schedule.lease import Heartbeat
 from optimizer.schedule.tick import judge
 from optimizer.schedule.worker import Ended
 
@@ -437,15 +440,68 @@ def test_a_worker_polls_until_told_to_stop(database: Database) -> None:
     assert reports[0].to_json() == {"noticed": 2, "done": 2, "failed": 0, "lost": 0, "released": 0}
 
 
+def test_a_database_that_is_away_for_a_moment_fails_no_job(database: Database) -> None:
+    """The attempt is handed back with its error and claimed again after a while, twice as long each time, as often as attempts go."""
+    hourly(database, max_attempts=3)
+    away = True
+
+    def execute(_job: Job, _context: JobContext) -> Mapping[str, Any]:
+        if away:
+            raise UnavailableError("cannot reach database")
+        return {"ok": True}
+
+    def work() -> schedules.WorkReport:
+        return schedules.run_once(database, execute, clock=lambda: T0 + HOUR)
+
+    waits = []
+    for attempt in (1, 2):
+        assert work().ended == {"done": 0, "failed": 0, "lost": 0, "released": 1}
+        job = schedules.history(database)[0].job
+        assert job is not None
+        assert (job.state, job.attempt, job.error) == ("queued", attempt, "cannot reach database")
+        assert job.lease_until is not None
+        waits.append((job.lease_until - datetime.now(UTC)).total_seconds())
+        assert claims.claim(database, "a", lease_s=60) is None, "not at once"
+        expire(database, job)
+    assert 0 < waits[0] < RETRY_S + 1 < waits[1] < 2 * RETRY_S + 1
+    away = False
+    assert work().ended["done"] == 1
+    job = schedules.history(database)[0].job
+    assert job is not None
+    assert (job.state, job.attempt, job.error, job.result) == ("done", 3, None, {"ok": True})
+    schedules.tick(database, T0 + 2 * HOUR)
+    away = True
+    for ending in ("released", "released", "failed"):
+        assert work().ended[ending] == 1
+        job = schedules.history(database)[0].job
+        assert job is not None
+        if job.state == "queued":
+            expire(database, job)
+    assert (job.state, job.attempt, job.error) == ("failed", 3, "cannot reach database")
+
+
+def test_a_job_that_no_worker_can_begin_fails_and_the_next_goes_on(database: Database) -> None:
+    """Its budget is no time that could be."""
+    hourly(database)
+    hourly(database, "other")
+    schedules.tick(database, T0 + HOUR)
+    with database.write() as session:
+        session.execute(update(ScheduleRow).where(ScheduleRow.name == "nightly").values(budget_s=1e300))
+    assert schedules.run_once(database, answer, clock=lambda: T0 + HOUR).ended == {"done": 1, "failed": 1, "lost": 0, "released": 0}
+    with pytest.raises(ScheduleError, match="budget of schedule 'x' is 1e\\+300"):
+        hourly(database, "x", budget=1e300)
+
+
 class Flaky(Database):
     """A database whose write transactions fail as often as ``absences`` says, one word each."""
 
     absences: ClassVar[list[bool]] = []
+    error: ClassVar[Callable[[], Exception]] = lambda: UnavailableError("cannot reach database")
 
     @contextmanager
     def write(self) -> Iterator[Session]:
         if self.absences and self.absences.pop(0):
-            raise DatabaseError("cannot reach database")
+            raise type(self).error()
         with super().write() as session:
             yield session
 
@@ -465,10 +521,86 @@ def test_a_worker_waits_for_a_database_that_goes_away(database: Database, caplog
             watch=lambda event: stop.set() if isinstance(event, Ended) else None,
         )
         assert report.ended["done"] == 1
-        assert caplog.text.count("cannot reach database; trying again") == 2
+        assert caplog.text.count("cannot reach database; trying again") == 1, "once, however often it is tried"
+        assert caplog.text.count("the database is back") == 1
         flaky.absences[:] = [True]
         with pytest.raises(DatabaseError):  # one that was never there is not waited for
             schedules.run_worker(flaky, answer, stop=threading.Event(), clock=lambda: T0)
+
+
+class Broken(Flaky):
+    """One that fails in ways that nobody translated."""
+
+    error = staticmethod(lambda: OSError("connection reset by peer"))
+
+
+def test_a_heartbeat_goes_on_after_any_error_of_the_database(database: Database, caplog: pytest.LogCaptureFixture) -> None:
+    hourly(database)
+    with Broken(database.url) as broken:
+
+        def execute(job: Job, context: JobContext) -> Mapping[str, Any]:
+            before = schedules.get_job(database, job.id).lease_until
+            broken.absences[:] = [True, True]
+            for _ in range(1000):
+                if not broken.absences and schedules.get_job(database, job.id).lease_until != before:
+                    break
+                time.sleep(0.01)
+            assert not broken.absences, "it tried again, and again"
+            context.check()
+            return {}
+
+        report = schedules.run_once(broken, execute, lease_s=0.6, clock=lambda: T0 + HOUR)
+    assert report.ended["done"] == 1
+    assert caplog.text.count("heartbeat failed") == 2
+
+
+class Hanging(Database):
+    """A database whose write transactions hang until told to go on."""
+
+    go_on = threading.Event()
+
+    @contextmanager
+    def write(self) -> Iterator[Session]:
+        self.go_on.wait(60)
+        raise UnavailableError("cannot reach database")
+        yield
+
+
+def test_a_heartbeat_that_hangs_does_not_keep_the_worker(database: Database) -> None:
+    hourly(database)
+    schedules.tick(database, T0 + HOUR)
+    job = claims.claim(database, "a", lease_s=60)
+    assert job is not None
+    with Hanging(database.url) as hanging:
+        began = time.monotonic()
+        with Heartbeat(hanging, job, 0.3):
+            time.sleep(0.2)  # it hangs by now
+        assert time.monotonic() - began < 30
+        hanging.go_on.set()
+
+
+def test_a_lease_further_than_any_could_be_is_no_lease(database: Database, caplog: pytest.LogCaptureFixture) -> None:
+    """The database's clock was set forward when it was given, and back since."""
+    hourly(database)
+    schedules.tick(database, T0 + HOUR)
+    first = claims.claim(database, "a", lease_s=60)
+    assert first is not None
+
+    def lease(seconds: float) -> None:
+        with database.write() as session:
+            until = database.now(session).timestamp() + seconds
+            session.execute(update(JobRow).where(JobRow.id == first.id).values(lease_until=until))
+
+    lease(LONGEST_LEASE_S - 5)
+    assert claims.claim(database, "b", lease_s=60) is None
+    lease(400 * 86_400)
+    second = claims.claim(database, "b", lease_s=60)
+    assert second is not None
+    assert (second.id, second.attempt) == (first.id, 2)
+    assert f"job {first.id}: leased until" in caplog.text
+    assert "clock" in caplog.text
+    with pytest.raises(ScheduleError, match="a lease of 601 s cannot be given"):
+        claims.claim(database, "c", lease_s=LONGEST_LEASE_S + 1)
 
 
 def test_the_end_of_a_job_outlives_a_short_absence(database: Database) -> None:

@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 
 from db.database import Database
 from db.schedules import FireRow, JobRow, ScheduleRow
-from optimizer.schedule.times import ScheduleError, Timing, parse_duration
+from optimizer.schedule.times import LONGEST_S, ScheduleError, Timing, parse_duration
 from optimizer.schedule.values import Fire, Job, Schedule, fire_of, job_of, schedule_of, timing_of
 
 MISFIRE_GRACE_S = 3_600
@@ -51,8 +51,8 @@ def add_schedule(
         if count is not None and count < 1:
             raise ScheduleError(f"{what} of schedule {name!r} is {count}; it must be at least 1")
     budget_s = float(parse_duration(budget)) if isinstance(budget, str) else budget
-    if budget_s is not None and not 0 < budget_s < float("inf"):
-        raise ScheduleError(f"the budget of schedule {name!r} is {budget_s}; it must be more than 0 seconds")
+    if budget_s is not None and not 0 < budget_s <= LONGEST_S:
+        raise ScheduleError(f"the budget of schedule {name!r} is {budget_s}; it must be more than 0 seconds and at most ten years")
     grace_s = parse_duration(misfire_grace) if isinstance(misfire_grace, str) else misfire_grace
     if grace_s is not None and grace_s < 0:
         raise ScheduleError(f"the misfire grace of schedule {name!r} is {grace_s}; it must be at least 0 seconds")

@@ -1,4 +1,4 @@
-"""Who may work on a job: claim, renew, complete, fail, hand back. Leases are measured by the database's clock alone.
+"""Who may work on a job: claim, renew, complete, fail, retry, hand back. Leases are measured by the database's clock alone.
 
 ``attempt`` counts the claims of a job and is its fencing token. Everything a worker writes about a job names the attempt it
 claimed, so a worker that slept through its lease changes nothing once another has claimed the job.
@@ -6,6 +6,7 @@ claimed, so a worker that slept through its lease changes nothing once another h
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,23 +15,35 @@ from sqlalchemy.orm import Session
 
 from db.database import Database
 from db.schedules import JobRow, ScheduleRow
+from optimizer.schedule.times import ScheduleError, utc
 from optimizer.schedule.values import Job, job_of
+
+LONGEST_LEASE_S = 600.0
+"""No lease is longer, so one that ends later than this from now was given before the database's clock was set back, and is none."""
+RETRY_S = 10.0
+"""Pause before a job whose database was away is claimed again; twice as long after each further attempt, at most as a lease."""
+
+log = logging.getLogger("spectune.schedule")
 
 
 def claim(database: Database, owner: str, *, lease_s: float) -> Job | None:
     """Leases the oldest job that is queued or whose worker's lease has run out; None if there is none.
 
     The job returned is ``running``, its ``attempt`` is one more than before, and no other worker has it for ``lease_s`` seconds
-    of database time. A job whose last allowed attempt ran out is marked failed on the way.
+    of database time. A job whose last allowed attempt ran out is marked failed on the way. Raises ScheduleError for a lease longer
+    than :data:`LONGEST_LEASE_S`.
     """
+    if not 0 < lease_s <= LONGEST_LEASE_S:
+        raise ScheduleError(f"a lease of {lease_s:g} s cannot be given: from 0 to {LONGEST_LEASE_S:g} s is possible")
     with database.write() as session:
         while True:
             now = database.now(session).timestamp()
-            abandoned = and_(JobRow.state == "running", JobRow.lease_until < now)
+            until = JobRow.lease_until
+            is_free = or_(until.is_(None), until < now, until > now + LONGEST_LEASE_S)
             # SKIP LOCKED: on PostgreSQL claimers pass each other by; on SQLite write transactions are serial, and it is left out.
             query = (
                 select(JobRow)
-                .where(or_(JobRow.state == "queued", abandoned))
+                .where(JobRow.state.in_(("queued", "running")), is_free)
                 .order_by(JobRow.fire_at, JobRow.id)
                 .limit(1)
                 .with_for_update(skip_locked=True)
@@ -38,6 +51,8 @@ def claim(database: Database, owner: str, *, lease_s: float) -> Job | None:
             row = session.scalars(query).first()
             if row is None:
                 return None
+            if row.lease_until is not None and row.lease_until > now:
+                log.warning("job %d: leased until %s: the database's clock was set back; claiming it", row.id, utc(row.lease_until))
             if row.attempt >= row.max_attempts:
                 row.state, row.finished_at, row.lease_until = "failed", now, None
                 row.error = f"worker {row.lease_owner} went silent in attempt {row.attempt} of {row.max_attempts}"
@@ -84,6 +99,14 @@ def fail(database: Database, job: Job, error: str) -> bool:
     """Marks the job failed. False, and nothing changes, if the job is no longer this claim's."""
     with database.write() as session:
         return _write(session, job, state="failed", error=error, finished_at=database.now(session).timestamp(), lease_until=None)
+
+
+def retry(database: Database, job: Job, error: str) -> bool:
+    """Hands the job back to the queue with its error, for the next attempt after a pause. False if it is no longer this claim's."""
+    pause_s = min(LONGEST_LEASE_S, RETRY_S * 2 ** min(job.attempt - 1, 10))
+    with database.write() as session:
+        now = database.now(session).timestamp()
+        return _write(session, job, state="queued", error=error, lease_until=now + pause_s, started_at=None)
 
 
 def release(database: Database, job: Job) -> bool:

@@ -12,7 +12,6 @@ from types import TracebackType
 from sqlalchemy.orm import Session
 
 from db.database import Database
-from db.errors import DatabaseError
 from optimizer.schedule import claims
 from optimizer.schedule.values import Job
 from traces.errors import SpectuneError
@@ -56,7 +55,7 @@ class Heartbeat:
                     self._lost.set()
                     return
                 self._renewed = asked
-            except DatabaseError as error:
+            except Exception as error:  # a thread that ends here would lose the job, whatever the database's driver raised
                 log.warning("job %d: heartbeat failed, trying again: %s", self._job.id, error)
 
     def __enter__(self) -> Heartbeat:
@@ -65,7 +64,8 @@ class Heartbeat:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._end.set()
-        self._thread.join()
+        # A database that hangs must not hang the worker: a beat that comes later than the job's end changes nothing.
+        self._thread.join(self._lease_s / BEATS_PER_LEASE)
 
 
 class JobContext:

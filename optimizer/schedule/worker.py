@@ -20,20 +20,22 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from db.database import Database
-from db.errors import DatabaseError
+from db.errors import DatabaseError, UnavailableError
 from optimizer.schedule import claims
 from optimizer.schedule.lease import Clock, Heartbeat, JobContext, LeaseLostError
 from optimizer.schedule.stop import HandBack, Stopper
 from optimizer.schedule.tick import tick
-from optimizer.schedule.times import format_duration
 from optimizer.schedule.values import Fire, Job
 from traces.errors import SpectuneError
 
 POLL_S = 5.0
 LEASE_S = 60.0
+LONGEST_PAUSE_S = 60.0
+"""A database that is away is looked for at least so often."""
 
 Execute = Callable[[Job, JobContext], Mapping[str, Any]]
-"""A job function. Its result must be JSON; an exception fails the job, and its next slot is its next try."""
+"""A job function. Its result must be JSON. An exception fails the job, and its next slot is its next try; only an UnavailableError hands
+it back for another attempt, while it has any left."""
 Ending = Literal["done", "failed", "lost", "released"]
 """How a job ended here. ``lost``: another worker took it over, or its schedule was removed. ``released``: it is queued again."""
 
@@ -42,7 +44,7 @@ log = logging.getLogger("spectune.schedule")
 
 @dataclass(frozen=True)
 class Ended:
-    """A job as it was claimed, how it ended, and its result if it is done or its error if it failed."""
+    """A job as it was claimed, how it ended, and its result if it is done or its error if it failed or is tried again."""
 
     job: Job
     ending: Ending
@@ -79,21 +81,26 @@ def run_worker(
     """Ticks and runs jobs until SIGINT, SIGTERM or ``stop``; then finishes the job at hand and returns.
 
     Slots are due by ``clock``, the database's by default; ``owner`` must differ between workers and is made up by default. A
-    database that goes away later is waited for; if it cannot be used at the start, DatabaseError is raised.
+    database that goes away later is waited for, a little longer each time; if it cannot be used at the start, DatabaseError is raised.
     """
     shift = _Shift(database, execute, owner, lease_s, clock, Stopper(stop), watch)
     with shift.stopper.listening():
-        has_begun = False
+        has_begun, failures = False, 0
         while not shift.stopper.event.is_set():
             try:
                 shift.notice()
                 is_idle = not shift.run_next()
-                has_begun = True
             except DatabaseError as error:
                 if not has_begun:
                     raise
-                log.warning("%s; trying again in %s", error, format_duration(poll_s))
-                is_idle = True
+                if not failures:
+                    log.warning("%s; trying again until it can be used", error)
+                failures += 1
+                shift.stopper.event.wait(min(LONGEST_PAUSE_S, poll_s * 2 ** min(failures - 1, 10)))
+                continue
+            if failures:
+                log.warning("the database is back after %d failures", failures)
+            has_begun, failures = True, 0
             if is_idle:
                 shift.stopper.event.wait(poll_s)
     return shift.report
@@ -154,12 +161,18 @@ class _Shift:
 
     def _run(self, job: Job) -> Ended:
         with Heartbeat(self._database, job, self._lease_s) as beat:
-            context = JobContext(self._database, job, beat, self.stopper.event, self._clock or (lambda: datetime.now(UTC)))
+            clock = self._clock or (lambda: datetime.now(UTC))
             try:
+                context = JobContext(self._database, job, beat, self.stopper.event, clock)
                 with self.stopper.busy():
                     result = json.loads(json.dumps(dict(self._execute(job, context)), allow_nan=False))
             except LeaseLostError:
                 return Ended(job, "lost")
+            except UnavailableError as error:
+                message = str(error)
+                if job.attempt < job.max_attempts:
+                    is_ours = _persisted(lambda: claims.retry(self._database, job, message))
+                    return Ended(job, "released", error=message) if is_ours else Ended(job, "lost")
             except (SpectuneError, DatabaseError) as error:
                 message = str(error)
             except Exception as error:
@@ -179,7 +192,7 @@ class _Shift:
 
 def _persisted(write: Callable[[], bool]) -> bool:
     # The work of hours hangs on this write: outlive a short absence of the database (the heartbeat goes on meanwhile).
-    for pause_s in (0.5, 2.0, 5.0):
+    for pause_s in (0.5, 1.0, 2.0, 4.0, 8.0, 15.0):
         try:
             return write()
         except DatabaseError as error:
