@@ -8,6 +8,7 @@ import sqlite3
 import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ from trace_values import PAIR, POLICY, POLICY_ID, a_panorama, a_recording, a_tra
 
 from db import CorruptedChunkError, NotFoundError, SchemaError, check, open_database
 from db.models import PanoramaChunkRow
+from optimizer import schedule as schedules
+from optimizer.schedule import claims
 from traces.acceptance import Survival, keep_probability, step_survival, survival
 from traces.errors import TraceError
 from traces.export import export_rows
@@ -222,7 +225,7 @@ def test_bad_files_are_refused_and_nothing_is_imported(store: TraceStore, tmp_pa
 
 def test_pruning_by_age_and_number(store: TraceStore) -> None:
     ids = [a_recording(at(store, NOW - i * DAY), n=2) for i in range(5)]
-    open_one = at(store, NOW - 9 * DAY).create_recording(PAIR, None, Sampling(), max_new_tokens=8).id
+    open_one = at(store, NOW - 9 * DAY).create_recording(PAIR, None, Sampling(), max_new_tokens=8, source="serve").id
     with pytest.raises(TraceError, match="say what to prune"):
         prune(store.database)
     plan = prune(store.database, before=NOW - DAY, keep_last=3, dry_run=True)
@@ -237,6 +240,34 @@ def test_pruning_by_age_and_number(store: TraceStore) -> None:
     assert {p.recording for p in prune(store.database, keep_last=1).removed} == set(ids[1:3])
     assert prune(store.database, recordings=[open_one]).removed[0].requests == 0
     assert store.load(ids[0]).drafts == ("small",)
+
+
+def test_unfinished_recordings_are_pruned_by_age_once_nobody_writes_to_them(store: TraceStore) -> None:
+    """Their age is their last text's, and at least a day. Spared is one that a job may resume or a server append to."""
+
+    def begun(days: float, last: float | None = None, **how: Any) -> str:
+        made = at(store, now - days * DAY).create_recording(PAIR, None, Sampling(), max_new_tokens=8, **how).id
+        if last is not None:
+            at(store, now - last * DAY).append_trajectory(made, 0, a_trajectory(0))
+        return made
+
+    now = datetime.now(UTC)
+    whole = a_recording(at(store, now - 40 * DAY), n=2)
+    left, early = begun(40, last=39), begun(40)
+    spared = [begun(40, last=29), begun(40, source="serve"), begun(0.9)]
+    schedules.add_schedule(store.database, "nightly", every="1h", now=now)
+    schedules.tick(store.database, now + timedelta(hours=1))
+    job = claims.claim(store.database, "a", lease_s=60)
+    assert job is not None
+    of_job = [begun(40, last=39, options={name: job.idempotency_key}) for name in ("slot", "gathered")]
+    assert prune(store.database, keep_last=1).removed == (), "how many to keep is said of finished ones"
+    report = prune(store.database, before=now - 30 * DAY, keep_last=1)
+    assert {p.recording for p in report.removed} == {left, early}
+    assert {r.id for r in list_recordings(store.database)} == {whole, *spared, *of_job}
+    assert prune(store.database, before=now + DAY, pair="0000", dry_run=True).removed == ()
+    assert {p.recording for p in prune(store.database, before=now + DAY, dry_run=True).removed} == {whole, spared[0]}
+    claims.complete(store.database, job, {})
+    assert {p.recording for p in prune(store.database, before=now - 30 * DAY).removed} == {whole, *of_job}
 
 
 def test_what_a_publication_rests_on_is_spared(store: TraceStore) -> None:

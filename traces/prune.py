@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import delete, func, select
+from sqlalchemy import ColumnElement, delete, func, select
 from sqlalchemy.orm import Session
 
 from db import Database
 from db.models import PanoramaChunkRow, PublicationRow, RecordingRow, RunRow, StepChunkRow, TrajectoryRow
+from db.schedules import JobRow
 from traces.errors import TraceError
 from traces.rows import resolve
+
+STILL_WRITTEN = timedelta(days=1)
+"""An unfinished recording whose last text is younger counts as being written: panoramas, which come after the texts, have no moment."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +74,17 @@ def prune(
     """Removes recordings with all they hold.
 
     Chosen are those named in ``recordings`` (ids, beginnings, ``latest``) or else those made ``before`` a moment and not
-    among the newest ``keep_last``; ``pair`` narrows the latter. Recordings still being made are never chosen by age. One that
-    a publication's evidence names is spared unless ``force``; naming it raises :class:`TraceError`. ``vacuum`` gives the room
-    back to the file system (SQLite). Raises TraceError when nothing says what to remove.
+    among the newest ``keep_last``; ``pair`` narrows the latter. Of unfinished ones only ``before`` chooses, by their last text, and
+    only those that nobody writes to any more (:func:`_abandoned`). One that a publication's evidence names is spared unless
+    ``force``; naming it raises :class:`TraceError`. ``vacuum`` gives the room back to the file system (SQLite). Raises TraceError
+    when nothing says what to remove.
     """
     if not recordings and before is None and keep_last is None:
         raise TraceError("say what to prune: recordings by id, an age (before), or how many to keep (keep_last)")
     with database.read() if dry_run else database.write(is_long=True) as session:
         chosen = _named(session, recordings) if recordings else _by_age(session, before, keep_last, pair)
+        if before is not None and not recordings:
+            chosen += _abandoned(session, min(before, database.now(session) - STILL_WRITTEN), pair)
         cited = set() if force else cited_recordings(session, chosen)
         if recordings and cited:
             name = sorted(cited)[0]
@@ -111,13 +118,28 @@ def _named(session: Session, recordings: Sequence[str]) -> list[str]:
 
 
 def _by_age(session: Session, before: datetime | None, keep_last: int | None, pair: str | None) -> list[str]:
-    query = (
-        select(RecordingRow).where(RecordingRow.state != "recording").order_by(RecordingRow.created_at.desc(), RecordingRow.id)
-    )
-    if pair is not None:
-        query = query.where(RecordingRow.pair_id.startswith(pair, autoescape=True))
-    rows = session.scalars(query).all()[keep_last or 0 :]
+    finished = select(RecordingRow).where(RecordingRow.state != "recording", *_of(pair))
+    rows = session.scalars(finished.order_by(RecordingRow.created_at.desc(), RecordingRow.id)).all()[keep_last or 0 :]
     return [row.id for row in rows if before is None or row.created_at < before]
+
+
+def _abandoned(session: Session, before: datetime, pair: str | None) -> list[str]:
+    """Unfinished recordings whose last text (or beginning, without any) is from ``before`` a moment, but for those of a job that is not
+    finished, which its next attempt resumes, and served ones: a server that is asked nothing for long is silent, not gone."""
+    unfinished = set(session.scalars(select(JobRow.idempotency_key).where(JobRow.state.in_(("queued", "running")))))
+    last = select(func.max(TrajectoryRow.created_at)).where(TrajectoryRow.recording_id == RecordingRow.id).scalar_subquery()
+    begun = select(RecordingRow).where(
+        RecordingRow.state == "recording",
+        RecordingRow.source != "serve",
+        func.coalesce(last, RecordingRow.created_at) < before,
+        *_of(pair),
+    )
+    rows = session.scalars(begun.order_by(RecordingRow.created_at.desc(), RecordingRow.id))
+    return [row.id for row in rows if unfinished.isdisjoint(row.options.get(name) for name in ("slot", "gathered"))]
+
+
+def _of(pair: str | None) -> list[ColumnElement[bool]]:
+    return [] if pair is None else [RecordingRow.pair_id.startswith(pair, autoescape=True)]
 
 
 def _measure(session: Session, recording: str) -> Pruned:

@@ -40,7 +40,7 @@ def schedule() -> None:
 @click.option("--budget", default="10m", show_default=True, help="What one job may take.")
 @click.option("--misfire-grace", default="1h", show_default=True, help="A slot later than this is not run any more; or 'none'.")
 @click.option("--max-instances", type=click.IntRange(1), default=1, show_default=True, help="Unfinished jobs at a time.")
-@click.option("--max-attempts", type=click.IntRange(1), default=3, show_default=True, help="How often one job is begun when workers die or the database is away.")
+@click.option("--max-attempts", type=click.IntRange(1), default=3, show_default=True, help="How often a job is begun at most.")
 @click.option("--no-coalesce", is_flag=True, help="Run every missed slot instead of the latest alone.")
 @click.option("--recorded", help='Tune on what was recorded in the last, e.g., "24h" instead of decoding a workload.')
 @search_options
