@@ -53,7 +53,10 @@ class ScheduleRow(Base):
     max_attempts: Mapped[int] = mapped_column(Integer)
     budget_s: Mapped[float | None] = mapped_column(Double)
     enabled: Mapped[bool] = mapped_column(Boolean)
-    payload: Mapped[dict[str, Any]] = mapped_column(JSON)
+    parked: Mapped[str | None] = mapped_column(Text)
+    """Why a schedule that could not be read was disabled; NULL: it was not."""
+    payload: Mapped[dict[str, Any]] = mapped_column(JSON, deferred=True)
+    """Read by itself, so that one that is no JSON spoils no other row."""
     created_at: Mapped[float] = mapped_column(Double)
 
 

@@ -128,7 +128,7 @@ def schedule_list(ctx: click.Context, as_json: bool) -> None:
     emit(
         as_json,
         {"schedules": rows},
-        lambda: rows_table(rows, ("name", "when", "next_fire_at", "enabled", "budget_s"), "schedules"),
+        lambda: rows_table(rows, ("name", "when", "next_fire_at", "enabled", "budget_s", "parked"), "schedules"),
     )
 
 
@@ -163,7 +163,7 @@ def _schedule_verb(verb: str, what: str, say: str) -> None:
 
 
 _schedule_verb("pause", "Let a schedule rest: none of its slots fires until it is resumed.", "is paused")
-_schedule_verb("resume", "Wake a paused schedule; slots missed meanwhile are not made up for.", "is resumed")
+_schedule_verb("resume", "Wake a paused or parked schedule; slots missed meanwhile are not made up for.", "is resumed")
 _schedule_verb("remove", "Remove a schedule and its history.", "is removed")
 
 

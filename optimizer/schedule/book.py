@@ -16,7 +16,7 @@ from sqlalchemy.orm import Session
 from db.database import Database
 from db.schedules import FireRow, JobRow, ScheduleRow
 from optimizer.schedule.times import LONGEST_S, ScheduleError, Timing, parse_duration
-from optimizer.schedule.values import Fire, Job, Schedule, fire_of, job_of, schedule_of, timing_of
+from optimizer.schedule.values import Fire, Job, Schedule, fire_of, job_of, payload_of, schedule_of, timing_of
 
 MISFIRE_GRACE_S = 3_600
 """Default grace: workers that were down for an hour still run what was due; APScheduler's own second suits no polling worker."""
@@ -110,13 +110,18 @@ def pause_schedule(database: Database, name: str) -> Schedule:
 def resume_schedule(database: Database, name: str, *, now: datetime | None = None) -> Schedule:
     """Goes on with the first slot after ``now`` (database time by default): slots that passed while paused are not made up for.
 
-    Resuming a schedule that is not paused changes nothing.
+    Resuming a schedule that is not paused changes nothing. Raises ScheduleError, and changes nothing, for one that is parked and still
+    cannot be read.
     """
     with database.write() as session:
         row = _row(session, name, lock=True)
         if not row.enabled:
-            row.next_fire_at = timing_of(row).next(int((now or database.now(session)).timestamp()))
-            row.enabled = True
+            try:
+                payload_of(row)
+                row.next_fire_at = timing_of(row).next(int((now or database.now(session)).timestamp()))
+            except ScheduleError as error:
+                raise ScheduleError(f"schedule {name!r} cannot be resumed: {error}; remove it and add it again") from None
+            row.enabled, row.parked = True, None
         return schedule_of(row)
 
 

@@ -16,7 +16,7 @@ from sqlalchemy.orm import Session
 from db.database import Database
 from db.schedules import JobRow, ScheduleRow
 from optimizer.schedule.times import ScheduleError, utc
-from optimizer.schedule.values import Job, job_of
+from optimizer.schedule.values import Job, job_of, payload_of
 
 LONGEST_LEASE_S = 600.0
 """No lease is longer, so one that ends later than this from now was given before the database's clock was set back, and is none."""
@@ -30,7 +30,8 @@ def claim(database: Database, owner: str, *, lease_s: float) -> Job | None:
     """Leases the oldest job that is queued or whose worker's lease has run out; None if there is none.
 
     The job returned is ``running``, its ``attempt`` is one more than before, and no other worker has it for ``lease_s`` seconds
-    of database time. A job whose last allowed attempt ran out is marked failed on the way. Raises ScheduleError for a lease longer
+    of database time. A job whose last allowed attempt ran out, or whose schedule's payload cannot
+    be read, is marked failed on the way. Raises ScheduleError for a lease longer
     than :data:`LONGEST_LEASE_S`.
     """
     if not 0 < lease_s <= LONGEST_LEASE_S:
@@ -58,10 +59,17 @@ def claim(database: Database, owner: str, *, lease_s: float) -> Job | None:
                 row.error = f"worker {row.lease_owner} went silent in attempt {row.attempt} of {row.max_attempts}"
                 session.flush()
                 continue
+            schedule = session.get_one(ScheduleRow, row.schedule_id)
+            try:
+                payload_of(schedule)
+            except ScheduleError as error:
+                row.state, row.finished_at, row.lease_until, row.error = "failed", now, None, str(error)
+                session.flush()
+                continue
             row.state, row.attempt, row.lease_owner, row.lease_until = "running", row.attempt + 1, owner, now + lease_s
             row.started_at = now
             session.flush()
-            return job_of(row, session.get_one(ScheduleRow, row.schedule_id))
+            return job_of(row, schedule)
 
 
 def renew(database: Database, job: Job, *, lease_s: float) -> bool:

@@ -7,35 +7,107 @@ up to there; and a slot is a row of ``schedule_fire``, inserted ``ON CONFLICT DO
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 
-from sqlalchemy import func, insert, select, update
+from sqlalchemy import delete, func, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from db.database import Database
 from db.schedules import FireRow, JobRow, ScheduleRow
-from optimizer.schedule.times import utc
-from optimizer.schedule.values import Fire, Outcome, timing_of
+from optimizer.schedule.times import ScheduleError, Timing, utc
+from optimizer.schedule.values import LATEST, Fire, Outcome, payload_of, timing_of
+
+CLOCK_STEP_S = 120
+"""The database's clock may go back by so much without anybody minding: slots come so much later once."""
+
+log = logging.getLogger("spectune.schedule")
 
 
 def tick(database: Database, now: datetime | None = None) -> tuple[Fire, ...]:
     """Notices every slot that is due at ``now`` (database time by default), and returns those that this call has noticed.
 
-    Slots of one schedule are judged together, as APScheduler 3 does (:func:`judge`).
+    Slots of one schedule are judged together, as APScheduler 3 does (:func:`judge`). A schedule that cannot be read is parked: disabled,
+    with its reason, and the others go on. By database time, one whose next slot is later than the first slot after now goes on with that:
+    the clock was set back. A ``now`` that is given is a clock of the caller's, and may be behind another's.
     """
     with database.read() as session:
+        schedules = session.scalars(select(ScheduleRow).where(ScheduleRow.enabled).order_by(ScheduleRow.id)).all()
+        # After the rows, so that no slot that another node has just moved on to seems to be of the future.
         moment = (now or database.now(session)).timestamp()
-        due = session.scalars(select(ScheduleRow).where(ScheduleRow.enabled, ScheduleRow.next_fire_at <= moment)).all()
+        unreadable = {row.id: reason for row in schedules if (reason := _unreadable(row, moment))}
     noticed: list[Fire] = []
-    for schedule in due:
-        # Counting the slots of a long sleep takes a while, so it stays outside the transaction: the swap below guards it.
-        slots, following = timing_of(schedule).due(schedule.next_fire_at, moment)
-        with database.write() as session:
-            if _advance(session, schedule, following):
-                noticed += _fire(session, schedule, slots, moment, database.now(session).timestamp())
+    for schedule in schedules:
+        if schedule.id in unreadable:
+            _park(database, schedule, unreadable[schedule.id])
+        else:
+            noticed += _notice(database, schedule, moment, is_own_clock=now is not None)
     return tuple(noticed)
+
+
+def _unreadable(schedule: ScheduleRow, now: float) -> str | None:
+    """Why nothing can be done with a schedule, or None. Its payload is looked at once it is needed."""
+    try:
+        timing_of(schedule)
+        if _is_instant(schedule.next_fire_at) and schedule.next_fire_at <= now:
+            payload_of(schedule)
+    except ScheduleError as error:
+        return str(error)
+    return None
+
+
+def _park(database: Database, schedule: ScheduleRow, reason: str) -> None:
+    with database.write() as session:
+        parked = update(ScheduleRow).where(ScheduleRow.id == schedule.id, ScheduleRow.enabled)
+        is_ours = session.scalar(parked.values(enabled=False, parked=reason).returning(ScheduleRow.id)) is not None
+    if is_ours:
+        log.warning("schedule %s is parked: %s", schedule.name, reason)
+
+
+def _notice(database: Database, schedule: ScheduleRow, now: float, *, is_own_clock: bool) -> list[Fire]:
+    timing, following = timing_of(schedule), schedule.next_fire_at
+    if not is_own_clock:
+        timing = _begun(timing, now)
+    latest = LATEST if is_own_clock else timing.next(int(now) + CLOCK_STEP_S)
+    if not _is_instant(following) or following > latest:
+        _set_back(database, schedule, timing.next(int(now)), now)
+        return []
+    if following > now:
+        return []
+    # Counting the slots of a long sleep takes a while, so it stays outside the transaction: the swap below guards it.
+    slots, following = timing.due(following, now)
+    with database.write() as session:
+        if not _advance(session, schedule, following):
+            return []
+        return _fire(session, schedule, slots, now, database.now(session).timestamp())
+
+
+def _begun(timing: Timing, now: float) -> Timing:
+    """The timing, of the same slots, if it was to begin later than ``now``: the schedule was added by a clock that was ahead."""
+    if timing.interval_s is None or timing.anchor <= now:
+        return timing
+    return replace(timing, anchor=timing.anchor - (int(timing.anchor - now) // timing.interval_s + 1) * timing.interval_s)
+
+
+def _set_back(database: Database, schedule: ScheduleRow, following: int, now: float) -> None:
+    """Goes on with the slot ``following``. What the clock noticed ahead of ``now`` and made no job of is to be judged when it is due."""
+    with database.write() as session:
+        if not _advance(session, schedule, following):
+            return
+        ahead = (FireRow.schedule_id == schedule.id, FireRow.fire_at > now, FireRow.outcome != "enqueued")
+        session.execute(delete(FireRow).where(*ahead))
+    stood = schedule.next_fire_at
+    log.warning(
+        "schedule %s: the clock was set back: its next slot is %s, and not %s",
+        schedule.name, utc(following), utc(stood) if _is_instant(stood) else repr(stood),
+    )  # fmt: skip
+
+
+def _is_instant(value: object) -> bool:
+    return isinstance(value, int) and 0 <= value <= LATEST
 
 
 def judge(

@@ -8,10 +8,13 @@ from datetime import datetime
 from typing import Any, Literal
 
 from db.schedules import FireRow, JobRow, ScheduleRow
-from optimizer.schedule.times import Timing, format_duration, utc
+from optimizer.schedule.times import LONGEST_S, ScheduleError, Timing, format_duration, utc
 
 Outcome = Literal["enqueued", "misfired", "coalesced", "skipped"]
 State = Literal["queued", "running", "done", "failed"]
+
+LATEST = 253_402_300_799
+"""The last instant of the calendar, the end of the year 9999."""
 
 
 def _json(value: Any) -> dict[str, Any]:
@@ -22,7 +25,8 @@ def _json(value: Any) -> dict[str, Any]:
 class Schedule:
     """What is to be done when. Moments are aware UTC; ``misfire_grace_s`` and ``max_instances`` None mean no limit.
 
-    ``payload`` belongs to the job function; the scheduler only carries it. ``budget_s`` is what one attempt may take.
+    ``payload`` belongs to the job function; the scheduler only carries it. ``budget_s`` is what one attempt may take. ``parked`` says
+    why the scheduler itself disabled it: something in it cannot be read (a payload is then shown as empty, a moment as 1970).
     """
 
     id: int
@@ -37,13 +41,16 @@ class Schedule:
     max_attempts: int
     budget_s: float | None
     enabled: bool
+    parked: str | None
     payload: Mapping[str, Any]
     created_at: datetime
 
     @property
     def when(self) -> str:
         """The timing for a person: ``0 3 * * * (Europe/Berlin)`` or ``every 6h``."""
-        return f"{self.cron} ({self.tz})" if self.cron is not None else f"every {format_duration(self.interval_s or 0)}"
+        if self.cron is not None:
+            return f"{self.cron} ({self.tz})"
+        return f"every {format_duration(self.interval_s) if isinstance(self.interval_s, int) else self.interval_s}"
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dict, moments in ISO 8601."""
@@ -96,7 +103,44 @@ class Fire:
 
 
 def timing_of(row: ScheduleRow) -> Timing:
-    return Timing(row.cron, row.interval_s, row.tz, row.anchor_at)
+    """Raises ScheduleError, saying what it is, where something in the row cannot be used: a hand was there, or a zone is gone."""
+    _within(row, "anchor_at", 0, LATEST, is_whole=True)
+    _within(row, "max_attempts", 1, 2**31, is_whole=True)
+    _within(row, "max_instances", 1, 2**31, is_whole=True)
+    _within(row, "misfire_grace_s", 0, 2**63, is_whole=True)
+    _within(row, "budget_s", 0, LONGEST_S, is_whole=False)
+    return Timing.parse(cron=row.cron, every=row.interval_s, tz=row.tz, anchor=row.anchor_at)
+
+
+def _within(row: ScheduleRow, column: str, least: int, most: int, *, is_whole: bool) -> None:
+    value = getattr(row, column)
+    if value is not None and not (isinstance(value, int if is_whole else (int, float)) and least <= value <= most):
+        raise ScheduleError(f"{column} is {value!r}")
+
+
+def payload_of(row: ScheduleRow) -> Mapping[str, Any]:
+    """Raises ScheduleError for what is no JSON object."""
+    try:
+        payload = row.payload
+    except ValueError:
+        payload = None
+    if not isinstance(payload, dict):
+        raise ScheduleError("the payload is no JSON object")
+    return payload
+
+
+def _shown_payload(row: ScheduleRow) -> Mapping[str, Any]:
+    try:
+        return payload_of(row)
+    except ScheduleError:
+        return {}
+
+
+def _shown_moment(instant: float) -> datetime:
+    try:
+        return utc(instant)
+    except (TypeError, ValueError, OverflowError, OSError):
+        return utc(0)
 
 
 def schedule_of(row: ScheduleRow) -> Schedule:
@@ -106,15 +150,16 @@ def schedule_of(row: ScheduleRow) -> Schedule:
         cron=row.cron,
         interval_s=row.interval_s,
         tz=row.tz,
-        next_fire_at=utc(row.next_fire_at),
+        next_fire_at=_shown_moment(row.next_fire_at),
         misfire_grace_s=row.misfire_grace_s,
         coalesce=row.coalesce,
         max_instances=row.max_instances,
         max_attempts=row.max_attempts,
         budget_s=row.budget_s,
         enabled=row.enabled,
-        payload=row.payload,
-        created_at=utc(row.created_at),
+        parked=row.parked,
+        payload=_shown_payload(row),
+        created_at=_shown_moment(row.created_at),
     )
 
 
@@ -127,7 +172,7 @@ def job_of(row: JobRow, schedule: ScheduleRow) -> Job:
         attempt=row.attempt,
         max_attempts=row.max_attempts,
         idempotency_key=row.idempotency_key,
-        payload=schedule.payload,
+        payload=_shown_payload(schedule),
         budget_s=schedule.budget_s,
         lease_owner=row.lease_owner,
         lease_until=None if row.lease_until is None else utc(row.lease_until),

@@ -1,0 +1,208 @@
+"""A schedule that cannot be read, or a clock that went back, stops nobody else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from doors import Door, one_object
+from sqlalchemy import make_url, text
+from sqlalchemy.orm import Session
+
+from db.database import Database
+from optimizer import schedule as schedules
+from optimizer.schedule import Job, JobContext, ScheduleError
+
+T0 = datetime(2026, 5, 4, 12, 0, tzinfo=UTC)
+HOUR = timedelta(hours=1)
+DAY = timedelta(days=1)
+
+ANYWHERE: list[tuple[dict[str, Any], str]] = [
+    ({"tz": "Mars/Olympus"}, "unknown time zone 'Mars/Olympus'"),
+    ({"cron": "99 * * * *"}, "bad minute in cron expression '99 * * * *'"),
+    ({"cron": "whenever"}, "cron expression 'whenever' must have five fields"),
+    ({"cron": "0 0 30 2 *"}, "cron expression '0 0 30 2 *'"),
+    ({"cron": None, "interval_s": 10**15}, "the duration"),
+    ({"anchor_at": 10**17}, "anchor_at is 100000000000000000"),
+    ({"max_attempts": 0}, "max_attempts is 0"),
+    ({"max_instances": -1}, "max_instances is -1"),
+    ({"misfire_grace_s": -1}, "misfire_grace_s is -1"),
+    ({"budget_s": 1e300}, "budget_s is 1e+300"),
+    ({"payload": "[1]"}, "the payload is no JSON object"),
+]
+"""What a hand may have written into a row, or what a machine no longer knows, and the reason that is given."""
+SQLITE_ALONE: list[tuple[dict[str, Any], str]] = [
+    ({"misfire_grace_s": "long"}, "misfire_grace_s is 'long'"),
+    ({"budget_s": "much"}, "budget_s is 'much'"),
+    ({"payload": "{"}, "the payload is no JSON object"),
+    ({"cron": None, "interval_s": "often"}, "'often' is not a duration"),
+]
+"""SQLite keeps anything in any column."""
+
+
+def daily(database: Database, name: str) -> None:
+    schedules.add_schedule(database, name, cron="0 13 * * *", now=T0, misfire_grace=None, max_instances=None, payload={"pair": "demo"})
+
+
+def spoil(database: Database, name: str, columns: Mapping[str, Any]) -> None:
+    is_typed = database.dialect != "sqlite"
+    sets = ", ".join(f"{c} = CAST(:{c} AS JSON)" if c == "payload" and is_typed else f"{c} = :{c}" for c in columns)
+    with database.write() as session:
+        session.execute(text(f"UPDATE schedule SET {sets} WHERE name = :name"), {**columns, "name": name})
+
+
+def answer(job: Job, _context: JobContext) -> Mapping[str, Any]:
+    return {"of": job.schedule}
+
+
+def test_a_schedule_that_cannot_be_read_is_parked_with_its_reason_and_the_others_run(
+    database: Database, caplog: pytest.LogCaptureFixture
+) -> None:
+    poison = {f"bad-{i:02}": case for i, case in enumerate(ANYWHERE + (SQLITE_ALONE if database.dialect == "sqlite" else []))}
+    for name in ("a", *poison, "z"):
+        daily(database, name)
+    for name, (columns, _reason) in poison.items():
+        spoil(database, name, columns)
+    for slots in (1, 2):
+        report = schedules.run_once(database, answer, clock=lambda hour=slots: T0 + hour * DAY)
+        assert report.ended == {"done": 2, "failed": 0, "lost": 0, "released": 0}
+    found = {s.name: s for s in schedules.list_schedules(database)}
+    assert found.keys() == {"a", "z", *poison}
+    assert (found["a"].enabled, found["a"].parked) == (True, None)
+    for name, (_columns, reason) in poison.items():
+        assert not found[name].enabled, name
+        assert reason in (found[name].parked or ""), name
+        assert caplog.text.count(f"schedule {name} is parked: ") == 1
+        json.dumps(schedules.get_schedule(database, name).to_json(), allow_nan=False)
+        with pytest.raises(ScheduleError, match=f"schedule '{name}' cannot be resumed") as caught:
+            schedules.resume_schedule(database, name)
+        assert "\n" not in str(caught.value)
+    assert {f.schedule for f in schedules.history(database)} == {"a", "z"}
+    for name in poison:
+        schedules.remove_schedule(database, name)
+
+
+def test_what_cannot_be_read_is_listed_before_it_is_parked(database: Database) -> None:
+    moments = [{"created_at": "then"}, {"next_fire_at": "soon"}]
+    cases = [columns for columns, _ in ANYWHERE + (SQLITE_ALONE if database.dialect == "sqlite" else [])]
+    for i, columns in enumerate(cases + (moments if database.dialect == "sqlite" else [])):
+        daily(database, f"bad-{i:02}")
+        spoil(database, f"bad-{i:02}", columns)
+    for found in schedules.list_schedules(database):
+        assert found.when
+        json.dumps(found.to_json(), allow_nan=False)
+
+
+def test_a_mended_schedule_is_resumed(database: Database) -> None:
+    daily(database, "x")
+    spoil(database, "x", {"tz": "Mars/Olympus"})
+    assert schedules.tick(database, T0 + DAY) == ()
+    spoil(database, "x", {"tz": "Europe/Berlin"})
+    assert schedules.tick(database, T0 + DAY) == (), "it stays parked until somebody resumes it"
+    resumed = schedules.resume_schedule(database, "x", now=T0 + DAY)
+    assert (resumed.enabled, resumed.parked) == (True, None)
+    assert len(schedules.tick(database, resumed.next_fire_at)) == 1
+
+
+def test_the_job_of_a_payload_spoilt_after_it_was_queued_fails_and_the_others_run(database: Database) -> None:
+    for name in ("x", "y"):
+        daily(database, name)
+    schedules.tick(database, T0 + DAY)
+    spoil(database, "x", {"payload": "{" if database.dialect == "sqlite" else "[1]"})
+    report = schedules.run_once(database, answer, clock=lambda: T0 + DAY)
+    assert (report.ended["done"], report.ended["lost"]) == (1, 0)
+    states = {f.schedule: f.job for f in schedules.history(database)}
+    assert states["x"] is not None
+    assert (states["x"].state, states["x"].error) == ("failed", "the payload is no JSON object")
+
+
+def test_the_commands_say_why_a_schedule_is_parked(tmp_path: Any, tiny_pair: Any) -> None:
+    door = Door(str(tmp_path / "spectune.db"), str(tiny_pair))
+    door.json("schedule", "add", "x", "--cron", "0 3 * * *", "--pair", door.pair)
+    from db import open_database
+
+    with open_database(door.db) as database:
+        spoil(database, "x", {"tz": "Mars/Olympus", "next_fire_at": 0})
+    ran = door.call("schedule", "run-once", "--json")
+    assert ran.exit_code == 0
+    assert one_object(ran.stdout)["noticed"] == 0
+    (listed,) = door.json("schedule", "list")["schedules"]
+    assert "unknown time zone 'Mars/Olympus'" in listed["parked"]
+    assert "Mars/Olympus" in door.call("schedule", "list", env={"COLUMNS": "200"}).stdout.split("parked", 1)[1]
+    assert door.json("schedule", "show", "x")["parked"] == listed["parked"]
+    again = door.call("schedule", "resume", "x")
+    assert again.exit_code == 2
+    assert "cannot be resumed: unknown time zone" in again.stderr
+
+
+# --- the clock
+
+
+class Clocked(Database):
+    """A database whose clock is set."""
+
+    moment = T0
+
+    def now(self, session: Session) -> datetime:
+        return self.moment
+
+    def tick(self, moment: datetime) -> list[tuple[datetime, str]]:
+        self.moment = moment
+        return [(f.fire_at, f.outcome) for f in schedules.tick(self)]
+
+
+@pytest.fixture
+def clocked(url: str) -> Iterator[Clocked]:
+    with Clocked(make_url(url)) as database:
+        yield database
+
+
+def test_a_clock_set_forward_and_back_silences_nothing(clocked: Clocked, caplog: pytest.LogCaptureFixture) -> None:
+    """Four hundred days ahead it fired; back again, it goes on with the first slot after now, and what has fired fires no more."""
+    schedules.add_schedule(clocked, "x", every="6h", max_instances=None)
+    ahead = T0 + 400 * DAY
+    assert [slot for slot, outcome in clocked.tick(ahead) if outcome == "enqueued"] == [ahead]
+    assert clocked.tick(T0 + HOUR) == []
+    assert schedules.get_schedule(clocked, "x").next_fire_at == T0 + 6 * HOUR
+    assert caplog.text.count("schedule x: the clock was set back") == 1
+    for i in range(1, 9):
+        assert clocked.tick(T0 + i * 6 * HOUR) == [(T0 + i * 6 * HOUR, "enqueued")]
+    assert (ahead - 6 * HOUR, "enqueued") in clocked.tick(ahead - 6 * HOUR), "noticed before its time, but no job: judged when it is due"
+    assert clocked.tick(ahead) == [], "that slot has fired"
+    assert clocked.tick(ahead + 6 * HOUR) == [(ahead + 6 * HOUR, "enqueued")]
+
+
+def test_a_small_step_of_the_clock_leaves_the_slots_alone(clocked: Clocked) -> None:
+    schedules.add_schedule(clocked, "x", every="1m")
+    clocked.tick(T0 + timedelta(seconds=61))
+    assert clocked.tick(T0 + timedelta(seconds=59)) == []
+    assert schedules.get_schedule(clocked, "x").next_fire_at == T0 + timedelta(seconds=120)
+
+
+def test_a_schedule_added_while_the_clock_was_ahead_does_not_wait_for_it(clocked: Clocked) -> None:
+    clocked.moment = T0 + 400 * DAY
+    schedules.add_schedule(clocked, "x", every="6h")
+    assert clocked.tick(T0 + HOUR) == []
+    assert clocked.tick(T0 + 6 * HOUR) == [(T0 + 6 * HOUR, "enqueued")]
+    assert clocked.tick(T0 + 12 * HOUR) == [(T0 + 12 * HOUR, "skipped")], "the first job is unfinished"
+
+
+def test_workers_with_clocks_of_their_own_leave_each_others_slots_alone(database: Database) -> None:
+    schedules.add_schedule(database, "x", every="1m", now=T0)
+    schedules.tick(database, T0 + 10 * HOUR)
+    after = schedules.get_schedule(database, "x").next_fire_at
+    assert schedules.tick(database, T0) == ()
+    assert schedules.get_schedule(database, "x").next_fire_at == after
+
+
+def test_a_next_slot_that_is_no_moment_is_found_anew(database: Database) -> None:
+    schedules.add_schedule(database, "x", cron="0 */6 * * *", now=T0)
+    for nonsense in (10**17, -(10**15), *(["soon"] if database.dialect == "sqlite" else [])):
+        spoil(database, "x", {"next_fire_at": nonsense})
+        assert schedules.list_schedules(database)[0].name == "x"
+        assert schedules.tick(database, T0 + HOUR) == ()
+        assert schedules.get_schedule(database, "x").next_fire_at == T0 + 6 * HOUR
+    assert [f.fire_at for f in schedules.tick(database, T0 + 6 * HOUR)] == [T0 + 6 * HOUR]
