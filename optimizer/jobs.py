@@ -55,7 +55,7 @@ def tuning_job(
 
     def execute(job: Job, context: JobContext) -> Mapping[str, Any]:
         made = store.published_under(context.idempotency_key)
-        if made is not None:
+        if made is not None and "winner" in made.evidence:
             return _told(made.evidence, made.version)
         payload = dict(job.payload)
         check_payload(payload)
