@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from runtime.graphs import CudaRecorder, use_graphs, wanted
 from runtime.head_formats import load_head
 from runtime.heads import EagleHead
 from runtime.models import CausalModel, load_model, pick_device, pick_dtype
-from runtime.pair import PairSpec, is_head, is_local
+from runtime.pair import PairSpec, check_threads, is_head, is_local, translated
 from traces.errors import PairError
 from traces.schema import Request
 
@@ -34,8 +35,9 @@ class LoadedPair:
     eos_ids: frozenset[int]
     heads: dict[str, EagleHead] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def id(self) -> str:
+        """The pair's id when it was loaded: files that change later are another pair's."""
         return self.spec.id
 
     @property
@@ -66,9 +68,10 @@ class LoadedPair:
         """Token ids of a request's first turn, in the chat template when the tokenizer has one and ``chat`` is set."""
         text = request.turns[0]
         if chat and getattr(self.tokenizer, "chat_template", None):
-            out = self.tokenizer.apply_chat_template(
-                [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=True
-            )
+            with translated("the target's chat template (--no-chat leaves it out)"):
+                out = self.tokenizer.apply_chat_template(
+                    [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=True
+                )
             return list(out["input_ids"])
         return self.encode(text)
 
@@ -107,8 +110,10 @@ def load_pair(
     """Loads target, tokenizer and drafts (all, or those named), each a language model or an EAGLE head.
 
     ``threads`` are torch's on a CPU; by default one for a small target, else torch's own choice (or ``OMP_NUM_THREADS``).
-    Raises PairError on a missing model, a vocabulary that differs, or a head of another target.
+    Raises PairError on a missing model, a vocabulary that differs, a head of another target, or files that change meanwhile.
     """
+    check_threads(threads)
+    content = spec.id
     where = pick_device(device)
     kind = pick_dtype(dtype, where)
     target = load_model(spec.target, name="target", device=where, dtype=kind)
@@ -136,7 +141,11 @@ def load_pair(
     elif where.type == "cpu" and "OMP_NUM_THREADS" not in os.environ and target.num_parameters < SMALL:
         torch.set_num_threads(1)
     target.taps = tuple(sorted({tap for head in heads.values() for tap in head.taps}))
-    pair = LoadedPair(spec, target, loaded, tokenizer, _eos(target, tokenizer), heads)
+    with translated(f"target: eos_token_id of {spec.target}"):
+        eos = _eos(target, tokenizer)
+    pair = LoadedPair(spec, target, loaded, tokenizer, eos, heads)
+    if pair.id != content:
+        raise PairError(f"pair {spec.name}: its files changed while they were loaded; load it again")
     if wanted(where):
         use_graphs(pair, CudaRecorder())
     return pair
@@ -146,10 +155,8 @@ def _tokenizer(path: str) -> Any:
     folder = Path(path).expanduser()
     if is_local(path) and not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab*")):
         return None
-    try:
-        return AutoTokenizer.from_pretrained(folder if is_local(path) else path)
-    except Exception as error:  # the border: transformers and tokenizers each have errors of their own
-        raise PairError(f"tokenizer of {path}: {(str(error).splitlines() or [type(error).__name__])[0]}") from None
+    with translated(f"tokenizer of {path}"):
+        return AutoTokenizer.from_pretrained(folder if is_local(path) else path, trust_remote_code=False)
 
 
 def _same_tokenizer(name: str, own: Any, target: Any) -> None:
@@ -170,4 +177,4 @@ def _eos(target: CausalModel, tokenizer: Any) -> frozenset[int]:
         eos = tokenizer.eos_token_id
     if eos is None:
         return frozenset()
-    return frozenset(eos if isinstance(eos, list) else [eos])
+    return frozenset(int(token) for token in (eos if isinstance(eos, list) else [eos]))

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import pickletools
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from traces.errors import PairError
+from runtime.file_hashes import FILES
+from traces.errors import PairError, SpectuneError
 from traces.files import exists, is_file, read_json
 from traces.text import shortened
 
@@ -39,14 +42,19 @@ class PairSpec:
 
     @property
     def id(self) -> str:
-        """12 hex digits over the content of target and drafts: the same models are the same pair, wherever they lie."""
-        parts = [identity(self.target), *(f"{n}={identity(p)}" for n, p in sorted(self.drafts))]
-        return hashlib.sha256("|".join(parts).encode()).hexdigest()[:12]
+        """12 hex digits over the content of target and drafts: the same models are the same pair, wherever they lie.
+
+        Files are hashed whole. Raises PairError when one is missing or unreadable.
+        """
+        parts = [identity(self.target), *([name, identity(path)] for name, path in sorted(self.drafts))]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
 
     def check(self) -> None:
-        """Raises PairError if a checkpoint is missing or unreadable; imports no torch, so that this is told at once."""
+        """Raises PairError if a checkpoint is missing or its configuration is none; reads no weights, so that this is told at once."""
         for path in (self.target, *(p for _, p in self.drafts)):
-            identity(path)
+            folder = checkpoint(path)
+            if folder is not None:
+                model_config(folder)
 
     def to_json(self) -> dict[str, Any]:
         """``{"name", "target", "drafts"}``, the form of a pair file."""
@@ -108,28 +116,64 @@ def read_pair(pair: str | None, target: str | None = None, drafts: Sequence[str]
             file = file / "pair.json"
     if not is_file(file):
         raise PairError(f"--pair {shortened(str(pair))}: no such pair file (write 'demo', a JSON file, or use --target and --draft)")
-    data = read_json(file, str(file), PairError)
-    return PairSpec.from_json(data, where=str(file), base=file.resolve().parent)
+    return PairSpec.from_json(read_json(file, str(file), PairError), where=str(file), base=file.resolve().parent)
+
+
+GENERATION = "generation_config.json"
+CONTENT = (
+    *("*.safetensors", "*.bin", "*.index.json", "tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken", "added_tokens.json"),
+    *("special_tokens_map.json", "*.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
+)
+"""What of a checkpoint decides a text, beside its two configurations."""
 
 
 def identity(path: str) -> str:
-    """16 hex digits over a checkpoint's configuration and weights, wherever it lies; a hub name stands for itself.
+    """16 hex digits over a checkpoint's configuration, weights and tokenizer, wherever it lies; a hub name stands for itself.
 
-    Of each weight file the size, the first and the last MiB are hashed, so that large checkpoints take no time.
-    Raises PairError when a local folder holds no checkpoint.
+    Every file is hashed whole; hashes of large ones are remembered (:mod:`runtime.file_hashes`). Raises PairError when a local folder
+    holds no checkpoint or a file of it cannot be read.
     """
-    folder = Path(path).expanduser()
-    if not exists(folder) and not is_local(path):
+    folder = checkpoint(path)
+    if folder is None:
         return path
-    if not is_file(folder / "config.json"):
-        raise PairError(f"no model at {shortened(path)} (a folder with config.json and weights is expected)")
-    h = hashlib.sha256()
-    config = read_json(folder / "config.json", str(folder / "config.json"), PairError)
-    if not isinstance(config, dict):
-        raise PairError(f"{folder / 'config.json'}: a model's configuration is a JSON object, not {type(config).__name__}")
-    for key in ("_name_or_path", "transformers_version"):
-        config.pop(key, None)
-    h.update(json.dumps(config, sort_keys=True).encode())
+    generation = model_config(folder, GENERATION) if (folder / GENERATION).is_file() else None
+    parts: list[Any] = [model_config(folder), generation, *([name, _hash_of(folder / name)] for name in sorted(_content(folder)))]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _hash_of(file: Path) -> str:
+    try:
+        return FILES.of(file)
+    except OSError as error:
+        raise PairError(f"{file}: cannot be read ({error.strerror})") from None
+    except RuntimeError:  # as Path.resolve has it
+        raise PairError(f"{file}: cannot be read (a link to itself)") from None
+
+
+def _content(folder: Path) -> set[str]:
+    """Names of the files that decide a text, relative to the folder; shards that an index names may lie anywhere."""
+    found = {str(f.relative_to(folder)) for pattern in CONTENT for f in folder.glob(pattern) if not f.is_dir()}
+    for index in folder.glob("*.index.json"):
+        shards = _object(index, "an index of weights").get("weight_map")
+        if isinstance(shards, Mapping):
+            found |= {name for name in shards.values() if isinstance(name, str) and (folder / name).is_file()}
+    return found
+
+
+def former_id(spec: PairSpec) -> str:
+    """The id that earlier versions gave a pair: of each weight file they hashed the size, the first and the last MiB alone.
+
+    What is stored under it is *perhaps* of this pair. Raises PairError as :attr:`PairSpec.id` does.
+    """
+    parts = [_former_identity(spec.target), *(f"{n}={_former_identity(p)}" for n, p in sorted(spec.drafts))]
+    return hashlib.sha256("|".join(parts).encode()).hexdigest()[:12]
+
+
+def _former_identity(path: str) -> str:
+    folder = checkpoint(path)
+    if folder is None:
+        return path
+    h = hashlib.sha256(json.dumps(model_config(folder), sort_keys=True).encode())
     for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
         size = file.stat().st_size
         h.update(f"{file.name}:{size}".encode())
@@ -141,12 +185,40 @@ def identity(path: str) -> str:
     return h.hexdigest()[:16]
 
 
+def checkpoint(path: str) -> Path | None:
+    """The folder of a local checkpoint, None for a hub name. Raises PairError where no checkpoint is."""
+    folder = Path(path).expanduser()
+    if not exists(folder) and not is_local(path):
+        return None
+    if not is_file(folder / "config.json"):
+        raise PairError(f"no model at {shortened(path)} (a folder with config.json and weights is expected)")
+    return folder
+
+
+def model_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
+    """A checkpoint's configuration, without where and by what it was saved. Raises PairError where it is none."""
+    config = _object(folder / name, "a model's configuration")
+    for key in ("_name_or_path", "transformers_version"):
+        config.pop(key, None)
+    return config
+
+
 def head_config(folder: Path) -> dict[str, Any]:
     """The configuration of an EAGLE head, flat. Raises PairError where there is none."""
-    config = read_json(folder / "config.json", str(folder / "config.json"), PairError)
-    if not isinstance(config, dict):
-        raise PairError(f"{folder / 'config.json'}: a head's configuration is a JSON object, not {type(config).__name__}")
-    return config
+    return _object(folder / "config.json", "a head's configuration")
+
+
+def _object(file: Path, what: str) -> dict[str, Any]:
+    found = read_json(file, str(file), PairError)
+    if not isinstance(found, dict):
+        raise PairError(f"{file}: {what} is a JSON object, not {type(found).__name__}")
+    return found
+
+
+def architectures(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """What a configuration says it is, in small letters; nothing where it says something else than names."""
+    found = config.get("architectures")
+    return tuple(str(name).lower() for name in found) if isinstance(found, list) else ()
 
 
 def is_head(path: str) -> bool:
@@ -163,10 +235,14 @@ def is_head(path: str) -> bool:
     config = head_config(folder)
     if "eagle_config" in config or "draft_vocab_size" in config:
         return True
-    if any("eagle" in str(a).lower() for a in config.get("architectures") or ()):
+    if any("eagle" in name for name in architectures(config)):
         return True
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
     return any(n.removeprefix("model.") == "fc.weight" for f in files for n in _tensor_names(f))
+
+
+HEADER_BYTES = 100_000_000
+"""The longest description of tensors that is read, as safetensors has it."""
 
 
 def _tensor_names(file: Path) -> set[str]:
@@ -175,14 +251,38 @@ def _tensor_names(file: Path) -> set[str]:
         if file.suffix == ".safetensors":
             with file.open("rb") as f:
                 size = int.from_bytes(f.read(8), "little")
-                return set(json.loads(f.read(size))) if size < file.stat().st_size else set()
+                return set(dict(json.loads(f.read(size)))) if size <= HEADER_BYTES else set()
         if zipfile.is_zipfile(file):
             with zipfile.ZipFile(file) as archive:
-                inner = next(n for n in archive.namelist() if n.endswith("/data.pkl"))
+                inner = next(i for i in archive.infolist() if i.filename.endswith("/data.pkl") and i.file_size <= HEADER_BYTES)
                 return {arg for _, arg, _ in pickletools.genops(archive.read(inner)) if isinstance(arg, str)}
-    except (OSError, ValueError, TypeError, RecursionError, StopIteration, zipfile.BadZipFile):
-        pass  # loading it will say what is wrong
+    except Exception:  # garbage fails in more ways than can be listed; loading it will say what is wrong
+        pass
     return set()
+
+
+@contextmanager
+def translated(what: str) -> Iterator[None]:
+    """The border to the libraries that read checkpoints: each of their errors becomes a PairError of one line, ``what`` first.
+
+    A checkpoint that needs code of its own is refused: no ``from_pretrained`` of ours may run or ask for it.
+    """
+    try:
+        yield
+    except SpectuneError:
+        raise
+    except Exception as error:  # safetensors, transformers, tokenizers, torch and the hub each have errors of their own
+        said = (str(error).splitlines() or [""])[0] or type(error).__name__
+        if "trust_remote_code" in str(error):
+            said = "it needs Python code of its own, which is never run here; give a checkpoint of an architecture that transformers has"
+        raise PairError(f"{what}: {said}") from None
+
+
+def check_threads(threads: int | None) -> None:
+    """Raises PairError for a number of CPU threads that torch cannot start or this machine gains nothing by."""
+    cpus = os.cpu_count() or 1
+    if threads is not None and not 1 <= threads <= max(16, 4 * cpus):
+        raise PairError(f"--threads {threads}: this machine has {cpus} CPUs; give a number from 1 to {max(16, 4 * cpus)}")
 
 
 def is_local(path: str) -> bool:

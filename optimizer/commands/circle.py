@@ -48,12 +48,17 @@ def _rounds(request: str, steps: Any) -> Iterator[dict[str, Any]]:
 
 
 def _same_pair(pair_id: str, pair: LoadedPair, recording: str) -> None:
+    from runtime.pair import former_id
     from traces.errors import TraceError
 
-    if pair_id != pair.id:
+    if pair_id == pair.id:
+        return
+    if pair_id == former_id(pair.spec):
         raise TraceError(
-            f"recording {recording} was made with pair {pair_id}, not with {pair.id} ({pair.spec.name}); give that pair"
+            f"recording {recording} was made with pair {pair_id}, as {pair.spec.name} was called by an earlier version, whose ids left "
+            "out most of the weights: it may be of others; `record` makes one of these"
         )
+    raise TraceError(f"recording {recording} was made with pair {pair_id}, not with {pair.id} ({pair.spec.name}); give that pair")
 
 
 @click.command()
@@ -107,7 +112,7 @@ def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     for key in ("workloads", "all_turns", "limit", "categories"):
         kw.pop(key, None)
     with open_store(ctx) as store:
-        pair = load(kw)
+        pair = load(kw, store)
         from optimizer.artifacts import fitted, q_tables
         from optimizer.record import RecordRequest, begun_as, retrace, retrace_trees
         from optimizer.record import record as do_record
@@ -228,7 +233,7 @@ def profile(
     if no_trees and recording is not None:
         raise click.UsageError("--recording says on which texts trees are measured; leave it out, or --no-trees")
     with open_store(ctx) as store:
-        pair = load(kw)
+        pair = load(kw, store)
         from optimizer.record import texts_to_profile
         from optimizer.report import profile_table
         from runtime.profiler import measure_profile
@@ -445,7 +450,7 @@ def run(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     check_writable(("--outputs", kw["outputs"]), ("--per-round", kw["per_round"]))
     workload = workload_of(kw)
     with open_store(ctx) as store:
-        pair = load(kw)
+        pair = load(kw, store)
         from optimizer.execute import encode, outcome
         from optimizer.execute import run as execute
         from optimizer.report import outcome_table
@@ -561,7 +566,7 @@ def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     searched = search_asked(kw)
     workload = None if kw["recording_id"] else workload_of(kw)
     with open_store(ctx) as store:
-        pair = load(kw)
+        pair = load(kw, store)
         from optimizer.report import evidence_table
         from optimizer.tune import TuneOptions, tune_recording
         from optimizer.tune import tune as do_tune
@@ -615,7 +620,7 @@ def generate(ctx: click.Context, as_json: bool, prompt: str, **kw: Any) -> None:
     if not prompt.strip():
         raise WorkloadError("the prompt is empty")
     with open_store(ctx) as store:
-        pair = load(kw)
+        pair = load(kw, store)
         from optimizer.artifacts import fitted, q_tables
         from optimizer.execute import encode
         from optimizer.generate import generate as do_generate

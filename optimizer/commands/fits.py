@@ -171,7 +171,7 @@ def _shortlist_fit(ctx: click.Context, as_json: bool, kw: dict[str, Any], which:
     with open_store(ctx) as store, Meter() as meter:
         asked = kw.pop("recording", None)
         recording = None if asked is None else store.resolve_recording(asked)
-        pair = load(kw)
+        pair = load(kw, store)
         import optimizer.shortlist_fits as fits
         from optimizer.report import shortlist_fit_table
 
@@ -210,7 +210,7 @@ def fit_chooser(ctx: click.Context, as_json: bool, policies: tuple[str, ...], **
 
     with open_store(ctx) as store, Meter() as meter:
         recording = store.resolve_recording(kw.pop("recording"))
-        pair = load(kw)
+        pair = load(kw, store)
         from optimizer.chooser_fits import fit_chooser_artifact
         from optimizer.report import chooser_table
 

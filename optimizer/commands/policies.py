@@ -7,9 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from optimizer.commands.shared import emit, json_option, open_store, pair_options, policy_named, profile_of, with_context
+from optimizer.commands.shared import (
+    emit,
+    json_option,
+    open_store,
+    pair_options,
+    policy_named,
+    profile_of,
+    say_former,
+    with_context,
+)
 
 if TYPE_CHECKING:
+    from runtime.pair import PairSpec
     from runtime.policies.document import Policy
     from traces.store import Publication, TraceStore
 
@@ -19,10 +29,14 @@ def policies() -> None:
     """Policies: list, show, diff, activate, rollback, export."""
 
 
-def _pair_id(kw: dict[str, Any]) -> str:
+def _spec(kw: dict[str, Any]) -> PairSpec:
     from runtime.pair import read_pair
 
-    return read_pair(kw.pop("pair"), kw.pop("target"), kw.pop("drafts")).id
+    return read_pair(kw.pop("pair"), kw.pop("target"), kw.pop("drafts"))
+
+
+def _pair_id(kw: dict[str, Any]) -> str:
+    return _spec(kw).id
 
 
 def _device(kw: dict[str, Any]) -> str:
@@ -48,9 +62,10 @@ def policies_list(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     \b
     Example:  cli.py policies list
     """
-    pair_id, device = _pair_id(kw), _device(kw)
+    spec, device = _spec(kw), _device(kw)
     with open_store(ctx) as store:
-        found = store.list_publications(pair_id, device)
+        say_former(store, spec)
+        found = store.list_publications(spec.id, device)
         rows = []
         for i, p in enumerate(found):
             acks = store.acknowledgements(p.version)
@@ -71,8 +86,8 @@ def policies_list(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     from optimizer.report import rows_table
 
     columns = ("version", "active", "policy", "label", "created_at", "actor", "applied", "refused", "reason")
-    data = {"pair": pair_id, "device": device, "publications": rows, "policies": known}
-    emit(as_json, data, lambda: rows_table(rows, columns, f"publications for pair {pair_id} on {device}"))
+    data = {"pair": spec.id, "device": device, "publications": rows, "policies": known}
+    emit(as_json, data, lambda: rows_table(rows, columns, f"publications for pair {spec.id} on {device}"))
 
 
 @policies.command("show")

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from optimizer.execute import DecodeOptions
     from runtime.loading import LoadedPair
+    from runtime.pair import PairSpec
     from runtime.policies.document import Policy
     from traces.schema import Workload
     from traces.store import TraceStore
@@ -45,8 +46,20 @@ pair_options = together(
     click.option("--target", help="Target checkpoint, instead of --pair."),
     click.option("--draft", "drafts", multiple=True, metavar="NAME=PATH", help="Draft checkpoint, with --target; repeatable."),
 )
+def _threads(_ctx: click.Context, _param: click.Parameter, threads: int | None) -> int | None:
+    from runtime.pair import check_threads
+
+    check_threads(threads)
+    return threads
+
+
 device_options = together(
-    click.option("--threads", type=click.IntRange(1), help="CPU threads; default: 1 for a small pair, else torch's choice."),
+    click.option(
+        "--threads",
+        type=click.IntRange(1),
+        callback=_threads,
+        help="CPU threads; default: 1 for a small pair, else torch's choice.",
+    ),
     click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True),
     click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", show_default=True),
 )
@@ -115,15 +128,43 @@ def decode_options(kw: dict[str, Any]) -> DecodeOptions:
     )
 
 
-def load(kw: dict[str, Any]) -> LoadedPair:
-    """Loads the pair that :data:`pair_options` and :data:`device_options` say, taken out of ``kw``. Raises PairError."""
+def load(kw: dict[str, Any], store: TraceStore) -> LoadedPair:
+    """Loads the pair that :data:`pair_options` and :data:`device_options` say, taken out of ``kw``. Raises PairError.
+
+    What ``store`` holds of it under a former id is said (:func:`say_former`).
+    """
     from runtime.pair import read_pair
 
     spec = read_pair(kw.pop("pair"), kw.pop("target"), kw.pop("drafts"))
     spec.check()
+    say_former(store, spec)
     from runtime.loading import load_pair
 
     return load_pair(spec, device=kw.pop("device"), dtype=kw.pop("dtype"), threads=kw.pop("threads"))
+
+
+def say_former(store: TraceStore, spec: PairSpec) -> None:
+    """Says in one line that an earlier version stored a pair under another id, while nothing new takes the place of what is there."""
+    from runtime.pair import former_id
+
+    known = {pair.id for pair in store.list_pairs()}
+    if not known:
+        return
+    former = former_id(spec)
+    if former not in known:
+        return
+    forces = [(device, store.active_publication(former, device)) for device in ("cpu", "cuda")]
+    idle = [(device, was) for device, was in forces if was is not None and not store.active_version(spec.id, device)]
+    if spec.id in known and not idle:
+        return
+    again = "".join(
+        f"; `policies activate {was.policy_id} --device {device}` with this pair puts in force again what was" for device, was in idle
+    )
+    click.echo(
+        f"pair {spec.name} was {former} by an earlier version, whose ids left out most of the weights, and is {spec.id} now: what is "
+        f"stored under {former} may be of other weights and is left alone; `tune` begins anew{again}",
+        err=True,
+    )
 
 
 def workload_of(kw: dict[str, Any]) -> Workload:

@@ -1,0 +1,93 @@
+"""SHA-256 of whole files. Those of large ones are remembered in the user's cache folder, so that a checkpoint is read once."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+RACY_NS = 2 * 10**9
+"""A file modified this shortly before it was read may change once more and keep its time stamps: its hash is not remembered."""
+LARGE_BYTES = 1 << 24
+"""Files from this size on are remembered beyond the process; smaller ones take less time to read than to look up."""
+
+State = tuple[int, int, int, int]
+"""Size in bytes, time of modification and of change in ns, inode."""
+
+
+class FileHashes:
+    """Hashes by path, remembered while the file system says that the file is the same.
+
+    ``cache`` is the file that outlasts the process (None: none does). A damaged, missing or unwritable one costs time and nothing else.
+    """
+
+    def __init__(self, cache: Path | None, *, large_bytes: int = LARGE_BYTES, clock: Callable[[], int] = time.time_ns) -> None:
+        self._cache, self._large_bytes, self._clock = cache, large_bytes, clock
+        self._known: dict[str, tuple[State, str]] = {}
+
+    def of(self, path: Path) -> str:
+        """64 hex digits over a file's content. Raises OSError."""
+        file = path.resolve(strict=True)
+        key, state, large = str(file), _state(file), file.stat().st_size >= self._large_bytes
+        if key not in self._known and large:
+            self._known = self._read() | self._known
+        known = self._known.get(key)
+        if known is not None and known[0] == state:
+            return known[1]
+        began = self._clock()
+        digest = self._digest(file)
+        if _state(file) == state and max(state[1:3]) + RACY_NS < began:
+            self._known[key] = state, digest
+            if large:
+                self._write(key)
+        return digest
+
+    def _digest(self, file: Path) -> str:
+        with file.open("rb") as content:
+            return hashlib.file_digest(content, "sha256").hexdigest()
+
+    def _read(self) -> dict[str, tuple[State, str]]:
+        try:
+            found = json.loads(self._cache.read_text(encoding="utf-8"))["files"] if self._cache else {}
+            return {
+                key: ((int(size), int(mtime), int(ctime), int(inode)), str(digest))
+                for key, (size, mtime, ctime, inode, digest) in found.items()
+            }
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return {}
+
+    def _write(self, key: str) -> None:
+        if self._cache is None:
+            return
+        files = self._read() | {key: self._known[key]}
+        document = {"files": {name: [*state, digest] for name, (state, digest) in files.items() if Path(name).is_file()}}
+        part = self._cache.with_name(f"{self._cache.name}.{os.getpid()}.part")
+        with contextlib.suppress(OSError):
+            self._cache.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            part.write_text(json.dumps(document), encoding="utf-8")
+            part.replace(self._cache)
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+
+
+def _state(file: Path) -> State:
+    found = file.stat()
+    return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
+
+
+def cache_file() -> Path | None:
+    """Where hashes outlast a process: ``$XDG_CACHE_HOME`` or ``~/.cache``, ``spectune/file-hashes.json``; None without a home."""
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    try:
+        base = base if base.is_absolute() else Path.home() / ".cache"
+    except RuntimeError:
+        return None
+    return base / "spectune" / "file-hashes.json"
+
+
+FILES = FileHashes(cache_file())
+"""The hashes of this process."""
