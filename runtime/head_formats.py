@@ -18,20 +18,22 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from runtime.heads import EagleHead, HeadNet, HeadShape
 from runtime.models import FINAL, CausalModel
-from runtime.pair import head_config, identity, is_local
+from runtime.pair import architectures, head_config, identity, is_local, translated
 from traces.errors import PairError
 
 
 def rope_config(config: Mapping[str, Any], head_dim: int) -> LlamaConfig:
     """What transformers' rotary embedding reads of a head's configuration, old style or new; a missing base is 10000."""
     rope: dict[str, Any] = {"rope_theta": 10000.0, "rope_type": "default"}
-    for key in ("rope_theta", "rope_scaling", "rope_parameters"):
+    if config.get("rope_theta") is not None:
+        rope["rope_theta"] = float(config["rope_theta"])
+    for key in ("rope_scaling", "rope_parameters"):
         found = config.get(key)
         if isinstance(found, Mapping):
             rope |= found
             rope["rope_type"] = found.get("rope_type", found.get("type", "default"))
         elif found is not None:
-            rope[key] = found
+            raise ValueError(f"{key} is {found!r}")
     return LlamaConfig(
         hidden_size=int(config["hidden_size"]),
         num_attention_heads=int(config["num_attention_heads"]),
@@ -125,10 +127,8 @@ def _read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
         raise PairError(f"{name}: no weights at {folder} (model.safetensors or pytorch_model.bin is expected)")
     tensors: dict[str, Tensor] = {}
     for file in files:
-        try:
+        with translated(f"{name}: cannot load {file}"):
             found = load_file(file) if file.suffix == ".safetensors" else torch.load(file, map_location="cpu", weights_only=True)
-        except Exception as error:  # the border: safetensors, pickle and zip each have errors of their own
-            raise PairError(f"{name}: cannot load {file}: {(str(error).splitlines() or [type(error).__name__])[0]}") from None
         for key, tensor in found.items():
             key = key.removeprefix("model.")
             tensors["layers.0." + key.removeprefix("midlayer.") if key.startswith("midlayer.") else key] = tensor
@@ -164,10 +164,20 @@ class _Reader:
 def load_head(path: str, *, name: str, target: CausalModel, device: torch.device, dtype: torch.dtype) -> EagleHead:
     """Loads a published EAGLE-1, 2 or 3 checkpoint, a folder or a hub name, to draft for ``target``.
 
-    Raises PairError, in one line, when it was made for another target (hidden size, vocabulary, layers) or is incomplete.
+    Raises PairError, in one line, when it was made for another target (hidden size, vocabulary, layers), is incomplete, or does not run.
     """
     fingerprint = identity(path)
     folder = _folder(path, name)
+    with translated(f"{name}: cannot load {path}"):
+        head = _head(folder, path, name, target, device, dtype, fingerprint)
+        # Sizes that fit the tensors and not each other are told here, not in the first request.
+        head.canonical([0, 0], torch.zeros(1, head.feature_size, device=device, dtype=dtype))
+    return head
+
+
+def _head(
+    folder: Path, path: str, name: str, target: CausalModel, device: torch.device, dtype: torch.dtype, fingerprint: str
+) -> EagleHead:
     config = _flat(head_config(folder), name)
     tensors = _read_tensors(folder, name)
     reader = _Reader(tensors, name)
@@ -210,14 +220,12 @@ def load_head(path: str, *, name: str, target: CausalModel, device: torch.device
 def _folder(path: str, name: str) -> Path:
     if is_local(path):
         return Path(path).expanduser()
-    try:
+    with translated(f"{name}: cannot load {path}"):
         return Path(snapshot_download(path, allow_patterns=["config.json", "*.safetensors", "*.bin"]))
-    except Exception as error:  # the border: the hub's client has errors of many kinds
-        raise PairError(f"{name}: cannot load {path}: {(str(error).splitlines() or [type(error).__name__])[0]}") from None
 
 
 def _is_eagle3(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
-    named = any("eagle3" in str(a).lower() for a in config.get("architectures") or ())
+    named = any("eagle3" in name for name in architectures(config))
     named = named or config.get("speculators_model_type") == "eagle3"
     return named or "draft_vocab_size" in config or "eagle_config" in config or "layers.0.hidden_norm.weight" in tensors
 

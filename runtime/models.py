@@ -9,19 +9,22 @@ head out, for drafts that evaluate a part of it (:mod:`runtime.shortlists`).
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache
 from transformers.utils import logging as transformers_logging
 
 from runtime import attention
 from runtime.cache import VIEW_STEP, SlotCache, SlotLayer
-from runtime.pair import identity, is_local
+from runtime.pair import identity, is_local, model_config, translated
 from runtime.shortlists import OutputHead
 from traces.errors import PairError
 
@@ -323,13 +326,68 @@ def view_of(tokens: int) -> int:
     return (tokens + VIEW_STEP - 1) // VIEW_STEP * VIEW_STEP
 
 
+MOST_LAYERS = 10_000
+"""More than any model has; a configuration that says more is damaged."""
+MOST_TENSORS = 200_000
+"""Likewise of weights, each expert's counted."""
+
+
 def load_model(path: str, *, name: str, device: torch.device, dtype: torch.dtype) -> CausalModel:
-    """Loads a checkpoint folder or hub name. Raises PairError, in one line, when there is none or it is not a causal LM."""
+    """Loads a checkpoint folder or hub name, and runs one token through it.
+
+    Raises PairError, in one line, when there is none, it is not a causal LM that runs, its configuration is not that of its weights, or
+    it needs code of its own.
+    """
     content = identity(path)
+    folder = Path(path).expanduser() if is_local(path) else None
+    if folder is not None:
+        _check_layers(model_config(folder), f"{name}: {folder / 'config.json'}")
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
+    with translated(f"{name}: cannot load {path}"):
+        with _bounded(None if folder is None else _weight_bytes(folder)):
+            model, found = AutoModelForCausalLM.from_pretrained(
+                folder or path, dtype=dtype, trust_remote_code=False, output_loading_info=True
+            )
+        missing = sorted(found["missing_keys"])
+        if missing:
+            raise PairError(f"{name}: the weights of {path} lack {missing[0]}, which config.json asks for ({len(missing)} such tensors)")
+        loaded = CausalModel(model.to(device), name, content)
+        loaded.canonical([0])  # shapes that do not fit each other are told here, not in the first request
+    return loaded
+
+
+def _check_layers(config: Mapping[str, Any], where: str) -> None:
+    """Configurations make lists of as many entries as there are layers before anything of the model is built."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            _check_layers(value, where)
+        elif "layer" in key and isinstance(value, int) and not 0 <= value <= MOST_LAYERS:
+            raise PairError(f"{where}: {key} is {value}; a model has 1 to {MOST_LAYERS} layers")
+
+
+def _weight_bytes(folder: Path) -> int:
+    return sum(f.stat().st_size for pattern in ("*.safetensors", "*.bin") for f in folder.rglob(pattern) if f.is_file())
+
+
+@contextmanager
+def _bounded(stored_bytes: int | None) -> Iterator[None]:
+    """Refuses a model that grows beyond its weights while it is built on the `meta` device, where sizes cost nothing and modules do.
+
+    Every stored bit may be a parameter, and each parameter may be there twice (tied, before it is).
+    """
+    seen, elements, builder = 0, 0, threading.get_ident()
+
+    def count(_module: Any, _key: str, parameter: torch.nn.Parameter | None) -> None:
+        nonlocal seen, elements
+        if parameter is None or not parameter.is_meta or threading.get_ident() != builder:
+            return
+        seen, elements = seen + 1, elements + parameter.numel()
+        if seen > MOST_TENSORS or (stored_bytes is not None and elements > 16 * stored_bytes):
+            raise ValueError("config.json asks for a model that is larger than the weights beside it")
+
+    hook = register_module_parameter_registration_hook(count)
     try:
-        model = AutoModelForCausalLM.from_pretrained(Path(path).expanduser() if is_local(path) else path, dtype=dtype)
-    except Exception as error:  # the border: safetensors, transformers and torch each have errors of their own
-        raise PairError(f"{name}: cannot load {path}: {(str(error).splitlines() or [type(error).__name__])[0]}") from None
-    return CausalModel(model.to(device), name, content)
+        yield
+    finally:
+        hook.remove()

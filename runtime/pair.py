@@ -192,6 +192,9 @@ def checkpoint(path: str) -> Path | None:
         return None
     if not is_file(folder / "config.json"):
         raise PairError(f"no model at {shortened(path)} (a folder with config.json and weights is expected)")
+    if exists(folder / "adapter_config.json"):
+        # transformers would load other weights, from where this file says, or the adapter's model without it.
+        raise PairError(f"{path} holds an adapter (adapter_config.json); merge it into its model and give the folder of the result")
     return folder
 
 

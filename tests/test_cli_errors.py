@@ -16,6 +16,7 @@ import click
 import pytest
 import sqlalchemy as sa
 import torch
+from click.testing import CliRunner
 from doors import CLI, ROOT, Door, lines, write_workload
 from pairs import tiny_model, tokenizer
 from sqlalchemy.pool import Pool
@@ -221,6 +222,112 @@ def test_cuda_without_cuda(door: Door) -> None:
     assert "--device cuda: this torch sees no CUDA device; use --device cpu" in refused(
         door, "profile", "--pair", door.pair, "--device", "cuda"
     )
+
+
+# -------------------------------------------------------------------------------------- checkpoints that ask too much
+
+def hostile(folder: Path, name: str, document: dict[str, Any]) -> None:
+    """Adds ``document`` to a configuration of a checkpoint, and the code that it names."""
+    file = folder / name
+    file.write_text(json.dumps((json.loads(file.read_text()) if file.exists() else {}) | document))
+    (folder / "own.py").write_text('open("ran", "w").close()\n')
+
+
+def refused_unasked(door: Door, *arguments: object) -> str:
+    """The line of a refusal that has neither asked a user who says yes to everything, nor run the code of :func:`hostile`."""
+    found = CliRunner().invoke(main, door.arguments(*arguments), input="y\n" * 9)
+    assert (found.exit_code, found.stdout, found.stderr.count("\n")) == (2, "", 1), found.output
+    assert not Path("ran").exists()
+    return found.stderr
+
+
+@pytest.mark.parametrize("model", ["target", "near"])
+def test_code_of_a_checkpoint_is_neither_run_nor_asked_for(door: Door, broken: Callable[[str], Path], model: str) -> None:
+    folder = broken("pair")
+    code = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+    hostile(folder / model, "config.json", {"model_type": "of_its_own", "auto_map": code})
+    line = refused_unasked(door, "run", "--pair", folder, "--workload", "good.jsonl")
+    assert f"{model}: cannot load" in line
+    assert "needs Python code of its own, which is never run here" in line
+
+
+def test_code_of_a_tokenizer_is_neither_run_nor_asked_for(door: Door, broken: Callable[[str], Path]) -> None:
+    folder = broken("pair")
+    (folder / "target" / "tokenizer.json").unlink()
+    code = {"auto_map": {"AutoTokenizer": ["own.Tokenizer", None]}, "tokenizer_class": "Own"}
+    hostile(folder / "target", "tokenizer_config.json", code)
+    line = refused_unasked(door, "run", "--pair", folder, "--workload", "good.jsonl")
+    assert "tokenizer of" in line
+    assert "needs Python code of its own" in line
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("num_hidden_layers", 10**9, "config.json: num_hidden_layers is 1000000000; a model has 1 to 10000 layers"),
+        ("num_hidden_layers", 9000, "larger than the weights beside it"),
+        ("num_hidden_layers", 3, "lack model.layers.2."),
+        ("num_hidden_layers", -1, "config.json: num_hidden_layers is -1"),
+        ("num_hidden_layers", "many", "target: cannot load"),
+        ("vocab_size", 10**12, "larger than the weights beside it"),
+        ("hidden_size", 10**9, "target: cannot load"),
+        ("intermediate_size", 10**12, "larger than the weights beside it"),
+        ("head_dim", 10**9, "larger than the weights beside it"),
+        ("num_attention_heads", 0, "target: cannot load"),
+        ("num_attention_heads", 7, "target: cannot load"),
+        ("num_attention_heads", 16, "target: cannot load"),
+        ("num_key_value_heads", 3, "target: cannot load"),
+        ("rope_parameters", [], "target: cannot load"),
+        ("rms_norm_eps", "small", "target: cannot load"),
+        ("hidden_act", "nothing", "target: cannot load"),
+        ("eos_token_id", {"a": 1}, "target: "),
+    ],
+)
+def test_configurations_that_no_model_has(door: Door, broken: Callable[[str], Path], key: str, value: Any, says: str) -> None:
+    folder = broken("pair")
+    config = folder / "target" / "config.json"
+    document = json.loads(config.read_text())
+    if key == "num_attention_heads" and value == 16:
+        document |= {"num_key_value_heads": 8, "head_dim": 3}  # the weights' own shapes, and no rotation
+    config.write_text(json.dumps(document | {key: value}))
+    (folder / "target" / "generation_config.json").unlink()
+    assert says in refused(door, "run", "--pair", folder, "--workload", "good.jsonl")
+
+
+@pytest.mark.parametrize(("name", "text"), [("target/config.json", "[" * 100_000), ("far/config.json", "{}"), ("pair.json", "[" * 100_000)])
+def test_configurations_that_are_none(door: Door, broken: Callable[[str], Path], name: str, text: str) -> None:
+    folder = broken("pair")
+    (folder / name).write_text(text)
+    line = refused(door, "run", "--pair", folder, "--workload", "good.jsonl")
+    assert Path(name).name in line or "far: cannot load" in line
+
+
+def test_an_adapter_beside_a_model(door: Door, broken: Callable[[str], Path]) -> None:
+    folder = broken("pair")
+    (folder / "near" / "adapter_config.json").write_text('{"base_model_name_or_path": "elsewhere"}')
+    assert "holds an adapter (adapter_config.json); merge it" in refused(door, "run", "--pair", folder, "--workload", "good.jsonl")
+
+
+UNRELATED = b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'
+
+
+@pytest.mark.parametrize("header", [b"[" * 100_000, b"[]", b"{}", b"\xff" * 40, UNRELATED])
+def test_weight_files_of_garbage(door: Door, broken: Callable[[str], Path], header: bytes) -> None:
+    folder = broken("pair")
+    (folder / "near" / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 4)
+    assert "near: " in refused(door, "run", "--pair", folder, "--workload", "good.jsonl")
+
+
+@pytest.mark.parametrize("command", [("run", "--workload", "good.jsonl"), ("schedule", "add", "n", "--every", "6h")])
+def test_more_threads_than_a_machine_can_start(door: Door, command: tuple[str, ...]) -> None:
+    assert "--threads 100000: this machine has" in refused(door, *command, "--pair", door.pair, "--threads", 100_000)
+
+
+def test_a_chat_template_that_fails(door: Door, broken: Callable[[str], Path]) -> None:
+    folder = broken("pair")
+    (folder / "target" / "chat_template.jinja").write_text("{{ raise_exception('no such role') }}")
+    line = refused(door, "run", "--pair", folder, "--workload", "good.jsonl")
+    assert "the target's chat template (--no-chat leaves it out): no such role" in line
 
 
 # ---------------------------------------------------------------------------------------------------------- policies

@@ -562,6 +562,47 @@ def test_a_head_that_does_not_fit_is_refused_in_one_line(error: str, tmp_path: P
     assert str(caught.value).startswith("head: ")
 
 
+ABSURD: tuple[dict[str, Any], ...] = (
+    {"num_attention_heads": 0},
+    {"num_attention_heads": -4},
+    {"hidden_size": 0},
+    {"hidden_size": 10**12},
+    {"num_key_value_heads": -2},
+    {"num_key_value_heads": [2]},
+    {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 3},  # the weights' own shapes, and no rotation
+    {"num_hidden_layers": "two"},
+    {"num_hidden_layers": 10**9},
+    {"intermediate_size": 10**12},
+    {"vocab_size": "many"},
+    {"draft_vocab_size": {}},
+    {"rms_norm_eps": "small"},
+    {"max_position_embeddings": "long"},
+    {"target_hidden_size": [48]},
+    {"eagle_config": [1, 2]},
+    {"eagle_aux_hidden_state_layer_ids": ["low", "middle", "high"]},
+    {"eagle_aux_hidden_state_layer_ids": 3},
+    {"rope_scaling": "linear"},
+    {"rope_theta": {"base": []}},
+)
+
+
+@pytest.mark.parametrize("values", ABSURD, ids=str)
+def test_absurd_values_are_told_in_one_line(values: dict[str, Any], tmp_path: Path, target: CausalModel) -> None:
+    case = _eagle3(file="safetensors")
+    case.config.update(values)
+    with pytest.raises(PairError) as caught:
+        _load(case, tmp_path, target)
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith("head: ")
+
+
+def test_architectures_that_are_no_names_say_nothing(tmp_path: Path, target: CausalModel) -> None:
+    case = _eagle3(file="safetensors")
+    case.config["architectures"] = 5
+    assert _load(case, tmp_path, target).taps == case.taps
+    assert is_head(str(tmp_path))
+
+
 def test_an_eagle1_head_of_another_width_or_without_its_bias_is_refused(tmp_path: Path, target: CausalModel) -> None:
     case = _eagle1()
     del case.tensors["fc.bias"]
