@@ -70,13 +70,15 @@ def _stored(store: TraceStore, name: str, where: str) -> Artifact:
         raise PolicyError(f"{where}{error}") from None
 
 
-def keep_q_table(store: TraceStore, controller: WindowController, pair_id: str, provenance: Mapping[str, Any]) -> str:
-    """Stores what a Q-learning window has learned, float64 [states, actions]; the artifact's id.
-
-    Raises PolicyError for a window that learns nothing.
-    """
+def q_table(controller: WindowController) -> npt.NDArray[np.float64]:
+    """What a Q-learning window has learned, float64 [states, actions]. Raises PolicyError for a window that learns nothing."""
     if controller.window.kind != Q_LEARNING:
         raise PolicyError("only a q_learning window learns a Q-table; this policy's window does not")
-    table = export_q_table(controller.window, controller.state)
+    return export_q_table(controller.window, controller.state)
+
+
+def keep_q_table(store: TraceStore, controller: WindowController, pair_id: str, provenance: Mapping[str, Any]) -> str:
+    """Stores a :func:`q_table`; the artifact's id. Raises PolicyError as that does."""
+    table = q_table(controller)
     document = {"states": table.shape[0], "actions": table.shape[1]}
     return store.put_artifact(Q_TABLE, document, {"values": table}, pair_id=pair_id, provenance=provenance)

@@ -7,6 +7,10 @@ class SpectuneError(Exception):
     """What went wrong, where, and how to mend it, in one line."""
 
 
+class OutputError(SpectuneError):
+    """A file of results cannot be written where it was asked for."""
+
+
 class WorkloadError(SpectuneError):
     """A workload file or request is malformed, empty, or does not fit the model."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +18,11 @@ from optimizer.commands.shared import (
     dtype_of,
     emit,
     json_option,
+    kept_unless_stored,
     load,
     open_store,
     pair_options,
+    pair_places,
     policy_named,
     profile_of,
     sampling_options,
@@ -35,9 +37,11 @@ from optimizer.commands.shared import (
 if TYPE_CHECKING:
     from optimizer.execute import DecodeOptions
     from optimizer.shortlist_ranks import Ranks
+    from runtime.decoder import Decoded
     from runtime.loading import LoadedPair
     from runtime.loop import PolicySource
     from runtime.policies.document import ChooserPolicy, Policy
+    from traces.errors import OutputError
     from traces.schema import LatencyProfile, Outcome, Proposals, Workload
     from traces.store import RecordingInfo, TraceStore
 
@@ -255,8 +259,9 @@ def profile(
                 trees=not no_trees,
                 progress=lambda what, done, total: meter("profile", done, total),
             )
-        store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
-        name = store.put_profile(measured)
+        with kept_unless_stored(ctx, "profile", measured.to_json):
+            store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
+            name = store.put_profile(measured)
     for what, check in (("rounds", measured.check), ("rounds of trees", measured.check.get("trees"))):
         if check is not None and not check["accepted"]:
             click.echo(
@@ -287,7 +292,7 @@ def simulate(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     from runtime.policies.document import ChooserPolicy
     from traces.errors import PolicyError, TraceError
 
-    check_writable(("--per-round", kw["per_round"]))
+    check_writable(ctx, ("--per-round", kw["per_round"]), reads=[kw["policy_name"]])
     with open_store(ctx, create=False) as store:
         recording = store.resolve_recording(kw["recording"])
         info = store.get_recording(recording)
@@ -319,7 +324,7 @@ def simulate(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         click.echo(f"left out: request {skipped.ordinal} of {skipped.recording}: {skipped.problem}", err=True)
     if found is None:
         click.echo("no latency profile of this pair and device: seconds are left at 0 (run `profile`)", err=True)
-    from optimizer.artifacts import fitted, keep_q_table, q_tables
+    from optimizer.artifacts import fitted, keep_q_table, q_table, q_tables
     from optimizer.replay import ReplayTrace, run_replay
     from optimizer.report import outcome_table
     from optimizer.shortlist_ranks import how_to_rank
@@ -346,17 +351,16 @@ def simulate(ctx: click.Context, as_json: bool, **kw: Any) -> None:
             q_tables=q_tables(store),
             artifacts=fitted(store, info.pair_id),
         )
-        learned = None
+        if kw["per_round"]:
+            pairs = zip(trace.request_ids, replayed.steps(), strict=True)
+            write_rounds(kw["per_round"], (row for request, steps in pairs for row in _rounds(request, steps)))
+        outcome = replayed.outcome()
+        data = _outcome_json(outcome, policy)
         if kw["keep_q_table"]:
-            learned = keep_q_table(
-                store, replayed.controller, info.pair_id, {"recording": recording, "policy": policy.spelled_out()}
-            )
-            click.echo(f"artifact {learned}", err=True)
-    if kw["per_round"]:
-        pairs = zip(trace.request_ids, replayed.steps(), strict=True)
-        write_rounds(kw["per_round"], (row for request, steps in pairs for row in _rounds(request, steps)))
-    outcome = replayed.outcome()
-    data = _outcome_json(outcome, policy) | ({"artifact": learned} if learned else {})
+            about = {"recording": recording, "policy": policy.spelled_out()}
+            with kept_unless_stored(ctx, "simulate", lambda: {**data, "q_table": q_table(replayed.controller).tolist()}):
+                data["artifact"] = keep_q_table(store, replayed.controller, info.pair_id, about)
+            click.echo(f"artifact {data['artifact']}", err=True)
     if policy.shortlisted and (as_tree or policy.stop.kind != "none" or not all(f.full for f in trace.forests.values())):
         click.echo("approximate: trees, stops and filters under a shortlist read renormalised probabilities (docs/shortlists.md)", err=True)
         data["approximate"] = True
@@ -447,7 +451,9 @@ def run(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     Example:  cli.py run --policy policy.json --workload demo --limit 32 --outputs texts.jsonl
     """
     options = decode_options(kw)
-    check_writable(("--outputs", kw["outputs"]), ("--per-round", kw["per_round"]))
+    files, folders = pair_places(kw)
+    reads = [*files, *kw["workloads"], kw["policy_name"]]
+    check_writable(ctx, ("--outputs", kw["outputs"]), ("--per-round", kw["per_round"]), reads=reads, folders=folders)
     workload = workload_of(kw)
     with open_store(ctx) as store:
         pair = load(kw, store)
@@ -464,27 +470,45 @@ def run(ctx: click.Context, as_json: bool, **kw: Any) -> None:
                 meter("run", len(decoded), len(encoded.items))
             last = source.current().policy
         result = outcome(last.label(), decoded)
-        if not kw["no_store"]:
-            _keep_run(store, pair, last, result, workload, decoded)
-        if kw["keep_texts"]:
-            from optimizer.record import keep_served
+        texts = _texts(pair, decoded)
+        data = _outcome_json(result, last)
+        failed = _write_results(kw, texts, decoded)
+        with kept_unless_stored(ctx, "run", lambda: {"pair": pair.id, **data, "texts": _with_rounds(texts, decoded)}):
+            if not kw["no_store"]:
+                _keep_run(store, pair, last, result, workload, decoded)
+            if kw["keep_texts"]:
+                from optimizer.record import keep_served
 
-            click.echo(f"recording {keep_served(store, pair, options, decoded)}", err=True)
-    if kw["outputs"]:
-        write_rounds(
-            kw["outputs"],
-            (
-                {
-                    "id": d.trajectory.request_id,
-                    "token_ids": d.trajectory.output_ids.tolist(),
-                    "text": pair.text(d.trajectory.output_ids.tolist()),
-                }
-                for d in decoded
-            ),
-        )
-    if kw["per_round"]:
-        write_rounds(kw["per_round"], (row for d in decoded for row in _rounds(d.trajectory.request_id, d.steps)))
-    emit(as_json, _outcome_json(result, last), lambda: outcome_table(result))
+                click.echo(f"recording {keep_served(store, pair, options, decoded)}", err=True)
+            if failed is not None:
+                raise failed
+    emit(as_json, data, lambda: outcome_table(result))
+
+
+def _texts(pair: LoadedPair, decoded: Iterable[Decoded]) -> list[dict[str, Any]]:
+    outputs = [(d.trajectory.request_id, d.trajectory.output_ids.tolist()) for d in decoded]
+    return [{"id": request, "token_ids": ids, "text": pair.text(ids)} for request, ids in outputs]
+
+
+def _with_rounds(texts: Iterable[dict[str, Any]], decoded: Iterable[Decoded]) -> list[dict[str, Any]]:
+    return [
+        {**text, "seconds": d.seconds, "rounds": list(_rounds(d.trajectory.request_id, d.steps))}
+        for text, d in zip(texts, decoded, strict=True)
+    ]
+
+
+def _write_results(kw: dict[str, Any], texts: Iterable[dict[str, Any]], decoded: Iterable[Decoded]) -> OutputError | None:
+    """Writes the files that ``run`` was asked for. An error is returned: what can be stored is to be stored first."""
+    from traces.errors import OutputError
+
+    try:
+        if kw["outputs"]:
+            write_rounds(kw["outputs"], texts)
+        if kw["per_round"]:
+            write_rounds(kw["per_round"], (row for d in decoded for row in _rounds(d.trajectory.request_id, d.steps)))
+    except OutputError as error:
+        return error
+    return None
 
 
 def _keep_run(store: TraceStore, pair: LoadedPair, policy: Policy, result: Outcome, workload: Workload, decoded: Any) -> None:

@@ -189,7 +189,7 @@ def traces_report(ctx: click.Context, as_json: bool, recording: str, **kw: Any) 
     """
     from optimizer.tree_sources import report_of
 
-    check_writable(("--out", kw["out"]))
+    check_writable(ctx, ("--out", kw["out"]))
     with open_store(ctx, create=False) as store, Meter() as meter:
         report, name = report_of(
             store,
@@ -252,6 +252,7 @@ def traces_export(ctx: click.Context, as_json: bool, path: str, **kw: Any) -> No
     from traces.query import list_recordings, request_rows
     from traces.transfer import export_recordings
 
+    check_writable(ctx, ("export to", path))
     with open_store(ctx, create=False) as store:
         if path.endswith(".db"):
             names = [r.id for r in list_recordings(store.database, _filter(kw))]

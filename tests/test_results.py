@@ -1,0 +1,240 @@
+"""What a command has worked for is never lost: files are written before anything is stored, and what cannot be stored is kept in one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doors import Door, lines, write_workload
+from sqlalchemy import event
+from sqlalchemy.engine import Engine
+
+from db.engine import make_engine, parse_url
+
+FIXED = '{"draft": "near", "window": {"kind": "fixed", "gamma": 3}}'
+LEARNING = '{"draft": "near", "window": {"kind": "q_learning"}}'
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to work in, with a workload of three requests."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    write_workload(folder / "three.jsonl", 3)
+    return folder
+
+
+@pytest.fixture
+def door(url: str, tiny_pair: Path, here: Path) -> Door:
+    """The command line on both databases."""
+    return Door(url, str(tiny_pair))
+
+
+def run(door: Door, *more: object) -> tuple[object, ...]:
+    return ("run", "--pair", door.pair, "--workload", "three.jsonl", "--max-new-tokens", 8, "--policy", FIXED, *more)
+
+
+def forbid_writing(url: str, table: str) -> None:
+    """From now on nothing can be added to a table (PostgreSQL: nothing anywhere)."""
+    parsed = parse_url(url)
+    if parsed.get_backend_name() == "sqlite":
+        connection = sqlite3.connect(str(parsed.database))
+        connection.execute(f"ALTER TABLE {table} RENAME TO gone")
+        connection.close()
+        return
+    engine = make_engine(parsed)
+    with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as server:
+        server.exec_driver_sql(f'ALTER DATABASE "{parsed.database}" SET default_transaction_read_only = on')
+    engine.dispose()
+
+
+@contextmanager
+def listening(listener: Callable[..., None]) -> Iterator[None]:
+    """Calls ``listener`` before each statement of any database."""
+    event.listen(Engine, "before_cursor_execute", listener)
+    try:
+        yield
+    finally:
+        event.remove(Engine, "before_cursor_execute", listener)
+
+
+def kept(here: Path, stderr: str) -> dict[str, Any]:
+    """What is in the file that the last line names, which is the only error."""
+    line = stderr.splitlines()[-1]
+    assert line.startswith("error: ")
+    assert stderr.count("error: ") == 1
+    (file,) = here.glob("spectune-*.json")
+    assert f"kept in {file.name}" in line
+    found = json.loads(file.read_text(encoding="utf-8"))
+    assert isinstance(found, dict)
+    return found
+
+
+def test_files_are_whole_though_the_database_takes_nothing(door: Door, here: Path) -> None:
+    forbid_writing(door.db, "run")
+    found = door.call(*run(door, "--outputs", "texts.jsonl", "--per-round", "rounds.jsonl", "--record"))
+    assert (found.exit_code, found.stdout) == (2, "")
+    texts = lines(here / "texts.jsonl")
+    assert [row["id"] for row in texts] == ["r0", "r1", "r2"]
+    assert {row["request"] for row in lines(here / "rounds.jsonl")} == {"r0", "r1", "r2"}
+    assert [row["token_ids"] for row in kept(here, found.stderr)["texts"]] == [row["token_ids"] for row in texts]
+
+
+def test_results_that_no_file_was_asked_for_are_kept_in_one(door: Door, here: Path) -> None:
+    whole = door.json(*run(door, "--no-store"))
+    forbid_writing(door.db, "run")
+    found = door.call(*run(door))
+    assert (found.exit_code, found.stdout) == (2, "")
+    document = kept(here, found.stderr)
+    assert {key: document[key] for key in ("requests", "emitted_tokens", "policy_id", "pair")} == {
+        **{key: whole[key] for key in ("requests", "emitted_tokens", "policy_id")},
+        "pair": document["pair"],
+    }
+    assert [len(row["token_ids"]) for row in document["texts"]] == [8, 8, 8]
+    assert all(row["text"] and row["rounds"] for row in document["texts"])
+
+
+def test_a_learned_table_that_cannot_be_stored_is_kept(door: Door, here: Path) -> None:
+    door.json("record", "--pair", door.pair, "--workload", "three.jsonl", "--max-new-tokens", 8, "--gamma-max", 4)
+    forbid_writing(door.db, "artifact")
+    policy = json.dumps(json.loads(LEARNING))
+    found = door.call("simulate", "--policy", policy, "--keep-q-table", "--per-round", "rounds.jsonl")
+    assert (found.exit_code, found.stdout) == (2, "")
+    assert {row["request"] for row in lines(here / "rounds.jsonl")} == {"r0", "r1", "r2"}
+    document = kept(here, found.stderr)
+    assert document["requests"] == 3
+    assert document["q_table"]
+
+
+def test_a_database_that_is_removed_meanwhile_takes_no_results_with_it(tiny_pair: Path, here: Path) -> None:
+    door = Door("spectune.db", str(tiny_pair))
+    door.json("policies", "list", "--pair", tiny_pair)
+
+    def remove(_conn: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        if statement.startswith("INSERT INTO run"):
+            for file in here.glob("spectune.db*"):
+                file.unlink()
+
+    with listening(remove):
+        found = door.call(*run(door))
+    assert (found.exit_code, found.stdout) == (2, "")
+    assert "database spectune.db was removed meanwhile" in found.stderr.splitlines()[-1]
+    assert len(kept(here, found.stderr)["texts"]) == 3
+
+
+def test_an_interrupt_while_storing_keeps_the_results(door: Door, here: Path) -> None:
+    def interrupt(_conn: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        if statement.startswith("INSERT INTO run"):
+            raise KeyboardInterrupt
+
+    with listening(interrupt):
+        found = door.call(*run(door))
+    assert found.exit_code == 130
+    (file,) = here.glob("spectune-run-*.json")
+    assert f"kept in {file.name}" in found.stderr
+    assert len(json.loads(file.read_text())["texts"]) == 3
+
+
+def test_a_file_that_cannot_be_written_after_all_costs_nothing_stored(door: Door, here: Path) -> None:
+    """The part beside the file is in the way: known only when it is written."""
+    (here / ".texts.jsonl.part").mkdir()
+    found = door.call(*run(door, "--outputs", "texts.jsonl", "--record"))
+    assert (found.exit_code, found.stdout) == (2, "")
+    assert "texts.jsonl: cannot be written" in found.stderr.splitlines()[-1]
+    assert len(kept(here, found.stderr)["texts"]) == 3
+    assert [r["n_requests"] for r in door.json("traces", "list")["recordings"]] == [3]
+
+
+# ------------------------------------------------------------------------------------------------ files that are ours
+
+
+@pytest.fixture
+def sqlite_door(tiny_pair: Path, here: Path) -> Door:
+    """The command line on a SQLite database here, and a copy of the pair beside it."""
+    shutil.copytree(tiny_pair.parent, here / "pair")
+    door = Door("spectune.db", "pair/pair.json")
+    door.json("record", "--pair", door.pair, "--workload", "three.jsonl", "--max-new-tokens", 8, "--gamma-max", 4)
+    shutil.copyfile("spectune.db", "other.db")
+    os.link("spectune.db", "hard.jsonl")
+    os.symlink("spectune.db", "soft.jsonl")
+    os.symlink("loop.jsonl", "loop.jsonl")
+    os.mkfifo("pipe")
+    (here / "policy.json").write_text(FIXED)
+    return door
+
+
+def state(here: Path) -> dict[str, tuple[int, bytes]]:
+    return {str(f): (f.stat().st_ino, f.read_bytes()) for f in here.rglob("*") if f.is_file() and not f.name.endswith(("-wal", "-shm"))}
+
+
+@pytest.mark.parametrize("option", ["--outputs", "--per-round"])
+def test_no_output_takes_the_place_of_what_a_command_needs(sqlite_door: Door, here: Path, option: str) -> None:
+    before = state(here)
+    for path, says in (
+        ("spectune.db", "the database in use"),
+        ("./pair/../spectune.db", "the database in use"),
+        (here / "spectune.db", "the database in use"),
+        ("spectune.db-wal", "the database in use"),
+        ("soft.jsonl", "the database in use"),
+        ("hard.jsonl", "a SQLite database"),
+        ("other.db", "a SQLite database"),
+        ("three.jsonl", "read by this command"),
+        ("policy.json", "read by this command"),
+        ("pair/pair.json", "read by this command"),
+        ("pair/target/config.json", "in the folder of a model"),
+        ("pair/far/new.jsonl", "in the folder of a model"),
+        ("pipe", "no regular file"),
+        ("loop.jsonl", "cannot be written"),
+        ("x" * 300, "cannot be written"),
+    ):
+        command = [word if word != FIXED else "policy.json" for word in run(sqlite_door, option, path)]
+        found = sqlite_door.call(*command)
+        assert (found.exit_code, found.stdout, found.stderr.count("\n")) == (2, "", 1), (path, found.output)
+        assert found.stderr.startswith(f"error: {option} {path}: ")
+        assert says in found.stderr
+        assert state(here) == before
+        assert (here / "pipe").is_fifo()
+
+
+def test_other_commands_spare_the_database_too(sqlite_door: Door, here: Path) -> None:
+    os.symlink("spectune.db", "rows.csv")
+    before = state(here)
+    for command in (
+        ("simulate", "--policy", FIXED, "--per-round", "spectune.db"),
+        ("simulate", "--policy", "policy.json", "--per-round", "policy.json"),
+        ("traces", "report", "--out", "spectune.db"),
+        ("traces", "export", "rows.csv"),
+    ):
+        found = sqlite_door.call(*command)
+        assert (found.exit_code, found.stdout, found.stderr.count("\n")) == (2, "", 1), found.output
+        assert state(here) == before
+    with sqlite3.connect("spectune.db") as connection:
+        assert connection.execute("SELECT count(*) FROM recording").fetchone() == (1,)
+
+
+def test_a_database_that_does_not_exist_yet_is_no_output_either(here: Path, tiny_pair: Path) -> None:
+    door = Door("new.db", str(tiny_pair))
+    found = door.call(*run(door, "--outputs", "new.db"))
+    assert (found.exit_code, found.stdout, found.stderr.count("\n")) == (2, "", 1)
+    assert not (here / "new.db").exists()
+
+
+def test_two_outputs_are_two_files(door: Door, here: Path) -> None:
+    found = door.call(*run(door, "--outputs", "out.jsonl", "--per-round", "./out.jsonl"))
+    assert found.exit_code == 2
+    assert "--per-round ./out.jsonl: that is --outputs, too" in found.stderr
+    assert not (here / "out.jsonl").exists()
+
+
+def test_an_output_may_replace_a_former_one(door: Door, here: Path) -> None:
+    for _ in range(2):
+        door.json(*run(door, "--outputs", "out.jsonl", "--no-store"))
+    assert len(lines(here / "out.jsonl")) == 3
