@@ -292,7 +292,7 @@ def dtype_of(pair: LoadedPair) -> str:
     return str(pair.target.dtype).removeprefix("torch.")
 
 
-def write_rounds(path: str, rows: Iterator[dict[str, Any]]) -> None:
+def write_rounds(path: str, rows: Iterable[dict[str, Any]]) -> None:
     """Writes JSON lines (:func:`write_text`)."""
     write_text(path, (json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
