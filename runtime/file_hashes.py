@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from traces.files import replacing
+
 RACY_NS = 2 * 10**9
 """A file modified this shortly before it was read may change once more and keep its time stamps: its hash is not remembered."""
 LARGE_BYTES = 1 << 24
@@ -65,13 +67,10 @@ class FileHashes:
             return
         files = self._read() | {key: self._known[key]}
         document = {"files": {name: [*state, digest] for name, (state, digest) in files.items() if Path(name).is_file()}}
-        part = self._cache.with_name(f"{self._cache.name}.{os.getpid()}.part")
         with contextlib.suppress(OSError):
             self._cache.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            part.write_text(json.dumps(document), encoding="utf-8")
-            part.replace(self._cache)
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
+            with replacing(self._cache) as file:
+                file.write(json.dumps(document).encode())
 
 
 def _state(file: Path) -> State:

@@ -16,7 +16,9 @@ from doors import Door, lines, write_workload
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
 
-from db.engine import make_engine, parse_url
+from db.engine import make_engine
+from db.urls import parse_url
+from traces.text import shortened
 
 FIXED = '{"draft": "near", "window": {"kind": "fixed", "gamma": 3}}'
 LEARNING = '{"draft": "near", "window": {"kind": "q_learning"}}'
@@ -144,9 +146,14 @@ def test_an_interrupt_while_storing_keeps_the_results(door: Door, here: Path) ->
 
 
 def test_a_file_that_cannot_be_written_after_all_costs_nothing_stored(door: Door, here: Path) -> None:
-    """The part beside the file is in the way: known only when it is written."""
-    (here / ".texts.jsonl.part").mkdir()
-    found = door.call(*run(door, "--outputs", "texts.jsonl", "--record"))
+    """The folder is removed while the run decodes: known only when the file is written."""
+    (here / "out").mkdir()
+
+    def remove(_conn: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        shutil.rmtree(here / "out", ignore_errors=True)
+
+    with listening(remove):
+        found = door.call(*run(door, "--outputs", "out/texts.jsonl", "--record"))
     assert (found.exit_code, found.stdout) == (2, "")
     assert "texts.jsonl: cannot be written" in found.stderr.splitlines()[-1]
     assert len(kept(here, found.stderr)["texts"]) == 3
@@ -198,7 +205,7 @@ def test_no_output_takes_the_place_of_what_a_command_needs(sqlite_door: Door, he
         command = [word if word != FIXED else "policy.json" for word in run(sqlite_door, option, path)]
         found = sqlite_door.call(*command)
         assert (found.exit_code, found.stdout, found.stderr.count("\n")) == (2, "", 1), (path, found.output)
-        assert found.stderr.startswith(f"error: {option} {path}: ")
+        assert found.stderr.startswith(f"error: {option} {shortened(str(path))}: ")
         assert says in found.stderr
         assert state(here) == before
         assert (here / "pipe").is_fifo()

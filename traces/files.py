@@ -94,8 +94,10 @@ def why_not_writable(path: str | Path) -> str | None:
         folder = target.resolve().parent
         if not folder.is_dir():
             return f"there is no folder {shortened(str(folder))}; make it, or name another file"
+    except RuntimeError:  # as Path.resolve has it
+        return "cannot be written (a link to itself); name another file"
     except (OSError, ValueError) as error:
-        return f"{getattr(error, 'strerror', None) or error}; name another file"
+        return f"cannot be written ({getattr(error, 'strerror', None) or error}); name another file"
     if there is not None and not target.is_file():
         return "no regular file, so that it cannot be replaced; name another file"
     if not os.access(folder, os.W_OK):

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from runtime.loading import LoadedPair
     from runtime.pair import PairSpec
     from runtime.policies.document import Policy
-    from traces.errors import SpectuneError
     from traces.schema import Workload
     from traces.store import TraceStore
 
