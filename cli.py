@@ -19,31 +19,51 @@ from optimizer.commands.policies import policies
 from optimizer.commands.recordings import traces
 from optimizer.commands.schedules import schedule
 from optimizer.commands.shared import with_context
+from traces.text import one_line
 
 DEFAULT_DB = "spectune.db"
 
 
 class Door(click.Group):
-    """Turns the project's errors into one line on stderr and exit code 2, and Ctrl-C into 130."""
+    """Turns the project's errors and the system's into one line on stderr and exit code 2, and Ctrl-C into 130."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        for argument in args:
+            if "\0" in argument or any("\ud800" <= character <= "\udfff" for character in argument):
+                raise click.UsageError(f"{one_line(argument)}: an argument that is no text (NUL, or bytes that are not UTF-8)")
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         from db.errors import DatabaseError
         from traces.errors import SpectuneError
-        from traces.text import printable
 
         # A second Ctrl-C may come while the first one's connections are handed back; the pool would log that with a traceback.
         logging.getLogger("sqlalchemy.pool").setLevel(logging.CRITICAL)
         try:
             return super().invoke(ctx)
-        except (SpectuneError, DatabaseError) as error:
-            click.echo(f"error: {printable(' '.join(str(error).splitlines()))}", err=True)
-            ctx.exit(2)
-        except KeyboardInterrupt:
-            click.echo("interrupted; what was committed is kept, the same command goes on from there", err=True)
-            ctx.exit(130)
+        except click.UsageError as error:
+            said = error.format_message()
+            line = one_line(said)
+            # A group without a command is an error whose message is its help.
+            if line == said or (error.ctx is not None and said == error.ctx.get_help()):
+                raise
+            raise click.UsageError(line, error.ctx) from None
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             ctx.exit(1)
+        except (SpectuneError, DatabaseError) as error:
+            _refuse(ctx, str(error))
+        except OSError as error:
+            # What no command foresaw: a name that is too long, a folder that went away, a full disk.
+            _refuse(ctx, f"{error.filename or 'the system'}: {error.strerror or error}")
+        except KeyboardInterrupt:
+            click.echo("interrupted; what was committed is kept, the same command goes on from there", err=True)
+            ctx.exit(130)
+
+
+def _refuse(ctx: click.Context, message: str) -> None:
+    click.echo(f"error: {one_line(message)}", err=True)
+    ctx.exit(2)
 
 
 def _show_version(ctx: click.Context, _param: click.Parameter, wanted: bool) -> None:

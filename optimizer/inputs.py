@@ -10,7 +10,7 @@ from runtime.policies.document import BUILT_IN, Policy, parse_policy
 from traces.errors import PolicyError, WorkloadError
 from traces.files import is_file, parse_json, read_json
 from traces.schema import Workload
-from traces.workloads import make_workload, read_workload, take
+from traces.workloads import Turns, make_workload, read_workload, take
 
 if TYPE_CHECKING:
     from traces.catalog import StoredPolicy
@@ -18,15 +18,18 @@ if TYPE_CHECKING:
 
 
 def load_workload(
-    names: Sequence[str], *, all_turns: bool = False, limit: int | None = None, categories: Sequence[str] = ()
+    names: Sequence[str], *, turns: Turns | None = None, limit: int | None = None, categories: Sequence[str] = ()
 ) -> Workload:
-    """``demo``, or JSONL files read as one workload. Raises WorkloadError when malformed, empty, or nothing is left of it."""
+    """``demo``, or JSONL files read as one workload; ``turns`` says what is made of requests that have several.
+
+    Raises WorkloadError when malformed, empty, nothing is left of it, or a request has several turns and ``turns`` is None.
+    """
     if list(names) == ["demo"] or not names:
-        workload = make_workload("demo", ((f"demo:{i}", line) for i, line in enumerate(demo_workload())), all_turns=all_turns)
+        workload = make_workload("demo", ((f"demo:{i}", line) for i, line in enumerate(demo_workload())))
     elif "demo" in names:
         raise WorkloadError("--workload demo cannot be mixed with files; record them apart")
     else:
-        workload = read_workload(names, all_turns=all_turns)
+        workload = read_workload(names, turns=turns)
     if categories:
         kept = tuple(r for r in workload.requests if r.category in categories)
         if not kept:

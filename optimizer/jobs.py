@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -17,12 +17,13 @@ from optimizer.tune import Progress, Tuned, TuneOptions, tune, tune_recording
 from runtime.loading import LoadedPair, load_pair
 from runtime.pair import PairSpec
 from traces.errors import TraceError
-from traces.schema import Sampling
+from traces.schema import Sampling, Workload
 from traces.store import TraceStore
+from traces.workloads import Turns
 
 SEARCHED = ("trials", "gamma_max", "tree_width", "tree_depth", "finalists")
 KEYS = {
-    "pair", "workload", "categories", "limit", "all_turns", "recorded", "device", "dtype", "threads", "temperature",
+    "pair", "workload", "categories", "limit", "turns", "all_turns", "recorded", "device", "dtype", "threads", "temperature",
     "top_k", "top_p", "seed", "max_new_tokens", "verifier", "stop_strings", "chat", "fresh", "sample", *SEARCHED,
 }  # fmt: skip
 SAMPLE = 200
@@ -38,6 +39,30 @@ def check_payload(payload: Mapping[str, Any]) -> None:
         raise ScheduleError('the schedule\'s payload needs "pair"')
     if payload.get("recorded"):
         parse_duration(str(payload["recorded"]))
+    turns_asked(payload)
+
+
+def turns_asked(payload: Mapping[str, Any]) -> Turns | None:
+    """What a payload says of requests with several turns. Older ones have no ``turns``: they took the first turn, or said ``all_turns``.
+
+    Raises ScheduleError.
+    """
+    if "turns" not in payload:
+        return "all" if payload.get("all_turns") else "first"
+    turns: Any = payload["turns"]
+    if turns not in (None, "first", "all"):
+        raise ScheduleError(f'"turns" in the schedule\'s payload is {turns!r}; it must be "first", "all" or null')
+    return cast("Turns | None", turns)
+
+
+def tuning_workload(payload: Mapping[str, Any]) -> Workload:
+    """The workload that a schedule's payload names. Raises WorkloadError and ScheduleError."""
+    return load_workload(
+        list(payload.get("workload", ["demo"])),
+        turns=turns_asked(payload),
+        limit=payload.get("limit"),
+        categories=tuple(payload.get("categories", ())),
+    )
 
 
 def tuning_job(
@@ -114,13 +139,7 @@ def _tune(store: TraceStore, pair: LoadedPair, payload: Mapping[str, Any], conte
         window = timedelta(seconds=parse_duration(str(payload["recorded"])))
         recording = gather(store, pair, window, int(payload.get("sample", SAMPLE)), key=context.idempotency_key)
         return tune_recording(store, pair, recording, _within(wanted, context), progress=progress)
-    workload = load_workload(
-        list(payload.get("workload", ["demo"])),
-        all_turns=bool(payload.get("all_turns", False)),
-        limit=payload.get("limit"),
-        categories=tuple(payload.get("categories", ())),
-    )
-    return tune(store, pair, workload, _within(wanted, context), progress=progress)
+    return tune(store, pair, tuning_workload(payload), _within(wanted, context), progress=progress)
 
 
 def _within(wanted: TuneOptions, context: JobContext) -> TuneOptions:

@@ -12,19 +12,20 @@ from rich.text import Text
 from optimizer.tune import Tuned, finite
 from runtime.policies.document import parse_policy
 from traces.schema import TREE_SCALE, Counts, LatencyProfile, Outcome, TreeProfile
-from traces.text import printable
+from traces.text import one_line, printable
 
 
 def outcome_table(outcome: Outcome) -> RenderableType:
     """An outcome: a line per category and the total."""
     verb = "predicted" if outcome.kind == "replayed" else "measured"
-    table = Table(title=f"{outcome.policy} ({verb})", title_justify="left")
+    table = _table(f"{outcome.policy} ({verb})")
     for column in ("category", "requests", "rounds", "tokens", "tau", "drafted", "accepted", "seconds", "tokens/s"):
         table.add_column(column, justify="left" if column == "category" else "right")
 
     def row(name: str, c: Counts, style: str = "") -> None:
         seconds = (f"{c.seconds:.2f}", f"{c.tokens_per_s:.1f}") if c.seconds else ("-", "-")
-        table.add_row(
+        _row(
+            table,
             name,
             str(c.requests),
             str(c.rounds),
@@ -41,14 +42,14 @@ def outcome_table(outcome: Outcome) -> RenderableType:
     row("all", outcome.total, "bold")
     low, high = outcome.tokens_per_s_interval()
     if high:
-        return Group(table, Text(f"95% interval over requests: {low:.1f} to {high:.1f} tokens/s", style="dim"))
+        return Group(table, _note(f"95% interval over requests: {low:.1f} to {high:.1f} tokens/s"))
     return table
 
 
 def evidence_table(tuned: Tuned) -> RenderableType:
     """What a tuning executed, fastest first by what tells policies apart that were not executed on the same requests: the speed over the
     race's leader, projected to the workload. Prediction beside measurement; on how many requests tells whom the race dropped."""
-    table = Table(title="Executed on requests the search has not seen", title_justify="left")
+    table = _table("Executed on requests the search has not seen")
     for column in (
         "role",
         "policy",
@@ -67,7 +68,8 @@ def evidence_table(tuned: Tuned) -> RenderableType:
     unique = {c.policy.id: c for c in tuned.candidates}
     for c in sorted(unique.values(), key=lambda c: -c.raced[0]):
         low, high = finite(c.raced[1:])
-        table.add_row(
+        _row(
+            table,
             ", ".join(seen[c.policy.id]),
             c.policy.label(),
             f"{c.executed.total.mean_accepted_length:.2f}",
@@ -89,7 +91,7 @@ def evidence_table(tuned: Tuned) -> RenderableType:
         *_not_tried(tuned),
         "seconds: " + ", ".join(f"{k} {v:.0f}" for k, v in tuned.seconds.items()),
     ]
-    return Group(table, Text("\n".join(notes), style="dim"))
+    return Group(table, _note("\n".join(notes)))
 
 
 def _not_tried(tuned: Tuned) -> list[str]:
@@ -105,7 +107,7 @@ def _not_tried(tuned: Tuned) -> list[str]:
 
 def profile_table(profile: LatencyProfile, name: str) -> RenderableType:
     """A latency profile: milliseconds by width at each context."""
-    table = Table(title=f"Latency profile {name} ({profile.device}, {profile.dtype}), ms", title_justify="left")
+    table = _table(f"Latency profile {name} ({profile.device}, {profile.dtype}), ms")
     table.add_column("part")
     table.add_column("tokens", justify="right")
     for context in profile.verify.contexts:
@@ -114,7 +116,7 @@ def profile_table(profile: LatencyProfile, name: str) -> RenderableType:
         for i, width in enumerate(curve.widths):
             if part != "verify" or width <= 5 or width % 4 == 1:
                 cells = [f"{1e3 * m:.3f} ± {5e2 * s:.3f}" for m, s in zip(curve.median_s[i], curve.spread_s[i], strict=True)]
-                table.add_row(part, str(width), *cells)
+                _row(table, part, str(width), *cells)
     check = profile.check
     notes = (
         f"overhead {1e6 * profile.overhead_s:.0f} us a round ({100 * check.get('overhead_share', 0):.1f}%); composed against "
@@ -128,54 +130,54 @@ def profile_table(profile: LatencyProfile, name: str) -> RenderableType:
             f"; of trees against {of_trees.get('rounds', 0)}: median error {100 * of_trees.get('median_error', 0):.1f}%, total "
             f"{100 * of_trees.get('total_error', 0):+.1f}%, {'accepted' if of_trees.get('accepted') else 'NOT accepted'}"
         )
-    return Group(table, Text(notes, style="dim"))
+    return Group(table, _note(notes))
 
 
 def bins_table(fitted: Mapping[str, Any]) -> RenderableType:
     """Fitted entropy bins, lowest first; thresholds in nats."""
-    table = Table(title=f"Entropy bins of draft {fitted['draft']}, {fitted['depth']} levels", title_justify="left")
+    table = _table(f"Entropy bins of draft {fitted['draft']}, {fitted['depth']} levels")
     for column in ("bin", "up to, nats", "rounds fitted", "mean TCR", "share of all", "fully accepted"):
         table.add_column(column, justify="right")
     bounds = [*(f"{t / TREE_SCALE:.3g}" for t in fitted["thresholds"]), "-"]
     for n, (bound, row) in enumerate(zip(bounds, fitted["statistics"], strict=True)):
         figures = (f"{row['mean_tcr']:.1f}", f"{100 * row['share']:.0f}%", f"{100 * row['fully_accepted']:.0f}%")
-        table.add_row(str(n), bound, str(row["count"]), *figures)
+        _row(table, str(n), bound, str(row["count"]), *figures)
     which = "all rounds, too few being fully accepted" if fitted["fallback"] else "fully accepted rounds"
     overlap = ", ".join(f"{j:.2f}" for j in fitted["jaccard"])
     notes = (
         f"fitted to {fitted['rounds']} of {fitted['starts']} rounds ({which}), N = {fitted['top_n']}; R2 {fitted['explained']:.3f}; "
         f"overlap (Jaccard) with trees of 4, 5, 6 layers: {overlap}"
     )
-    return Group(table, Text(notes, style="dim"))
+    return Group(table, _note(notes))
 
 
 def classifier_table(fitted: Mapping[str, Any]) -> RenderableType:
     """A trained classifier by epoch, on the nodes held out."""
     metrics = fitted["metrics"]
     how = f"carried over from {fitted['from']}" if "from" in fitted else "trained"
-    table = Table(title=f"Classifier of draft {fitted['draft']}, {how}", title_justify="left")
+    table = _table(f"Classifier of draft {fitted['draft']}, {how}")
     for column in ("epoch", "loss", "recall", "positive rate"):
         table.add_column(column, justify="right")
     every = max(1, len(metrics["curve"]) // 10)
     for point in (p for p in metrics["curve"] if p["epoch"] % every == 0 or p is metrics["curve"][-1]):
-        table.add_row(str(point["epoch"]), *(_cell(point[k]) for k in ("loss", "recall", "positive_rate")))
+        _row(table, str(point["epoch"]), *(_cell(point[k]) for k in ("loss", "recall", "positive_rate")))
     notes = (
         f"{fitted['hidden']} hidden units on {', '.join(metrics['features'])}; {fitted['nodes']} nodes of {fitted['starts']} trees, "
         f"{fitted['accepted']} accepted; trained on {metrics['positives']} accepted and {metrics['negatives']} rejected ones; recall and "
         f"positive rate at 0.5 on {metrics['held_out']} held-out nodes"
     )
-    return Group(table, Text(notes, style="dim"))
+    return Group(table, _note(notes))
 
 
 def score_table(fitted: Mapping[str, Any]) -> RenderableType:
     """A fitted sharpness: estimates of acceptance by rank beside what was observed, on the requests held out."""
     title = f"Score of draft {fitted['draft']}, {fitted['width']} children: sharpness {fitted['sharpness']:g}"
-    table = Table(title=title, title_justify="left")
+    table = _table(title)
     for column in ("rank", "laws", "accepted", "fitted", "default", "q"):
         table.add_column(column, justify="right")
     for row in fitted["ranks"]:
         figures = (f"{row[k]:.3f}" for k in ("observed", "predicted", "default", "probability"))
-        table.add_row(str(row["rank"]), str(row["laws"]), *figures)
+        _row(table, str(row["rank"]), str(row["laws"]), *figures)
     loss = fitted["loss"]
     notes = (
         f"log loss of a child {loss['fitted']:.4f}, with the default sharpness {loss['default']:.4f}, by q {loss['probability']:.4f}, on "
@@ -184,12 +186,12 @@ def score_table(fitted: Mapping[str, Any]) -> RenderableType:
     )
     if fitted["at_border"]:
         notes += "; the sharpness is at the border of what was looked at"
-    return Group(table, Text(notes, style="dim"))
+    return Group(table, _note(notes))
 
 
 def static_tree_table(fitted: Mapping[str, Any]) -> RenderableType:
     """A static tree, level by level."""
-    table = Table(title=f"Static tree of draft {fitted['draft']}, {fitted['nodes']} nodes", title_justify="left")
+    table = _table(f"Static tree of draft {fitted['draft']}, {fitted['nodes']} nodes")
     table.add_column("level", justify="right")
     table.add_column("nodes", justify="right")
     table.add_column("P(accepted) of ranks 0, 1, ... given the parent")
@@ -197,33 +199,33 @@ def static_tree_table(fitted: Mapping[str, Any]) -> RenderableType:
     for level in range(1, fitted["depth"] + 1):
         paths = [p for p in fitted["paths"] if len(p) == level]
         chances = fitted["acceptance"][min(level, len(fitted["acceptance"])) - 1]
-        shown = " ".join("/".join(map(str, p)) for p in paths[:8]) + (" ..." if len(paths) > 8 else "")
-        table.add_row(str(level), str(len(paths)), " ".join(f"{p:.3f}" for p in chances[:6]), shown)
+        first = " ".join("/".join(map(str, p)) for p in paths[:8]) + (" ..." if len(paths) > 8 else "")
+        _row(table, str(level), str(len(paths)), " ".join(f"{p:.3f}" for p in chances[:6]), first)
     rate = fitted["expected_tokens_per_s"]
     notes = f"{fitted['expected_tokens']:.2f} tokens a round expected" + (
         f", {rate:.1f} tokens/s by profile {fitted['profile']}" if rate else "; chosen by acceptance alone, without costs"
     )
-    return Group(table, Text(notes, style="dim"))
+    return Group(table, _note(notes))
 
 
 def chooser_table(fitted: Mapping[str, Any]) -> RenderableType:
     """A chooser of drafts as fitted: its candidates, and what choosing is worth on the requests held out."""
     scores = fitted["metrics"].get("held_out") or fitted["metrics"]["fit"]
     kept = "chooses" if fitted["chooses"] else f"keeps to {fitted['single']}"
-    table = Table(title=f"{kept}: {fitted['reason']}", title_justify="left")
+    table = _table(f"{kept}: {fitted['reason']}")
     for name in ("draft", "policy", "accuracy", "R^2", "tokens/s", "chosen"):
         table.add_column(name, justify="left" if name in ("draft", "policy") else "right")
     for draft, document in fitted["candidates"].items():
         r2, speed = scores["r2"].get(draft), scores["tokens_per_s"][draft]
         numbers = (f"{scores['accuracy'][draft]:.2f}", "" if r2 is None else f"{r2:.2f}", f"{speed:.1f}")
-        table.add_row(draft, parse_policy(document).label(), *numbers, str(scores["picks"][fitted["rule"]][draft]))
+        _row(table, draft, parse_policy(document).label(), *numbers, str(scores["picks"][fitted["rule"]][draft]))
     for name in ("oracle", "throughput", "theorem_3"):
         share, (low, high) = scores["share"][name], scores["interval"][name]
         about = f"{100 * scores['gain'][name]:+.1f}% ({100 * low:+.1f} to {100 * high:+.1f}) over {scores['single']}"
         about += "" if share is None else f", share {share:.2f}"
-        table.add_row(name, about, "", "", f"{scores['tokens_per_s'][name]:.1f}", "")
+        _row(table, name, about, "", "", f"{scores['tokens_per_s'][name]:.1f}", "")
     held = f"{scores['requests']} requests" + (" held out" if "held_out" in fitted["metrics"] else ", those fitted to")
-    return Group(table, Text(f"replayed on {held}, the pass that reads prompts charged", style="dim"))
+    return Group(table, _note(f"replayed on {held}, the pass that reads prompts charged"))
 
 
 def shortlist_fit_table(fitted: Mapping[str, Any]) -> RenderableType:
@@ -234,25 +236,25 @@ def shortlist_fit_table(fitted: Mapping[str, Any]) -> RenderableType:
         columns = ("clusters", "tokens", "mass", "true_tokens") if "router" in fitted else ("tokens", "mass", "true_tokens")
         return rows_table(fitted["kept"], columns, title)
     if "coverage" in fitted:
-        table = Table(title=f"{fitted['tokens']} tokens counted, {fitted['distinct']} of {fitted['vocab']} occur", title_justify="left")
+        table = _table(f"{fitted['tokens']} tokens counted, {fitted['distinct']} of {fitted['vocab']} occur")
         table.add_column("size", justify="right")
         table.add_column("of the counted tokens", justify="right")
         for size, share in fitted["coverage"].items():
-            table.add_row(size, f"{100 * share:.2f}%")
+            _row(table, size, f"{100 * share:.2f}%")
         return table
     sizes = sorted(fitted["cluster_sizes"])
     about = f"{fitted['clusters']} clusters of {sizes[0]} to {sizes[-1]} tokens, median {sizes[len(sizes) // 2]}"
     if "scores" not in fitted:
-        return Text(f"{about}; mean cosine to the centre {fitted['cohesion']:.3f}")
+        return Text(one_line(f"{about}; mean cosine to the centre {fitted['cohesion']:.3f}"))
     scores = fitted["scores"]
-    table = Table(title=f"Router of draft {fitted['draft']}: {about}", title_justify="left")
+    table = _table(f"Router of draft {fitted['draft']}: {about}")
     for name in ("clusters", "tokens", "recall", "mass kept", "frequency, same size", "best clusters"):
         table.add_column(name, justify="right")
     for i, k in enumerate(scores["ks"]):
         shares = [scores[name][i] for name in ("recall", "mass", "frequency", "oracle")]
-        table.add_row(str(k), f"{scores['size'][i]:.0f}", *(f"{100 * share:.1f}%" for share in shares))
+        _row(table, str(k), f"{scores['size'][i]:.0f}", *(f"{100 * share:.1f}%" for share in shares))
     note = f"{scores['contexts']} contexts of texts held out; mass: of the draft's law, {scores['ceiling']:.3f} at most"
-    return Group(table, Text(note, style="dim"))
+    return Group(table, _note(note))
 
 
 def _tree_rows(table: Table, trees: TreeProfile, contexts: Sequence[int]) -> None:
@@ -263,21 +265,35 @@ def _tree_rows(table: Table, trees: TreeProfile, contexts: Sequence[int]) -> Non
         for i, width in enumerate(curve.widths):
             found = dict(zip(curve.contexts, zip(curve.median_s[i], curve.spread_s[i], strict=True), strict=True))
             cells = [f"{1e3 * found[c][0]:.3f} ± {5e2 * found[c][1]:.3f}" if c in found else "" for c in contexts]
-            table.add_row(part, str(width), *cells)
+            _row(table, part, str(width), *cells)
 
 
 def rows_table(rows: Sequence[dict[str, Any]], columns: Sequence[str], title: str = "") -> RenderableType:
     """Plain rows as a table; missing values are left blank."""
-    table = Table(title=_cell(title) if title else None, title_justify="left")
+    table = _table(title)
     for column in columns:
         table.add_column(column)
     for row in rows:
-        table.add_row(*(_cell(row.get(c)) for c in columns))
+        _row(table, *(_cell(row.get(c)) for c in columns))
     return table
 
 
-def _cell(value: Any) -> Text:
-    """A value as it is: what looks like markup is none, and control characters are spelled out."""
+def _table(title: str = "") -> Table:
+    """A table whose title is shown as it is, whatever it quotes; its rows are :func:`_row`'s."""
+    return Table(title=Text(one_line(title), style="table.title") if title else None, title_justify="left")
+
+
+def _row(table: Table, *cells: str, style: str = "") -> None:
+    """Adds a row of cells that are shown as they are: rich reads markup in plain strings (``[math]``)."""
+    table.add_row(*(Text(printable(cell).replace("\n", "\\n")) for cell in cells), style=style)
+
+
+def _note(text: str) -> Text:
+    """Lines below a table."""
+    return Text(printable(text), style="dim")
+
+
+def _cell(value: Any) -> str:
     if value is None:
-        return Text("")
-    return Text(f"{value:.4g}" if isinstance(value, float) else printable(str(value)))
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

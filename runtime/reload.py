@@ -16,6 +16,7 @@ from typing import Literal
 from runtime.policies.document import Policy
 from runtime.policies.prepared import PreparedPolicy
 from traces.errors import SpectuneError
+from traces.text import one_line
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ class WatchedSource:
             try:
                 self.poll()
             except self._retry as error:
-                self.last_error = one_line(str(error))
+                self.last_error = one_line(str(error), REASON_LIMIT)
             except Exception as error:  # a look that fails, for whatever reason, is followed by another
                 self.last_error = reason_of(error)
 
@@ -142,11 +143,4 @@ class WatchedSource:
 def reason_of(error: Exception) -> str:
     """Why something was refused: what an error says, with its type unless it is one of ours. One line (:func:`one_line`)."""
     said = str(error) if isinstance(error, SpectuneError) else f"{type(error).__name__}: {error}"
-    return one_line(said.removesuffix(": "))
-
-
-def one_line(text: str) -> str:
-    """A text as one printable line of at most :data:`REASON_LIMIT` characters, which every database takes."""
-    line = " ".join(text[: 2 * REASON_LIMIT].split())
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
-    return shown if len(shown) <= REASON_LIMIT else f"{shown[: REASON_LIMIT - 3]}..."
+    return one_line(said.removesuffix(": "), REASON_LIMIT)

@@ -107,7 +107,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def write_workload(path: Path, count: int, prompts: Sequence[str] = ("def add(a, b):", "The quick brown fox")) -> Path:
     """A workload of ``count`` requests in two categories."""
     rows = [
-        {"id": f"r{i}", "category": "ab"[i % 2], "turns": [f"{prompts[i % len(prompts)]} {i}", "and then?"]} for i in range(count)
+        {"id": f"r{i}", "category": "ab"[i % 2], "turns": [f"{prompts[i % len(prompts)]} {i}"]} for i in range(count)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

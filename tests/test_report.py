@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from rich.console import Console
 
-from optimizer.report import evidence_table
+from optimizer.commands.shared import Meter, emit
+from optimizer.report import evidence_table, outcome_table, rows_table, score_table
 from optimizer.tune import Candidate, Tuned
 from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from traces.schema import Counts, Outcome, RequestOutcome
@@ -59,3 +61,57 @@ def test_the_evidence_is_silent_on_who_was_dropped_where_nobody_was() -> None:
     )
     assert not any("dropped" in line for line in lines)
     assert any(line.rstrip(" │").endswith("0.500") for line in lines if "autoregressive" in line and line.startswith("│"))
+
+
+HOSTILE = "[/b][math] :smile: \x1b[31m\x9b2J\x07\nsecond\u202e"
+ESCAPED = "[/b][math] :smile: \\x1b[31m\\x9b2J\\x07\\nsecond\\u202e"
+
+
+def printed(view: object) -> str:
+    """What a console prints that reads markup, as rich's do."""
+    out = io.StringIO()
+    Console(file=out, width=300, color_system=None).print(view)
+    return out.getvalue()
+
+
+def test_what_users_named_is_shown_as_it_is() -> None:
+    counts = Counts(1, 50, 100, 50, 50, 50, 100, 1.0)
+    outcome = Outcome(HOSTILE, "executed", (RequestOutcome("r", HOSTILE, counts), RequestOutcome("s", "[b]", counts)))
+    loss = dict.fromkeys(("fitted", "default", "probability"), 0.1)
+    score = {"rank": 0, "laws": 1, "observed": 0.5, "predicted": 0.5, "default": 0.5, "probability": 0.5}
+    views = [
+        outcome_table(outcome),
+        rows_table([{"a": HOSTILE}, {"a": "[/b]"}], ("a",), HOSTILE),
+        score_table(
+            {"draft": HOSTILE, "width": 2, "sharpness": 1.0, "ranks": [score], "loss": loss, "held_out": 1, "covered": 1.0, "laws": 1}
+            | {"at_border": False}
+        ),
+    ]
+    for view in views:
+        text = printed(view)
+        assert ESCAPED in " ".join(text.split())
+        assert not set(text) & {"\x1b", "\x9b", "\x07", "\u202e"}
+    assert printed(views[0]).count(ESCAPED) == 2
+    assert "[b]" in printed(views[0])
+    assert "[/b] " in printed(views[1])
+
+
+def test_plain_lines_and_progress_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    emit(False, {}, f"pair {HOSTILE}")
+    with Meter() as meter:
+        meter(HOSTILE, 0, 1)
+    shown = capsys.readouterr()
+    for text in (shown.out, shown.err):
+        assert "[/b][math] :smile: \\x1b[31m\\x9b2J\\x07" in text
+        assert not set(text) & {"\x1b", "\x9b", "\x07", "\u202e"}
+
+
+def test_a_progress_bar_on_a_terminal_reads_no_markup(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    out = io.StringIO()
+    monkeypatch.setattr("sys.stderr", out)
+    with Meter() as meter:
+        meter("nightly: [/b] [math]\x07", 0, 2)
+        meter("nightly: [/b] [math]\x07", 2, 2)
+    assert "nightly: [/b] [math]\\x07" in out.getvalue()

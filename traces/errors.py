@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from traces.text import one_line
+
 
 class SpectuneError(Exception):
-    """What went wrong, where, and how to mend it, in one line."""
+    """What went wrong, where, and how to mend it, in one line of bounded length, whatever the message quotes."""
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(one_line(str(message)))
 
 
 class OutputError(SpectuneError):

@@ -9,8 +9,11 @@ from typing import Any
 NAME_LIMIT = 500
 """Characters of an id, a category or a name: what PostgreSQL can index, whatever they are."""
 
-# What moves a terminal's cursor, changes its state or the order of what it shows; a new line and a tab do not.
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+LINE_LIMIT = 2_000
+"""Characters of the longest line that a message takes."""
+
+# What moves a terminal's cursor, changes its state or the order of what it shows, and what no encoding takes; a new line and a tab do not.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def unstorable(text: str) -> str | None:
@@ -35,5 +38,13 @@ def json_line(data: Any) -> str:
 
 
 def shortened(text: str, limit: int = 160) -> str:
-    """The text, or its beginning and end where it is long, for messages."""
-    return text if len(text) <= limit else f"{text[: limit - 40]}...{text[-37:]}"
+    """The text, or its beginning and end where it is long: in a message what is wrong stands first, the remedy last."""
+    if len(text) <= limit:
+        return text
+    end = limit // 3
+    return f"{text[: limit - end - 5]} ... {text[-end:]}"
+
+
+def one_line(text: str, limit: int = LINE_LIMIT) -> str:
+    """The text as one printable line of at most ``limit`` characters (:func:`printable`, :func:`shortened`)."""
+    return shortened(printable(" ".join(text.split())), limit)

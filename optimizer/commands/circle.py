@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from optimizer.commands.shared import (
+    SEED,
     Meter,
+    Whole,
     check_writable,
     console_for,
     decode_options,
@@ -26,6 +28,7 @@ from optimizer.commands.shared import (
     policy_named,
     profile_of,
     sampling_options,
+    say,
     search_asked,
     search_options,
     with_context,
@@ -113,7 +116,7 @@ def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     """
     options = decode_options(kw)
     workload = None if kw["resumed_id"] else workload_of(kw)
-    for key in ("workloads", "all_turns", "limit", "categories"):
+    for key in ("workloads", "all_turns", "first_turn", "limit", "categories"):
         kw.pop(key, None)
     with open_store(ctx) as store:
         pair = load(kw, store)
@@ -211,7 +214,7 @@ def _trees(store: TraceStore, pair: LoadedPair, kw: dict[str, Any], *, sampled: 
 @device_options
 @click.option("--gamma-max", type=click.IntRange(1, 64), default=16, show_default=True)
 @click.option("--contexts", default="32,160,384", show_default=True, help="Context lengths to measure at, comma-separated.")
-@click.option("--repeats", type=click.IntRange(3), default=6, show_default=True)
+@click.option("--repeats", type=click.IntRange(3, 10_000), default=6, show_default=True)
 @click.option("--no-trees", is_flag=True, help="Leave out what trees cost: quicker, for chains alone.")
 @click.option(
     "--recording", help="Measure trees on the texts of ID or latest; default: the pair's newest complete one, else random tokens."
@@ -277,7 +280,7 @@ def profile(
 @click.option("--recording", default="latest", show_default=True)
 @click.option("--profile", "profile_id", help="Profile id; default: the latest of the recording's pair and device.")
 @click.option("--device", "on", help="Device whose profile is taken; default: the recording's.")
-@click.option("--limit", type=click.IntRange(1), help="Only the first N requests.")
+@click.option("--limit", type=Whole(1), help="Only the first N requests.")
 @click.option("--per-round", type=click.Path(dir_okay=False), help="Write one JSON line per round.")
 @click.option("--skip-corrupted", is_flag=True, help="Leave damaged chunks out instead of stopping at the first.")
 @click.option("--keep-q-table", is_flag=True, help="Store what a q_learning window has learned as an artifact, and print its id.")
@@ -554,7 +557,7 @@ def _source(
         click.echo(f"no policy is published for pair {pair.id} on {pair.device.type}; decoding autoregressively", err=True)
     with watch(store, pair, None, profile, verifier=options.verifier, sampling=options.sampling) as source:
         if source.last_error:
-            click.echo(f"publication {source.seen} is refused: {source.last_error}; using {source.current().label}", err=True)
+            say(f"publication {source.seen} is refused: {source.last_error}; using {source.current().label}", err=True)
         yield source
     if source.left:
         click.echo(source.left, err=True)
@@ -567,7 +570,7 @@ def _source(
 @device_options
 @search_options
 @click.option("--budget", default="2m", show_default=True, help="Time for the executed comparison, e.g. 90s, 10m.")
-@click.option("--search-seed", type=int, default=0, show_default=True)
+@click.option("--search-seed", type=SEED, default=0, show_default=True)
 @click.option("--recording", "recording_id", help="Tune on this recording instead of decoding a workload.")
 @click.option("--fresh", is_flag=True, help="Record and profile anew, whatever is stored.")
 @click.option("--no-publish", is_flag=True, help="Show the evidence, publish nothing.")

@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from optimizer.commands.shared import (
+    SEED,
+    FiniteRange,
     Meter,
+    Whole,
     device_options,
     emit,
     json_option,
@@ -44,8 +47,8 @@ fit_options = together(
 )
 sample_options = together(
     click.option("--width", type=click.IntRange(1, 32), help="Children of a node; default: as recorded."),
-    click.option("--starts", type=click.IntRange(1), help="Fit to at most so many rounds; default: 20000, of a classifier 4000."),
-    click.option("--seed", type=click.IntRange(0), default=0, show_default=True),
+    click.option("--starts", type=Whole(1), help="Fit to at most so many rounds; default: 20000, of a classifier 4000."),
+    click.option("--seed", type=SEED, default=0, show_default=True),
 )
 
 
@@ -101,7 +104,7 @@ def fit_bins(ctx: click.Context, as_json: bool, **kw: Any) -> None:
 @click.option("--from", "carried", metavar="ARTIFACT", help="Fine-tune this classifier, of any draft, instead of a new one.")
 @click.option(
     "--fraction",
-    type=click.FloatRange(0.0, 1.0),
+    type=FiniteRange(0.0, 1.0),
     help="With --from: share of the rounds to fine-tune on; default: 0.1. 0: carried over as it is, only scored.",
 )
 @sample_options
@@ -194,7 +197,7 @@ def _shortlist_fit(ctx: click.Context, as_json: bool, kw: dict[str, Any], which:
 )
 @click.option("--rule", type=click.Choice(["throughput", "theorem_3"]), default="throughput", show_default=True)
 @click.option("--profile", "profile", help="Latency profile that weighs the drafts; default: the latest of the pair and device.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Deals requests into the parts of cross-validation.")
+@click.option("--seed", type=SEED, default=0, show_default=True, help="Deals requests into the parts of cross-validation.")
 @json_option
 @with_context
 def fit_chooser(ctx: click.Context, as_json: bool, policies: tuple[str, ...], **kw: Any) -> None:
@@ -246,8 +249,8 @@ def fit_frequencies(ctx: click.Context, as_json: bool, **kw: Any) -> None:
 @fit.command("clusters")
 @pair_options
 @device_options
-@click.option("--clusters", "count", type=click.IntRange(1), help="M; default: by the size of the output head.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option("--clusters", "count", type=Whole(1), help="M; default: by the size of the output head.")
+@click.option("--seed", type=SEED, default=0, show_default=True)
 @json_option
 @with_context
 def fit_clusters(ctx: click.Context, as_json: bool, **kw: Any) -> None:
@@ -263,12 +266,12 @@ def fit_clusters(ctx: click.Context, as_json: bool, **kw: Any) -> None:
 @pair_options
 @device_options
 @click.option("--recording", default="latest", show_default=True, help="The texts whose contexts it learns.")
-@click.option("--clusters", type=click.IntRange(1), help="M; default: by the size of the output head.")
+@click.option("--clusters", type=Whole(1), help="M; default: by the size of the output head.")
 @click.option("--clusters-from", metavar="ID", help="Stored clusters instead of new ones.")
-@click.option("--hidden", type=click.IntRange(1), help="Hidden units; default: 128.")
-@click.option("--labels", type=click.IntRange(1), help="L, most probable tokens whose clusters are positive; default: 8.")
-@click.option("--epochs", type=click.IntRange(1))
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option("--hidden", type=click.IntRange(1, 65_536), help="Hidden units; default: 128.")
+@click.option("--labels", type=Whole(1), help="L, most probable tokens whose clusters are positive; default: 8.")
+@click.option("--epochs", type=click.IntRange(1, 1000))
+@click.option("--seed", type=SEED, default=0, show_default=True)
 @json_option
 @with_context
 def fit_router(ctx: click.Context, as_json: bool, **kw: Any) -> None:

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from optimizer.commands.shared import (
+    Whole,
     emit,
     json_option,
     open_store,
     pair_options,
     policy_named,
     profile_of,
+    say,
     say_former,
     with_context,
 )
@@ -118,10 +120,10 @@ def policies_show(ctx: click.Context, as_json: bool, policy_name: str, **kw: Any
     if as_json:
         click.echo(json.dumps(data, ensure_ascii=False))
     else:
-        click.echo(f"{policy.id}  {policy.label()}")
+        say(f"{policy.id}  {policy.label()}")
         click.echo(json.dumps(policy.spelled_out(), indent=2))
         if published:
-            click.echo(
+            say(
                 f"published as version {published[0].version} ({published[0].created_at:%Y-%m-%d %H:%M} UTC): {published[0].reason}"
             )
 
@@ -202,7 +204,7 @@ def _holds_a_policy(publication: Publication) -> bool:
 
 
 @policies.command("rollback")
-@click.option("--to", type=int, help="Version to go back to; default: the one before the active.")
+@click.option("--to", type=Whole(1), help="Version to go back to; default: the one before the active.")
 @pair_options
 @on_device
 @json_option

@@ -8,7 +8,9 @@ from typing import Any
 import click
 
 from optimizer.commands.shared import (
+    FiniteRange,
     Meter,
+    Whole,
     check_writable,
     console_for,
     emit,
@@ -32,8 +34,8 @@ filter_options = together(
     click.option("--since", type=click.DateTime(), help="Recorded at or after (UTC)."),
     click.option("--until", type=click.DateTime(), help="Recorded before (UTC)."),
     click.option("--draft", "draft", help="Draft whose acceptance is meant."),
-    click.option("--min-acceptance", type=click.FloatRange(0, 1)),
-    click.option("--max-acceptance", type=click.FloatRange(0, 1)),
+    click.option("--min-acceptance", type=FiniteRange(0, 1)),
+    click.option("--max-acceptance", type=FiniteRange(0, 1)),
 )
 
 
@@ -284,7 +286,7 @@ def traces_import(ctx: click.Context, as_json: bool, path: str) -> None:
 @traces.command("prune")
 @click.option("--recording", "recordings", multiple=True, help="Remove this one; repeatable.")
 @click.option("--older-than", help="Remove recordings older than, e.g., 30d.")
-@click.option("--keep-last", type=click.IntRange(0), help="Keep the newest N.")
+@click.option("--keep-last", type=Whole(0), help="Keep the newest N.")
 @click.option("--force", is_flag=True, help="Remove even what a publication's evidence refers to.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 @json_option

@@ -11,14 +11,17 @@ import click
 
 from optimizer.commands.shared import (
     Meter,
+    Whole,
     device_options,
     emit,
     json_option,
     open_store,
     pair_options,
     sampling_options,
+    say,
     search_asked,
     search_options,
+    turns_of,
     with_context,
     workload_options,
 )
@@ -39,8 +42,8 @@ def schedule() -> None:
 @click.option("--tz", default="UTC", show_default=True, help="Time zone of the cron fields.")
 @click.option("--budget", default="10m", show_default=True, help="What one job may take.")
 @click.option("--misfire-grace", default="1h", show_default=True, help="A slot later than this is not run any more; or 'none'.")
-@click.option("--max-instances", type=click.IntRange(1), default=1, show_default=True, help="Unfinished jobs at a time.")
-@click.option("--max-attempts", type=click.IntRange(1), default=3, show_default=True, help="How often a job is begun at most.")
+@click.option("--max-instances", type=Whole(1), default=1, show_default=True, help="Unfinished jobs at a time.")
+@click.option("--max-attempts", type=Whole(1), default=3, show_default=True, help="How often a job is begun at most.")
 @click.option("--no-coalesce", is_flag=True, help="Run every missed slot instead of the latest alone.")
 @click.option("--recorded", help='Tune on what was recorded in the last, e.g., "24h" instead of decoding a workload.')
 @search_options
@@ -84,12 +87,13 @@ def schedule_add(ctx: click.Context, as_json: bool, name: str, **kw: Any) -> Non
     else:
         from optimizer.inputs import load_workload
 
-        load_workload(kw["workloads"], all_turns=kw["all_turns"], limit=kw["limit"], categories=kw["categories"])
+        turns = turns_of(kw)
+        load_workload(kw["workloads"], turns=turns, limit=kw["limit"], categories=kw["categories"])
         payload |= {
             "workload": [w if w == "demo" else str(Path(w).resolve()) for w in kw["workloads"]] or ["demo"],
             "categories": list(kw["categories"]),
             "limit": kw["limit"],
-            "all_turns": kw["all_turns"],
+            "turns": turns,
             "fresh": True,
         }
     check_payload(payload)
@@ -169,7 +173,7 @@ _schedule_verb("remove", "Remove a schedule and its history.", "is removed")
 
 @schedule.command("history")
 @click.argument("name", required=False)
-@click.option("--limit", type=click.IntRange(1), default=50, show_default=True)
+@click.option("--limit", type=Whole(1), default=50, show_default=True)
 @json_option
 @with_context
 def schedule_history(ctx: click.Context, as_json: bool, name: str | None, limit: int) -> None:
@@ -251,7 +255,7 @@ def _work(ctx: click.Context, as_json: bool, work: Callable[..., Any]) -> None:
             report = work(
                 store.database,
                 tuning_job(store, progress=meter),
-                watch=lambda event: click.echo(_schedule_line(event), err=True),
+                watch=lambda event: say(_schedule_line(event), err=True),
             )
     data = report.to_json()
     emit(as_json, data, ", ".join(f"{v} {k}" for k, v in data.items()))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import click
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from runtime.policies.document import Policy
     from traces.schema import Workload
     from traces.store import TraceStore
+    from traces.workloads import Turns
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -43,6 +45,33 @@ def together(*decorators: Callable[[F], F]) -> Callable[[F], F]:
 
     return apply
 
+
+LARGEST: Final = 2**31 - 1
+"""Largest count that an option takes: what an integer column of a database and the sizes of a tensor hold."""
+
+
+class Whole(click.IntRange):
+    """A whole number from ``least`` to ``most``. Where that is :data:`LARGEST` the help does not mention it."""
+
+    def __init__(self, least: int, most: int = LARGEST) -> None:
+        super().__init__(least, most)
+
+    def _describe_range(self) -> str:
+        return f"x>={self.min}" if self.max == LARGEST else super()._describe_range()
+
+
+class FiniteRange(click.FloatRange):
+    """A number in a range. No comparison refuses nan, so it is refused by itself; infinity too, where the range is open."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{number} is not a finite number.", param, ctx)
+        return number
+
+
+SEED: Final = click.IntRange(0, 2**32 - 1)
+"""Seeds that every generator takes: numpy's and scikit-learn's end there."""
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout; all else goes to stderr.")
 pair_options = together(
@@ -70,15 +99,16 @@ device_options = together(
 workload_options = together(
     click.option("--workload", "workloads", multiple=True, help="'demo' (default), or JSONL files; repeatable."),
     click.option("--category", "categories", multiple=True, help="Only requests of this category; repeatable."),
-    click.option("--all-turns", is_flag=True, help="Every turn as a prompt of its own, not the first alone."),
-    click.option("--limit", type=click.IntRange(1), help="Only the first N requests."),
+    click.option("--all-turns", is_flag=True, help="Of requests with several turns, each as a prompt of its own."),
+    click.option("--first-turn", is_flag=True, help="Of requests with several turns, the first alone."),
+    click.option("--limit", type=Whole(1), help="Only the first N requests."),
 )
 sampling_options = together(
-    click.option("--max-new-tokens", type=click.IntRange(1), default=128, show_default=True),
-    click.option("--temperature", type=click.FloatRange(0.0, 10.0), default=0.0, show_default=True),
-    click.option("--top-k", type=click.IntRange(0), default=0, help="0: off."),
-    click.option("--top-p", type=click.FloatRange(0.0, 1.0, min_open=True), default=1.0, help="1: off."),
-    click.option("--seed", type=click.IntRange(0), default=0, show_default=True),
+    click.option("--max-new-tokens", type=Whole(1), default=128, show_default=True),
+    click.option("--temperature", type=FiniteRange(0.0, 10.0), default=0.0, show_default=True),
+    click.option("--top-k", type=Whole(0), default=0, help="0: off."),
+    click.option("--top-p", type=FiniteRange(0.0, 1.0, min_open=True), default=1.0, help="1: off."),
+    click.option("--seed", type=SEED, default=0, show_default=True),
     click.option("--verifier", type=click.Choice(["coupled", "rejection"]), default="coupled", show_default=True),
     click.option("--stop", "stop_strings", multiple=True, help="End a text at this string; repeatable."),
     click.option("--no-chat", is_flag=True, help="Do not apply the tokenizer's chat template."),
@@ -86,7 +116,7 @@ sampling_options = together(
 
 search_options = together(
     click.option(
-        "--trials", type=click.IntRange(0), default=400, show_default=True, help="Optuna trials beside the enumeration."
+        "--trials", type=Whole(0, 1_000_000), default=400, show_default=True, help="Optuna trials beside the enumeration."
     ),
     click.option("--gamma-max", type=click.IntRange(2, 64), default=16, show_default=True, help="Longest drafts searched."),
     click.option(
@@ -184,9 +214,15 @@ def workload_of(kw: dict[str, Any]) -> Workload:
     """Reads what :data:`workload_options` say, taken out of ``kw``. Raises WorkloadError."""
     from optimizer.inputs import load_workload
 
-    return load_workload(
-        kw.pop("workloads"), all_turns=kw.pop("all_turns"), limit=kw.pop("limit"), categories=kw.pop("categories")
-    )
+    return load_workload(kw.pop("workloads"), turns=turns_of(kw), limit=kw.pop("limit"), categories=kw.pop("categories"))
+
+
+def turns_of(kw: dict[str, Any]) -> Turns | None:
+    """What :data:`workload_options` say of turns, taken out of ``kw``; None where they say nothing. Raises click.UsageError for both."""
+    every, first = kw.pop("all_turns"), kw.pop("first_turn")
+    if every and first:
+        raise click.UsageError("give either --all-turns or --first-turn, not both")
+    return "all" if every else "first" if first else None
 
 
 @contextmanager
@@ -200,11 +236,12 @@ def open_store(ctx: click.Context, *, create: bool = True) -> Iterator[TraceStor
 
 
 def console_for(stderr: bool = False) -> Console:
-    """Rich's console; wide where there is no terminal, so that no line is broken in a file."""
+    """Rich's console, which reads no markup and no names of emoji in what it prints; wide where there is no terminal, so that no line is
+    broken in a file."""
     from rich.console import Console
 
     width = None if (sys.stderr if stderr else sys.stdout).isatty() else 160
-    return Console(stderr=stderr, width=width, soft_wrap=False, highlight=False)
+    return Console(stderr=stderr, width=width, soft_wrap=False, highlight=False, markup=False, emoji=False)
 
 
 def emit(as_json: bool, data: Any, view: Any) -> None:
@@ -216,8 +253,15 @@ def emit(as_json: bool, data: Any, view: Any) -> None:
     if as_json:
         click.echo(json_line(data))
         return
-    shown = view() if callable(view) else view
-    console_for().print(Text(printable(shown)) if isinstance(shown, str) else shown)
+    built = view() if callable(view) else view
+    console_for().print(Text(printable(built)) if isinstance(built, str) else built)
+
+
+def say(text: str, *, err: bool = False) -> None:
+    """Prints lines that may hold what others wrote (:func:`traces.text.printable`)."""
+    from traces.text import printable
+
+    click.echo(printable(text), err=err)
 
 
 class Meter:
@@ -229,7 +273,7 @@ class Meter:
         self._console = console_for(stderr=True)
         self._live = self._console.is_terminal
         self._progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
@@ -246,6 +290,9 @@ class Meter:
         self._progress.stop()
 
     def __call__(self, phase: str, done: int, total: int) -> None:
+        from traces.text import one_line
+
+        phase = one_line(phase)
         key = phase.split(",")[0]
         if key not in self._tasks:
             self._tasks[key] = self._progress.add_task(phase, total=total)

@@ -27,7 +27,7 @@ MAX_BACKLOG = 1_000
 """Most slots of one schedule that a tick records; of a longer backlog the latest ones."""
 ALIASES = {"@hourly": "0 * * * *", "@daily": "0 0 * * *", "@weekly": "0 0 * * 0", "@monthly": "0 0 1 * *", "@yearly": "0 0 1 1 *"}
 
-_DURATION = re.compile("".join(rf"(?:(?P<{unit}>[0-9]+){unit})?" for unit in UNITS_S))
+_DURATION = re.compile("".join(rf"(?:(?P<{unit}>[0-9]{{1,12}}){unit})?" for unit in UNITS_S))
 
 
 class ScheduleError(SpectuneError):

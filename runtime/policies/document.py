@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from runtime.policies.heterospec import kept_nodes
 from traces.errors import PolicyError
 from traces.schema import policy_content, policy_id
+from traces.text import one_line
 
 GAMMA_LIMIT = 64
 """Largest window any policy may ask for."""
@@ -574,7 +575,7 @@ def parse_policy(data: Any, *, where: str = "policy") -> Policy:
         except ValidationError as error:
             raise ValueError(_explain(error, _under(data))) from None
     except MALFORMED as error:
-        raise PolicyError(f"{where}: {shortened(str(error))}") from None
+        raise PolicyError(f"{where}: {one_line(str(error), MESSAGE_LIMIT)}") from None
 
 
 def _parsed(data: Any) -> Policy:
@@ -607,7 +608,7 @@ def static_paths(paths: Any) -> tuple[tuple[int, ...], ...]:
     try:
         return StaticGrowth.model_validate({"kind": "static", "paths": paths}).paths
     except ValidationError as error:
-        raise ValueError(shortened(_explain(error, ("growth", "static")))) from None
+        raise ValueError(one_line(_explain(error, ("growth", "static")), MESSAGE_LIMIT)) from None
 
 
 def refuse_excess(data: Any) -> None:
@@ -639,12 +640,6 @@ def _refuse_excess_of(value: Any) -> None:
             raise ValueError(f"the text {value!a} has characters that cannot be printed")
     elif isinstance(value, int) and abs(value) >= NUMBER_LIMIT:
         raise ValueError(f"a whole number of {value.bit_length()} bits is too large")
-
-
-def shortened(text: str) -> str:
-    """One line of at most :data:`MESSAGE_LIMIT` characters."""
-    line = " ".join(text.split())
-    return line if len(line) <= MESSAGE_LIMIT else f"{line[: MESSAGE_LIMIT - 3]}..."
 
 
 def policy_schema() -> dict[str, Any]:

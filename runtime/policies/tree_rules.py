@@ -14,6 +14,7 @@ from runtime.policies.c2t import beta_code, confidence_table, read_weights
 from runtime.policies.document import (
     GAMMA_LIMIT,
     MALFORMED,
+    MESSAGE_LIMIT,
     ChainGrowth,
     ClassifierGrowth,
     EntropyStop,
@@ -21,7 +22,6 @@ from runtime.policies.document import (
     Policy,
     StaticGrowth,
     TopKGrowth,
-    shortened,
     static_paths,
 )
 from runtime.policies.heterospec import kept_nodes
@@ -29,6 +29,7 @@ from runtime.policies.stops import compile_stop
 from runtime.policies.trees import INFINITE, StaticLevel, TreeRule
 from traces.errors import PolicyError
 from traces.schema import TREE_SCALE
+from traces.text import one_line
 
 BINS, CLASSIFIER, STATIC_TREE = "bins", "classifier", "static_tree"
 BINS_LIMIT = 64
@@ -140,7 +141,7 @@ def read_fitted(block: str, name: str, read: Callable[[], T]) -> T:
         return read()
     except MALFORMED as error:
         problem = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-        raise PolicyError(f"{block}.artifact: {name}: {shortened(problem)}") from None
+        raise PolicyError(f"{block}.artifact: {name}: {one_line(problem, MESSAGE_LIMIT)}") from None
 
 
 def find_artifact(policy: Policy, name: str, kind: str, block: str, artifacts: Artifacts | None) -> Fitted:

@@ -1,0 +1,219 @@
+"""Values of options: numbers that are none, counts and seeds without bound, names that no file can have, several turns of a request."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from doors import Door, write_workload
+
+from cli import main
+from optimizer.inputs import load_workload
+from optimizer.jobs import tuning_workload
+from optimizer.schedule import ScheduleError
+from traces.errors import WorkloadError
+
+LONG = "n" * 5000
+FIXED = '{"draft": "near", "window": {"kind": "fixed", "gamma": 3}}'
+
+
+def parameters(kind: type[click.ParamType]) -> list[tuple[tuple[str, ...], str]]:
+    """(command, option) of every parameter of that type."""
+
+    def below(group: click.Group, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
+        for name, command in group.commands.items():
+            if isinstance(command, click.Group):
+                yield from below(command, (*path, name))
+            else:
+                yield from (((*path, name), p.opts[0]) for p in command.params if isinstance(p.type, kind))
+
+    return list(below(main, ()))
+
+
+NUMBERS = parameters(click.types.FloatParamType)
+WHOLE = parameters(click.types.IntParamType)
+
+
+@pytest.fixture
+def door(tmp_path: Path, tiny_pair: Path, monkeypatch: pytest.MonkeyPatch) -> Door:
+    """The command line in an empty folder but for a workload."""
+    monkeypatch.chdir(tmp_path)
+    write_workload(tmp_path / "good.jsonl", 2)
+    return Door("spectune.db", str(tiny_pair))
+
+
+def refused(door: Door, *arguments: object) -> str:
+    """The line that says why a command is refused, below the lines on its usage where click refuses."""
+    found = door.call(*arguments)
+    assert (found.exit_code, found.stdout) == (2, ""), found.output
+    line = found.stderr.rstrip("\n").split("\n")[-1]
+    assert line.lower().startswith("error: ")
+    assert len(line) < 3000
+    return line
+
+
+# ------------------------------------------------------------------------------------------------------------ numbers
+
+
+def test_there_are_numbers_to_try() -> None:
+    assert {option for _, option in NUMBERS} >= {"--temperature", "--top-p", "--fraction", "--min-acceptance", "--max-acceptance"}
+    assert {option for _, option in WHOLE} >= {"--seed", "--search-seed", "--limit", "--max-new-tokens", "--trials", "--top-k", "--to"}
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e999", "-nan"])
+def test_what_is_no_number_is_refused_by_every_option_that_takes_one(door: Door, value: str) -> None:
+    for command, option in NUMBERS:
+        assert option in refused(door, *command, f"{option}={value}")
+
+
+@pytest.mark.parametrize("value", [10**30, -(10**30), "9" * 5000])
+def test_numbers_without_bound_are_refused_by_every_option_that_counts(door: Door, value: object) -> None:
+    for command, option in WHOLE:
+        if option != "--threads":
+            assert option in refused(door, *command, f"{option}={value}")
+
+
+def test_seeds_are_what_every_generator_takes(door: Door) -> None:
+    for command, option in WHOLE:
+        if option.endswith("seed"):
+            for value in (-1, 2**32):
+                assert "0<=x<=4294967295" in refused(door, *command, option, value)
+
+
+@pytest.mark.parametrize("duration", ["9" * 5000 + "s", "9" * 100 + "w", "nan", "-1s", "infs", "1e9s"])
+def test_durations_without_bound(door: Door, duration: str) -> None:
+    for arguments in (
+        ("tune", f"--budget={duration}"),
+        ("schedule", "run", f"--poll={duration}"),
+        *(("schedule", "add", "n", "--every=6h", f"--{what}={duration}") for what in ("budget", "misfire-grace", "recorded", "every")),
+    ):
+        assert "duration" in refused(door, *arguments)
+
+
+# -------------------------------------------------------------------------------------------------------------- names
+
+
+def test_names_that_no_file_can_have_cost_one_line(door: Door) -> None:
+    pair = ("--pair", door.pair)
+    work = (*pair, "--workload", "good.jsonl")
+    for arguments in (
+        ("run", "--pair", LONG, "--workload", "good.jsonl"),
+        ("run", "--target", f"./{LONG}"),
+        ("run", "--target", LONG),
+        ("run", *pair, "--workload", LONG),
+        ("run", *pair, "--workload", f"{LONG}.jsonl"),
+        ("run", *work, "--category", LONG),
+        ("run", *work, "--outputs", LONG),
+        ("run", *work, "--per-round", f"{LONG}/{LONG}"),
+        ("policies", "show", LONG, *pair),
+        ("policies", "show", f"{LONG}.json", *pair),
+        ("policies", "diff", LONG, FIXED, *pair),
+        ("policies", "activate", LONG, *pair),
+        ("traces", "import", LONG),
+        ("traces", "export", f"{LONG}.db"),
+        ("schedule", "add", LONG, *work, "--every", "6h"),
+        ("schedule", "add", "n", *work, "--cron", LONG),
+        ("schedule", "add", "n", *work, "--cron", f"{LONG} * * * *"),
+        ("schedule", "add", "n", *work, "--every", "6h", "--tz", LONG),
+        ("schedule", "show", LONG),
+        ("profile", "--contexts", LONG),
+        ("run", *pair, "--device", LONG),
+        (LONG,),
+        ("run", f"--{LONG}"),
+    ):
+        found = door.call(*arguments)
+        assert found.exit_code == 2, arguments
+        assert found.stdout == ""
+        assert len(found.stderr) < 4000
+        assert found.stderr.rstrip("\n").split("\n")[-1].lower().startswith("error: "), found.stderr
+    found = Door(LONG).call("traces", "list")
+    assert (found.exit_code, found.stdout, found.stderr.count("\n")) == (2, "", 1), found.output
+
+
+@pytest.mark.parametrize("bad", ["a\0b", "a\udcffb"])
+def test_arguments_that_are_no_text_cost_one_line(door: Door, bad: str) -> None:
+    for arguments in (
+        ("run", "--pair", bad),
+        ("policies", "show", bad, "--pair", door.pair),
+        ("policies", "activate", FIXED, "--pair", door.pair, "--reason", bad),
+        ("traces", "list", "--category", bad),
+        ("schedule", "add", bad, "--every", "6h"),
+        ("generate", bad),
+    ):
+        assert "no text" in refused(door, *arguments)
+
+
+def test_deep_json_given_inline_costs_one_line(door: Door) -> None:
+    for deep in ('{"draft":' * 100_000, '{"draft":' + "[" * 100_000 + "]" * 100_000 + "}"):
+        found = door.call("policies", "show", deep, "--pair", door.pair)
+        assert (found.exit_code, found.stdout, found.stderr.count("\n")) == (2, "", 1)
+        assert "--policy" in found.stderr
+
+
+def test_control_characters_of_a_value_are_shown_escaped(door: Door) -> None:
+    line = refused(door, "run", "--pair", "x\x1b[31m\x9b2Jy\nz\u202e")
+    assert "x\\x1b[31m\\x9b2Jy z\\u202e" in line or "x\\x1b[31m\\x9b2Jy\\nz\\u202e" in line
+    assert "\\x1b" in refused(door, "run", "--pair", door.pair, "--workload", "good.jsonl", "--device", "\x1b[31m")
+
+
+def test_an_error_is_one_line_of_bounded_length_whatever_it_quotes() -> None:
+    error = WorkloadError(f"{'x' * 9000}: first\nsecond\u2028third; write less")
+    assert len(str(error)) <= 2000
+    assert len(str(error).splitlines()) == 1
+    assert str(error).startswith("xxx")
+    assert str(error).endswith("first second third; write less")
+
+
+# -------------------------------------------------------------------------------------------------------------- turns
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    """A workload whose second request has three turns."""
+    rows = [{"id": "a", "turns": ["one"]}, {"id": "b", "turns": ["first", "second", "third"]}]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def prompts(path: Path, **how: Any) -> list[tuple[str, str]]:
+    return [(r.id, *r.turns) for r in load_workload([str(path)], **how).requests]  # type: ignore[misc]
+
+
+def test_several_turns_are_a_choice_and_never_dropped_in_silence(chats: Path) -> None:
+    with pytest.raises(WorkloadError, match=r"chats\.jsonl:2: 3 turns.*--all-turns.*--first-turn"):
+        load_workload([str(chats)])
+    assert prompts(chats, turns="first") == [("a", "one"), ("b", "first")]
+    assert prompts(chats, turns="all") == [("a", "one"), ("b", "first"), ("b/1", "second"), ("b/2", "third")]
+
+
+@pytest.mark.parametrize("command", [["record"], ["run"], ["tune"], ["schedule", "add", "nightly", "--every", "6h"]])
+def test_every_command_that_reads_a_workload_asks_for_the_choice(door: Door, chats: Path, command: list[str]) -> None:
+    line = refused(door, *command, "--pair", door.pair, "--workload", chats)
+    assert "chats.jsonl:2: 3 turns" in line
+    assert "--first-turn" in refused(door, *command, "--pair", door.pair, "--workload", chats, "--all-turns", "--first-turn")
+
+
+def test_the_choice_of_turns_is_kept_by_a_schedule(door: Door, chats: Path) -> None:
+    add = ("--pair", door.pair, "--workload", chats, "--every", "6h")
+    for option, turns in (("--all-turns", "all"), ("--first-turn", "first")):
+        payload = door.json("schedule", "add", turns, *add, option)["payload"]
+        assert payload["turns"] == turns
+        assert len(tuning_workload(payload).requests) == (4 if turns == "all" else 2)
+    door.json("schedule", "add", "plain", "--pair", door.pair, "--workload", "good.jsonl", "--every", "6h")
+
+
+@pytest.mark.parametrize(
+    ("stored", "count"), [({}, 2), ({"all_turns": False}, 2), ({"all_turns": True}, 4), ({"turns": "all"}, 4), ({"turns": "first"}, 2)]
+)
+def test_payloads_of_older_schedules_mean_what_they_meant(chats: Path, stored: Mapping[str, Any], count: int) -> None:
+    """They knew ``all_turns`` alone, and without it took the first turn."""
+    assert len(tuning_workload({"workload": [str(chats)], **stored}).requests) == count
+    with pytest.raises(WorkloadError, match="3 turns"):
+        tuning_workload({"workload": [str(chats)], "turns": None})
+    with pytest.raises(ScheduleError, match="turns"):
+        tuning_workload({"workload": [str(chats)], "turns": "both"})
