@@ -26,7 +26,7 @@ STATE = ROOT / ".acceptance"
 RESULTS = ROOT / "bench" / "results"
 EXACT = (
     *("trees-lossless", "lossless", "shortlists-lossless", "shortlist-recovered", "shortlists-parity", "trees-parity", "parity"),
-    *("kills", "schedules", "shortlist-theory", "verifiers"),
+    *("kills", "schedules", "borders", "shortlist-theory", "verifiers"),
 )
 """Checks that do not read the clock, the longest first."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -505,18 +506,30 @@ def schedules(state: Path) -> dict[str, Any]:
     return _pytest(["tests/test_schedule_times.py", "tests/test_schedule_store.py", "tests/test_schedule_workers.py"])
 
 
+def borders(state: Path) -> dict[str, Any]:
+    """20,000 policies, artifacts, chunks, rows, workloads and command lines of all kinds: our errors alone, in a line, within 5 s."""
+    report = state / "borders.json"
+    report.unlink(missing_ok=True)
+    found = _pytest(["tests/test_borders.py"], SPECTUNE_BORDERS="full", SPECTUNE_BORDERS_REPORT=str(report))
+    cases = json.loads(report.read_text()) if report.exists() else {}
+    count = sum(cases.values())
+    enough = found["holds"] and count >= 20_000
+    return {**found, "holds": enough, "summary": f"{count} cases; {found['summary']}", "cases": cases}
+
+
 def verifiers(state: Path) -> dict[str, Any]:
     """Both verifiers' laws against the exact law by chi-square; a biased verifier fails the same test."""
     return _pytest(["tests/test_verifiers.py"])
 
 
-def _pytest(files: Sequence[str]) -> dict[str, Any]:
+def _pytest(files: Sequence[str], **env: str) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
+        env={**os.environ, **env},
     )
     last = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr[-200:]
     counted = re.search(r"(\d+) passed", last)
@@ -530,6 +543,7 @@ CHECKS: dict[str, Check] = {
     "lossless": lossless,
     "kills": kills,
     "schedules": schedules,
+    "borders": borders,
     "verifiers": verifiers,
 }
 

@@ -1,0 +1,819 @@
+"""Whatever comes in over a border (policies, artifacts, chunks, rows, workloads, command lines), what goes wrong is one of our errors, said
+in one line, within seconds and bounded memory.
+
+``SPECTUNE_BORDERS=full`` tries ten times as many cases, as ``bench/acceptance.py --only borders`` does; ``SPECTUNE_BORDERS_REPORT`` names
+a file for how many there were.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import resource
+import shutil
+import signal
+import sqlite3
+import string
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import pytest
+import zstandard
+from click.testing import CliRunner
+from doors import write_workload
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from synthetic import flat_profile
+from trace_values import PAIR, a_panorama, a_profile, a_recording, a_trajectory, a_tree, steps_of
+
+from cli import main
+from db.database import open_database
+from db.errors import DatabaseError
+from db.tables import metadata
+from optimizer.artifacts import Q_TABLE, fitted, q_tables
+from optimizer.inputs import load_workload
+from optimizer.jobs import check_payload, tuning_options, tuning_workload
+from optimizer.schedule import add_schedule, get_schedule, history, list_schedules, tick
+from optimizer.serving import watch
+from runtime.loading import load_pair
+from runtime.pair import read_pair
+from runtime.policies.document import parse_policy
+from runtime.policies.draft_choice import DRAFT_CHOOSER, Chooser, LinearAccuracy, PromptFeatures
+from runtime.policies.prepared import prepare
+from runtime.policies.tree_rules import BINS, CLASSIFIER, STATIC_TREE, Fitted
+from traces.codec import _HEADERS, CODEC, SCHEMA_VERSION, Chunk, CodecError, unpack
+from traces.errors import SpectuneError
+from traces.packing import (
+    pack_chain,
+    pack_document,
+    pack_steps,
+    pack_tokens,
+    pack_tree,
+    unpack_chain,
+    unpack_document,
+    unpack_steps,
+    unpack_tokens,
+    unpack_tree,
+)  # fmt: skip
+from traces.publications import Publication
+from traces.query import TraceFilter, acceptance_stats, executed_stats, list_recordings, request_rows
+from traces.store import TraceStore
+
+FULL = os.environ.get("SPECTUNE_BORDERS") == "full"
+LONGEST_LINE = 4000
+CASE_S = 5.0
+"""Processor seconds that a case may take."""
+MEMORY_BYTES = 2 << 30
+"""What all cases together may take of memory beyond what their test began with."""
+CASES: Counter[str] = Counter()
+
+
+class TookTooLongError(BaseException):
+    """A case went on for more than :data:`CASE_S`; nothing that expects an error may catch it."""
+
+
+def cases(name: str, count: int) -> Callable[[Any], Any]:
+    """So many cases of a property, always the same ones, counted under ``name``."""
+    how = settings(
+        max_examples=count * (10 if FULL else 1),
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+    def decorate(test: Any) -> Any:
+        inner = test.hypothesis.inner_test
+
+        @wraps(inner)
+        def counted(*args: Any, **kw: Any) -> None:
+            CASES[name] += 1
+            inner(*args, **kw)
+
+        test.hypothesis.inner_test = counted
+        return how(test)
+
+    return decorate
+
+
+@contextmanager
+def border(*more: type[Exception]) -> Iterator[None]:
+    """What happens within passes, or raises an error of ours (or one of ``more``) that is a line for the user."""
+
+    def stop(*_: object) -> None:
+        raise TookTooLongError(f"more than {CASE_S} s")
+
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, CASE_S)
+    try:
+        yield
+    except (SpectuneError, DatabaseError, *more) as error:
+        check_line(str(error))
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        signal.signal(signal.SIGPROF, before)
+
+
+def check_line(text: str) -> None:
+    assert text.strip(), "an error says what went wrong"
+    assert len(text.splitlines()) == 1, f"more than a line: {text[:300]!r}"
+    assert len(text) <= LONGEST_LINE, f"a line of {len(text)} characters: {text[:300]!r}"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def bounded() -> Iterator[None]:
+    """Bounds the memory of this module's tests, and reports how many cases there were."""
+    now = (
+        int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() if Path("/proc/self/statm").exists() else 0
+    )
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if now:
+        resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY_BYTES, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    if report := os.environ.get("SPECTUNE_BORDERS_REPORT"):
+        Path(report).write_text(json.dumps(dict(CASES)))
+
+
+# ------------------------------------------------------------------------------------------------------------- values
+
+NUMBERS = st.one_of(
+    st.integers(-3, 300),
+    st.sampled_from([10**9, 2**31, 2**63, 2**64, -(2**63) - 1, 10**30, 10**400, -(10**9)]),
+    st.sampled_from([float("nan"), float("inf"), float("-inf"), -0.0, 1e308, 5e-324]),
+    st.floats(),
+)
+WORDS = st.one_of(
+    st.sampled_from(
+        [
+            "",
+            "small",
+            "none",
+            "ngram",
+            "fixed",
+            "static",
+            "top_k",
+            "coupled",
+            "kind",
+            "ols",
+            "a" * 5000,
+            "\ud800",
+            "a\0b",
+            "\x1b[2J\n",
+        ]
+    ),
+    st.text(max_size=12),
+)
+SCALARS = st.one_of(st.none(), st.booleans(), NUMBERS, WORDS)
+KEYS = st.one_of(
+    st.sampled_from(
+        [
+            "draft",
+            "window",
+            "growth",
+            "stop",
+            "select",
+            "stratify",
+            "shortlist",
+            "kind",
+            "gamma",
+            "paths",
+            "artifact",
+            "width",
+            "top_n",
+        ]
+    ),
+    st.text(max_size=6),
+)
+JSON = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KEYS, inner, max_size=4), max_leaves=10)
+
+
+def deep(levels: int, leaf: Any = 1) -> Any:
+    """A value nested so deep."""
+    for level in range(levels):
+        leaf = [leaf] if level % 2 else {"draft": leaf}
+    return leaf
+
+
+EXTREMES = st.sampled_from([deep(60), deep(250), list(range(1200)), {str(i): i for i in range(300)}, [[0] * 60] * 30])
+ANYTHING = JSON | EXTREMES
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Where a JSON value has values: paths of keys and indices."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path, *(p for key, v in inner for p in places(v, (*path, key)))]
+
+
+def changed(value: Any, path: tuple[Any, ...], make: Callable[[Any], Any]) -> Any:
+    """A copy with the value at ``path`` replaced."""
+    if not path:
+        return make(value)
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    copy[path[0]] = changed(copy[path[0]], path[1:], make)
+    return copy
+
+
+@st.composite
+def mutated(draw: st.DrawFn, documents: Sequence[Any]) -> Any:
+    """One of the documents with one or two of its values replaced, left out, repeated, or given a key more."""
+    value = draw(st.sampled_from(documents))
+    for _ in range(draw(st.integers(1, 2))):
+        path = draw(st.sampled_from(places(value)))
+        what = draw(st.sampled_from(["replace", "replace", "drop", "add", "double"]))
+        if what == "replace" or not path:
+            other = draw(ANYTHING)
+            value = changed(value, path, lambda _, other=other: other)
+        elif what == "drop":
+            key = path[-1]
+            value = changed(
+                value,
+                path[:-1],
+                lambda v, key=key: {k: x for k, x in v.items() if k != key} if isinstance(v, dict) else v[:key] + v[key + 1 :],
+            )
+        elif what == "add":
+            key, other = draw(KEYS), draw(ANYTHING)
+            value = changed(value, path, lambda v, key=key, other=other: {**v, key: other} if isinstance(v, dict) else [v, other])
+        else:
+            value = changed(value, path, lambda v: v * 40 if isinstance(v, (list, str)) else v)
+    return value
+
+
+# ----------------------------------------------------------------------------------------------------------- policies
+
+DRAFTS = ("small", "head", "ngram")
+PROFILE = flat_profile(PAIR, DRAFTS)
+TREE = {"draft": "small", "window": {"kind": "fixed", "gamma": 4}, "select": {"top_n": 24}}
+POLICIES: list[dict[str, Any]] = [
+    {"draft": "none"},
+    {
+        "draft": "small",
+        "window": {"kind": "fixed", "gamma": 4},
+        "stop": {"kind": "max_prob", "threshold": 0.4, "keep_last": False},
+    },
+    {"draft": "small", "window": {"kind": "analytic", "gamma_max": 8, "history": 16, "estimator": "table"}},
+    {"draft": "small", "window": {"kind": "fsm", "gamma_max": 6}, "stop": {"kind": "joint_prob", "threshold": 0.2}},
+    {"draft": "ngram", "window": {"kind": "cache_fsm", "gamma_max": 6}, "stop": {"kind": "entropy", "threshold": 0.4}},
+    {"draft": "small", "window": {"kind": "q_learning", "gamma_max": 6, "seed": 1}},
+    {"draft": "small", "window": {"kind": "heuristic", "gamma_max": 12}},
+    {**TREE, "growth": {"kind": "top_k", "width": 4, "proposals": "probability"}},
+    {"draft": "small", "growth": {"kind": "static", "paths": [[0], [1], [0, 0], [0, 1], [0, 0, 0]]}},
+    {**TREE, "growth": {"kind": "classifier", "artifact": "classifier", "beta": 0.5, "cap": 4, "width": 4}},
+    {**TREE, "growth": {"kind": "top_k", "width": 4}, "stratify": {"artifact": "bins", "alpha": 2}},
+    {
+        "draft": "small",
+        "window": {"kind": "fixed", "gamma": 4},
+        "shortlist": {"kind": "frequency", "artifact": "frequencies", "size": 4},
+    },
+    {
+        "draft": "small",
+        "window": {"kind": "fixed", "gamma": 4},
+        "shortlist": {"kind": "position_frequency", "artifact": "f", "k_max": 4},
+    },
+    {
+        "draft": "small",
+        "window": {"kind": "fixed", "gamma": 4},
+        "shortlist": {"kind": "clusters", "artifact": "r", "k0": 4, "k1": 2, "k_min": 1},
+    },
+    {"draft": {"kind": "ols", "artifact": "chooser"}},
+]
+
+
+def judged(document: Any) -> None:
+    """Parses a document, and uses the policy that it may be."""
+    with border():
+        policy = parse_policy(document, where="publication 7")
+        assert parse_policy(json.loads(json.dumps(policy.spelled_out()))) == policy
+        assert policy.id
+        assert policy.label()
+        prepare(policy, DRAFTS, profile=PROFILE)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """What is compiled on first use takes its time before that of a case is taken."""
+    for document in POLICIES[:9]:
+        prepare(parse_policy(document), DRAFTS, profile=PROFILE)
+
+
+@cases("documents", 250)
+@given(ANYTHING)
+@example({"growth": {"kind": "static", "paths": 5}, "draft": "small"})
+@example({"draft": {"kind": []}})
+@example({"draft": "small", "growth": {"kind": "static", "paths": [[10**9]]}})
+@example([1, 2])
+@example(None)
+def test_any_json_is_a_policy_or_refused(document: Any) -> None:
+    judged(document)
+
+
+@cases("documents", 550)
+@given(mutated(POLICIES))
+def test_a_policy_with_something_changed_is_one_or_refused(document: Any) -> None:
+    judged(document)
+
+
+@cases("documents", 75)
+@given(
+    st.one_of(
+        st.binary(max_size=40),
+        JSON.map(lambda v: json.dumps(v).encode()),
+        mutated(POLICIES).map(lambda v: json.dumps(v).encode()),
+    )
+)
+@example(b'{"draft":' * 50_000)
+@example(b"9" * 5000)
+@example(b'{"draft": "small", "window": {"kind": "fixed", "gamma": ' + b"9" * 5000 + b"}}")
+def test_any_text_given_for_a_policy_is_one_or_refused(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+    from optimizer.inputs import named_policy, read_policy_file
+
+    file = tmp_path_factory.getbasetemp() / "policy.json"
+    file.write_bytes(data)
+    with border():
+        read_policy_file(str(file))
+    with border():
+        named_policy("{" + data.decode("utf-8", "replace"))
+
+
+# ---------------------------------------------------------------------------------------------------------- artifacts
+
+
+def weights(rng: np.random.Generator) -> dict[str, np.ndarray]:
+    made = {"w1": rng.normal(size=(4, 3)), "b1": rng.normal(size=4), "w2": rng.normal(size=4), "b2": rng.normal(size=1)}
+    return {name: array.astype(np.float32) for name, array in made.items()}
+
+
+def artifact_values() -> dict[str, tuple[dict[str, Any], dict[str, np.ndarray], dict[str, Any]]]:
+    """kind -> (document, arrays, the policy that reads it; its artifact is called ``id``)."""
+    rng = np.random.default_rng(0)
+    fixed = {"draft": "small", "window": {"kind": "fixed", "gamma": 4}}
+    top_k = {**TREE, "growth": {"kind": "top_k", "width": 4}}
+    router = {"w1": rng.normal(size=(4, 8)), "b1": rng.normal(size=4), "w2": rng.normal(size=(2, 4)), "b2": rng.normal(size=2)}
+    routed = {name: array.astype(np.float32) for name, array in router.items()} | {"of": np.arange(10) % 2}
+    features = PromptFeatures(("def", "if"), np.ones(2), np.eye(2), np.zeros(4), np.ones(4), "target")
+    linear = LinearAccuracy(np.full(5, 0.1), np.eye(5), 8)
+    candidates = {draft: parse_policy({**fixed, "draft": draft}) for draft in ("small", "ngram")}
+    chooser = Chooser(features, {"small": linear, "ngram": linear}, candidates, single="small")
+    return {
+        BINS: ({"draft": "small", "thresholds": [3, 9, 20], "depth": 4}, {}, {**top_k, "stratify": {"artifact": "id", "alpha": 2}}),
+        CLASSIFIER: (
+            {"draft": "small"}, weights(rng), {**TREE, "growth": {"kind": "classifier", "artifact": "id", "cap": 4, "width": 4}},
+        ),
+        STATIC_TREE: (
+            {"draft": "small", "paths": [[0], [1], [0, 0]], "depth": 2, "nodes": 3}, {},
+            {"draft": "small", "growth": {"kind": "static", "artifact": "id"}},
+        ),
+        Q_TABLE: (
+            {"states": 7, "actions": 6}, {"values": rng.random((7, 6))},
+            {"draft": "small", "window": {"kind": "q_learning", "gamma_max": 6, "artifact": "id"}},
+        ),
+        "frequencies": (
+            {"vocab": 10, "always": 1}, {"order": rng.permutation(10)},
+            {**fixed, "shortlist": {"kind": "frequency", "artifact": "id", "size": 4}},
+        ),
+        "router": (
+            {"draft": "small", "head": "0" * 16, "vocab": 10, "clusters": 2, "hidden": 4, "inputs": 8},
+            routed,
+            {**fixed, "shortlist": {"kind": "clusters", "artifact": "id", "k0": 2, "k1": 1, "k_min": 1}},
+        ),
+        DRAFT_CHOOSER: (*chooser.to_document(), {"draft": {"kind": "ols", "artifact": "id"}}),
+    }  # fmt: skip
+
+
+ARTIFACTS = artifact_values()
+
+
+@st.composite
+def arrays_near(draw: st.DrawFn, good: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Arrays with one of another shape, of another dtype, left out, or holding what is no weight."""
+    made = dict(good)
+    if not made:
+        return {"more": np.zeros(3)} if draw(st.booleans()) else {}
+    name = draw(st.sampled_from(sorted(made)))
+    array = made[name]
+    what = draw(st.sampled_from(["drop", "shape", "dtype", "value", "empty", "scalar", "as it is"]))
+    if what == "drop":
+        del made[name]
+    elif what == "shape":
+        made[name] = np.resize(array, draw(st.lists(st.integers(0, 9), min_size=1, max_size=3)))
+    elif what == "dtype":
+        with np.errstate(all="ignore"):
+            made[name] = array.astype(draw(st.sampled_from(["<i8", "<u1", "<f2", "<f8", "|S3", "<c16", "|b1"])))
+    elif what == "value":
+        wide = array.astype(np.float64).copy()
+        wide.reshape(-1)[draw(st.integers(0, array.size - 1))] = draw(
+            st.sampled_from([np.nan, np.inf, -np.inf, -1.0, 1e30, 1e308])
+        )
+        with np.errstate(all="ignore"):
+            made[name] = wide.astype(array.dtype)
+    elif what == "empty":
+        made[name] = array[:0]
+    elif what == "scalar":
+        made[name] = np.zeros(())
+    return made
+
+
+@st.composite
+def forged_artifacts(draw: st.DrawFn) -> tuple[str, Any, dict[str, np.ndarray]]:
+    kind = draw(st.sampled_from(sorted(ARTIFACTS)))
+    document, arrays, _ = ARTIFACTS[kind]
+    return kind, draw(mutated([document]) | st.just(document) | ANYTHING), draw(arrays_near(arrays))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("borders") / "spectune.db"
+
+
+@pytest.fixture(scope="module")
+def store(place: Path) -> Iterator[TraceStore]:
+    """A store with a recording and an artifact of each kind."""
+    with open_database(str(place)) as database:
+        store = TraceStore(database)
+        recording = a_recording(store, n=2)
+        for i in range(2):
+            store.put_tree_panoramas(recording, [(i, a_tree(a_trajectory(i), "small"))])
+        for kind, (document, arrays, _) in ARTIFACTS.items():
+            store.put_artifact(kind, document, arrays, pair_id=PAIR)
+        yield store
+
+
+@pytest.fixture(scope="module")
+def raw(store: TraceStore, place: Path) -> Iterator[sqlite3.Connection]:
+    """The same database without our code between."""
+    connection = sqlite3.connect(place, isolation_level=None, timeout=20)
+    for pragma in ("synchronous=OFF", "foreign_keys=OFF", "ignore_check_constraints=ON"):
+        connection.execute(f"PRAGMA {pragma}")
+    yield connection
+    connection.close()
+
+
+@pytest.mark.parametrize("kind", sorted(ARTIFACTS))
+def test_the_artifacts_that_are_forged_are_good_ones_before(kind: str) -> None:
+    document, arrays, policy = ARTIFACTS[kind]
+    found = Fitted(kind, document, arrays)
+    prepare(parse_policy(policy), DRAFTS, profile=PROFILE, q_tables=lambda _: arrays["values"], artifacts=lambda _: found)
+
+
+@cases("artifacts", 300)
+@given(forged_artifacts())
+@example((STATIC_TREE, {"draft": "small", "paths": [[1000000000]]}, {}))
+@example((BINS, {"draft": "small"}, {}))
+@example((Q_TABLE, {}, {"values": np.full((7, 6), np.nan)}))
+@example((Q_TABLE, {}, {}))
+def test_forged_artifacts(store: TraceStore, raw: sqlite3.Connection, forged: tuple[str, Any, dict[str, np.ndarray]]) -> None:
+    kind, document, arrays = forged
+    try:
+        chunk = pack_document(document, arrays)
+    except (ValueError, TypeError, RecursionError):  # not JSON: it cannot have been stored
+        return
+    raw.execute("UPDATE artifact SET data = ?, sha256 = ? WHERE kind = ?", (chunk.data, chunk.sha256, kind))
+    (name,) = raw.execute("SELECT id FROM artifact WHERE kind = ?", (kind,)).fetchone()
+    policy = parse_policy(json.loads(json.dumps(ARTIFACTS[kind][2]).replace('"id"', json.dumps(name))))
+    with border():
+        prepare(policy, DRAFTS, profile=PROFILE, q_tables=q_tables(store), artifacts=fitted(store, PAIR))
+
+
+# ------------------------------------------------------------------------------------------------------------- chunks
+
+TRAJECTORY = a_trajectory(1, n=12)
+CHUNKS: dict[str, tuple[Chunk, Callable[[Chunk], Any]]] = {
+    "tokens": (pack_tokens(TRAJECTORY.prompt_ids, TRAJECTORY.output_ids), unpack_tokens),
+    "chain": (pack_chain(a_panorama(TRAJECTORY, "small", gamma_max=4)), unpack_chain),
+    "tree": (pack_tree(a_tree(TRAJECTORY, "small")), unpack_tree),
+    "tree_q": (pack_tree(a_tree(TRAJECTORY, "small", proposals="probability")), unpack_tree),
+    "steps": (pack_steps(steps_of(TRAJECTORY)), unpack_steps),
+    "document": (pack_document({"a": [1]}, {"values": np.arange(6.0).reshape(2, 3)}), unpack_document),
+}
+
+
+def opened(chunk: Chunk) -> tuple[Any, bytes]:
+    """(header, columns) of a chunk."""
+    bare = zstandard.ZstdDecompressor(dict_data=_HEADERS).decompress(chunk.data)
+    start = 4 + int.from_bytes(bare[:4], "little")
+    return json.loads(bare[4:start]), bare[start:]
+
+
+PARTS = {kind: opened(chunk) for kind, (chunk, _) in CHUNKS.items()}
+
+
+def sealed(bare: bytes) -> Chunk:
+    """A chunk of these bytes whose checksum holds."""
+    data = zstandard.ZstdCompressor(level=1, dict_data=_HEADERS, write_checksum=False).compress(bare)
+    return Chunk(SCHEMA_VERSION, CODEC, hashlib.sha256(data).digest(), data)
+
+
+def with_header(header: bytes, body: bytes) -> bytes:
+    return len(header).to_bytes(4, "little") + header + body
+
+
+@st.composite
+def forged_chunks(draw: st.DrawFn) -> tuple[str, Chunk]:
+    kind = draw(st.sampled_from(sorted(CHUNKS)))
+    header, body = PARTS[kind]
+    what = draw(st.sampled_from(["header", "header", "header", "dtype", "shape", "body", "bytes", "text", "not zstd"]))
+    if what == "not zstd":
+        data = draw(st.binary(max_size=60))
+        return kind, Chunk(SCHEMA_VERSION, CODEC, hashlib.sha256(data).digest(), data)
+    if what == "bytes":
+        return kind, sealed(draw(st.binary(max_size=60)))
+    if what == "text":
+        return kind, sealed(with_header(draw(st.text(max_size=30)).encode("utf-8", "replace"), body))
+    if what == "body":
+        cut = draw(st.integers(0, len(body)))
+        flip = bytearray(body)
+        for at in draw(st.lists(st.integers(0, max(0, len(body) - 1)), max_size=4)):
+            flip[at : at + 1] = bytes([draw(st.integers(0, 255))]) if body else b""
+        return kind, sealed(with_header(json.dumps(header).encode(), bytes(flip[:cut]) if draw(st.booleans()) else bytes(flip)))
+    if what in ("dtype", "shape") and header[1]:
+        column = draw(st.integers(0, len(header[1]) - 1))
+        other = (
+            draw(
+                st.sampled_from(
+                    ["O", "|O", "<M8[ns]", "<U1000000000", "|V9", "i4,i4", "", "x", "<f16", "|S0", "<c16", ">i4", "|b1", "{}"]
+                )
+            )
+            if what == "dtype"
+            else draw(
+                st.lists(NUMBERS.filter(lambda n: not isinstance(n, float)), max_size=3)
+                | st.just([2**31, 2**31])
+                | st.just([0] * 70)
+            )
+        )
+        header = changed(header, (1, column, 1 if what == "dtype" else 2), lambda _: other)
+    else:
+        header = draw(mutated([header]))
+    try:
+        text = json.dumps(header).encode()
+    except (ValueError, RecursionError):
+        text = b"[" * 2000
+    return kind, sealed(with_header(text, body))
+
+
+@cases("chunks", 450)
+@given(forged_chunks())
+@example(("document", sealed(with_header(b"[" * 100_000, b""))))
+@example(("tokens", sealed(with_header(b'[{"kind":"tokens"},[["prompt","<i4",[1000000000000]]]]', b""))))
+@example(("tokens", sealed(with_header(b'[{"kind":"tokens"},[]]', b""))))
+@example(("steps", sealed(with_header(b"[[],[]]", b""))))
+def test_forged_chunks(forged: tuple[str, Chunk]) -> None:
+    kind, chunk = forged
+    with border(CodecError):
+        unpack(chunk)
+    with border(CodecError):
+        CHUNKS[kind][1](chunk)
+
+
+def test_a_chunk_that_unpacks_to_gigabytes_is_refused() -> None:
+    size = 3 << 29
+    compressor = zstandard.ZstdCompressor(level=1, dict_data=_HEADERS, write_checksum=False).compressobj(size=size)
+    data = b"".join([*(compressor.compress(bytes(1 << 24)) for _ in range(size >> 24)), compressor.flush()])
+    chunk = Chunk(SCHEMA_VERSION, CODEC, hashlib.sha256(data).digest(), data)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(CodecError) as caught:
+        unpack(chunk)
+    check_line(str(caught.value))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1_000_000, "KiB"
+
+
+# --------------------------------------------------------------------------------------------------------------- rows
+
+CELLS = st.one_of(
+    st.none(),
+    st.integers(-(2**63), 2**63 - 1),
+    st.sampled_from([0, -1, 2**40, 2**63 - 1, 9e18, float("inf"), -1e300, 0.5]),
+    st.sampled_from([
+        "null", "5", '"small"', "[1,2]", "[]", "{}", "{", "", "NaN", "true", '{"a": 1e999}', "9" * 5000, "[" * 5000, '{"a":' * 5000,
+        '{"growth": {"kind": "static", "paths": 5}}', '{"draft": {"kind": []}}', "x" * 5000, "No/Such_Zone", "* * * * *", "61 * * * *",
+        '{"pair": 5}', '{"pair": {}, "turns": 3}', '{"pair": {}, "temperature": "hot"}', '{"pair": {}, "workload": 5}',
+    ]),
+    st.binary(max_size=12),
+    JSON.map(lambda v: json.dumps(v)[:4000]),
+    mutated(POLICIES).map(lambda v: json.dumps(v)[:4000]),
+    st.text(alphabet=string.printable, max_size=10),
+)  # fmt: skip
+ROWS = ("publication", "policy", "acknowledgement", "artifact", "recording", "trajectory", "panorama_chunk", "step_chunk", "schedule",
+        "schedule_job", "schedule_fire")  # fmt: skip
+
+
+def spots() -> list[tuple[str, str]]:
+    """Every column of the tables that are read."""
+    return [
+        (t.name, c.name) for t in metadata.sorted_tables if t.name in ROWS for c in t.columns if c.name not in ("id", "rowid")
+    ]
+
+
+@pytest.fixture(scope="module")
+def served(store: TraceStore, tiny_pair: Path) -> Iterator[Any]:
+    """(pair, a source that watches this store's publications for it, a schedule's name)."""
+    pair = load_pair(read_pair(str(tiny_pair)), device="cpu")
+    store.put_pair(pair.id, "tiny", pair.spec.to_json())
+    for gamma in (2, 3):
+        policy = parse_policy({"draft": "near", "window": {"kind": "fixed", "gamma": gamma}})
+        store.put_policy(policy.id, policy.spelled_out(), policy.label())
+        published = store.publish(pair.id, "cpu", policy.id, actor="test", reason="")
+        store.acknowledge(published.version, "node", "applied")
+    add_schedule(store.database, "nightly", every="1h", payload={"pair": pair.spec.to_json(), "turns": None})
+    store.put_profile(a_profile(1e-3))
+    with watch(store, pair, None, None, interval_s=3600.0) as source:
+        yield pair, source
+
+
+def read_publications(store: TraceStore, pair_id: str) -> None:
+    found: Sequence[Publication] = store.list_publications(pair_id, "cpu")
+    for publication in found:
+        with border():
+            prepare(parse_policy(publication.document), ("near", "far"))
+    store.acknowledgements()
+
+
+def read_recordings(store: TraceStore) -> None:
+    database = store.database
+    for info in list_recordings(database, TraceFilter()):
+        info.to_json()
+        with border():
+            store.load(info.id, skip_corrupted=True)
+        with border():
+            store.load(info.id, trees=True)
+    list(request_rows(database, TraceFilter()))
+    acceptance_stats(database, TraceFilter(), ["draft", "category"])
+    executed_stats(database, TraceFilter(), ["category"])
+
+
+def read_schedules(store: TraceStore) -> None:
+    for schedule in list_schedules(store.database):
+        schedule.to_json()
+        with border():
+            check_payload(schedule.payload)
+            tuning_options(schedule.payload)
+            tuning_workload({**schedule.payload, "limit": 1})
+    history(store.database)
+    get_schedule(store.database, "nightly")
+    tick(store.database)
+
+
+@cases("rows", 60)
+@given(st.sampled_from(spots()), CELLS)
+@example(("policy", "document"), "null")
+@example(("policy", "document"), "[" * 5000)
+@example(("policy", "document"), "{")
+@example(("schedule", "tz"), "No/Such_Zone")
+@example(("schedule", "payload"), "5")
+def test_rows_with_anything_in_a_column(
+    store: TraceStore, raw: sqlite3.Connection, served: Any, spot: tuple[str, str], cell: Any
+) -> None:
+    table, column = spot
+    pair, source = served
+    columns = [c.name for c in metadata.tables[table].columns]
+    saved = raw.execute(f'SELECT {", ".join(columns)}, rowid FROM "{table}"').fetchall()
+    try:
+        raw.execute(f'UPDATE "{table}" SET "{column}" = ?', (cell,))
+    except sqlite3.IntegrityError:  # no row can be so
+        return
+    try:
+        for read in (
+            lambda: read_publications(store, pair.id),
+            lambda: read_recordings(store),
+            lambda: read_schedules(store),
+            lambda: store.list_policies(),
+            lambda: store.list_pairs(),
+            lambda: store.list_workloads(),
+            lambda: store.list_profiles(),
+            lambda: [store.get_artifact(row[0]) for row in store.list_artifacts()],
+        ):
+            with border():
+                read()
+        source.seen = 0
+        with border():
+            source.poll()
+        assert source.current().label
+    finally:
+        raw.executemany(f'UPDATE "{table}" SET {", ".join(f"{c} = ?" for c in columns)} WHERE rowid = ?', saved)
+
+
+# ---------------------------------------------------------------------------------------------------------- workloads
+
+LINES: list[dict[str, Any]] = [
+    {"id": "a", "category": "code", "turns": ["one"]},
+    {"id": "b", "turns": ["one", "two", "three"]},
+    {"id": 3, "category": "", "turns": ["x"], "more": {"a": [1, 2]}},
+]
+
+
+@cases("workloads", 300)
+@given(
+    st.lists(
+        st.one_of(
+            ANYTHING.map(lambda v: json.dumps(v).encode()),
+            mutated(LINES).map(lambda v: json.dumps(v).encode()),
+            mutated(LINES).map(lambda v: json.dumps(v, ensure_ascii=False).encode("utf-8", "surrogatepass")),
+            st.sampled_from([json.dumps(line).encode() for line in LINES]),
+            st.binary(max_size=30),
+        ),
+        max_size=4,
+    ),
+    st.sampled_from([None, "first", "all"]),
+    st.sampled_from([None, 1, 10**30]),
+    st.lists(WORDS, max_size=1),
+)
+@example([b"[" * 100_000], None, None, [])
+@example([b"9" * 5000], None, None, [])
+@example([b'{"id": "a\\u0000", "turns": ["x"]}'], None, None, [])
+def test_workloads_of_any_lines(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], turns: Any, limit: int | None, categories: list[str]
+) -> None:
+    file = tmp_path_factory.getbasetemp() / "workload.jsonl"
+    file.write_bytes(b"\n".join(lines))
+    with border():
+        workload = load_workload([str(file)], turns=turns, limit=limit, categories=categories)
+        assert all(len(r.turns) == 1 and r.turns[0].strip() for r in workload.requests)
+        for request in workload.requests:
+            assert "\0" not in request.id + request.category, "PostgreSQL stores no NUL"
+            "".join((request.id, request.category, *request.turns)).encode()
+        assert workload.digest()
+
+
+# -------------------------------------------------------------------------------------------------------------- flags
+
+
+def commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from commands(command, (*path, name))
+        elif (*path, name) not in (("schedule", "run"), ("schedule", "run-once"), ("traces", "prune")):
+            yield (*path, name), command
+
+
+COMMANDS = list(commands(main))
+VALUES = st.one_of(
+    st.sampled_from([
+        "", "-1", "0", "1", "3", "10" * 20, "9" * 5000, "nan", "inf", "-inf", "1e999", "0.5", "n" * 5000, "[/b]", "[math]", "\x1b[31mred",
+        "latest", "active", "demo", "none", "small=x", "=", "cpu", "auto", "6h", "1w", "9" * 50 + "w", "* * * * *", "61 3 * * *",
+        "UTC", "No/Zone",
+        "coupled", "a,b", "draft,category", "2020-01-01", "0001-01-01", "9999-12-31", "good.jsonl", "nowhere.jsonl", "policy.json",
+        "rows.csv", "rows.json", "rows.parquet", "other.db", '{"draft": "none"}', '{"draft":' * 3000, "{", "null", "autoregressive", "\0",
+        "\udcff", ".", "..",
+    ]),
+    st.integers().map(str),
+    st.floats().map(str),
+    st.text(max_size=8).map(lambda t: t.replace("/", "").replace("~", "")),
+    mutated(POLICIES).map(json.dumps),
+)  # fmt: skip
+
+
+@st.composite
+def command_lines(draw: st.DrawFn) -> list[str]:
+    path, command = draw(st.sampled_from(COMMANDS))
+    line = list(path)
+    options = [p for p in command.params if isinstance(p, click.Option)]
+    for option in draw(st.lists(st.sampled_from(options), max_size=3)):
+        line += [draw(st.sampled_from(option.opts))] + ([] if option.is_flag else [draw(VALUES)])
+    for argument in (p for p in command.params if isinstance(p, click.Argument)):
+        line += [draw(VALUES)] if argument.required or draw(st.booleans()) else []
+    if path[0] != "policies" and any(o.name == "pair" and "--pair" in o.opts for o in options):
+        line += ["--pair", "nowhere.json"]  # no model is loaded
+    return line
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with a database, a workload and a policy, to work in."""
+    folder = tmp_path_factory.mktemp("flags")
+    with open_database(str(folder / "kept")) as database:
+        a_recording(TraceStore(database), n=2)
+    write_workload(folder / "good.jsonl", 2)
+    (folder / "policy.json").write_text('{"draft": "small"}')
+    before = Path.cwd()
+    os.chdir(folder)
+    yield folder
+    os.chdir(before)
+
+
+@cases("flags", 175)
+@given(command_lines())
+@example(["run", "--temperature", "nan", "--pair", "nowhere.json"])
+@example(["policies", "show", '{"draft":' * 100_000])
+def test_command_lines_cost_a_line_or_work(here: Path, line: list[str]) -> None:
+    if not Path("spectune.db").exists() or CASES["flags"] % 50 == 0:
+        for file in here.glob("spectune.db*"):
+            file.unlink()
+        shutil.copyfile("kept", "spectune.db")
+    with border():
+        found = CliRunner().invoke(main, ["--db", "spectune.db", *line])
+    if found.exception is not None and not isinstance(found.exception, SystemExit):
+        raise found.exception
+    assert found.exit_code in ((0, 1, 2) if line[:2] == ["db", "check"] else (0, 2)), found.output
+    assert "Traceback" not in found.output
+    if found.exit_code == 2:
+        last = found.stderr.rstrip("\n").split("\n")[-1]
+        assert last.lower().startswith("error: "), found.stderr
+        check_line(last)
+        assert not found.stdout
+        assert "\x1b" not in found.stderr
