@@ -16,7 +16,7 @@ from db import migrate
 from db.copies import keep_copy
 from db.engine import LONG, NO_BEGIN, WRITES, make_engine
 from db.errors import DatabaseError, SchemaError
-from db.failures import translated
+from db.failures import translated, understood
 from db.sqlite import is_read_only
 from db.urls import parse_url, shown
 
@@ -46,7 +46,12 @@ class Database:
     @contextmanager
     def read(self) -> Iterator[Session]:
         """A read transaction: one snapshot on SQLite, read committed on PostgreSQL. Raises :class:`DatabaseError`."""
-        with translated(self.url), Session(self._engine, expire_on_commit=False) as session, session.begin():
+        with (
+            translated(self.url),
+            understood(self.url),
+            Session(self._engine, expire_on_commit=False) as session,
+            session.begin(),
+        ):
             yield session
 
     @contextmanager

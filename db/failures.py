@@ -42,6 +42,19 @@ def translated(url: URL) -> Iterator[None]:
         raise UnavailableError(f"database {shown(url)}: all its connections are in use; try again") from error
 
 
+@contextmanager
+def understood(url: URL) -> Iterator[None]:
+    """Around reading rows: what is no value of its column becomes one :class:`DatabaseError`.
+
+    SQLite keeps any value in any column, and columns of JSON any document, so a row of another's making shows only where it is read.
+    """
+    try:
+        yield
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        said = " ".join(str(error).split())[:200]
+        raise DatabaseError(f"database {shown(url)} holds a row that spectune did not write ({said}); restore a copy of it") from error
+
+
 def explained(url: URL, error: DBAPIError) -> DatabaseError:
     """The error to raise for a driver's."""
     kind = UnavailableError if _may_pass(error) else DatabaseError

@@ -12,7 +12,7 @@ from rich.text import Text
 from optimizer.tune import Tuned, finite
 from runtime.policies.document import parse_policy
 from traces.schema import TREE_SCALE, Counts, LatencyProfile, Outcome, TreeProfile
-from traces.text import one_line, printable
+from traces.text import printable
 
 
 def outcome_table(outcome: Outcome) -> RenderableType:
@@ -245,7 +245,7 @@ def shortlist_fit_table(fitted: Mapping[str, Any]) -> RenderableType:
     sizes = sorted(fitted["cluster_sizes"])
     about = f"{fitted['clusters']} clusters of {sizes[0]} to {sizes[-1]} tokens, median {sizes[len(sizes) // 2]}"
     if "scores" not in fitted:
-        return Text(one_line(f"{about}; mean cosine to the centre {fitted['cohesion']:.3f}"))
+        return Text(_as_it_is(f"{about}; mean cosine to the centre {fitted['cohesion']:.3f}"))
     scores = fitted["scores"]
     table = _table(f"Router of draft {fitted['draft']}: {about}")
     for name in ("clusters", "tokens", "recall", "mass kept", "frequency, same size", "best clusters"):
@@ -280,12 +280,17 @@ def rows_table(rows: Sequence[dict[str, Any]], columns: Sequence[str], title: st
 
 def _table(title: str = "") -> Table:
     """A table whose title is shown as it is, whatever it quotes; its rows are :func:`_row`'s."""
-    return Table(title=Text(one_line(title), style="table.title") if title else None, title_justify="left")
+    return Table(title=Text(_as_it_is(title), style="table.title") if title else None, title_justify="left")
 
 
 def _row(table: Table, *cells: str, style: str = "") -> None:
     """Adds a row of cells that are shown as they are: rich reads markup in plain strings (``[math]``)."""
-    table.add_row(*(Text(printable(cell).replace("\n", "\\n")) for cell in cells), style=style)
+    table.add_row(*(Text(_as_it_is(cell)) for cell in cells), style=style)
+
+
+def _as_it_is(text: str) -> str:
+    """On one line, what would act on a terminal spelled out."""
+    return printable(text).replace("\n", "\\n")
 
 
 def _note(text: str) -> Text:

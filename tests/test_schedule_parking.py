@@ -25,7 +25,7 @@ ANYWHERE: list[tuple[dict[str, Any], str]] = [
     ({"cron": "99 * * * *"}, "bad minute in cron expression '99 * * * *'"),
     ({"cron": "whenever"}, "cron expression 'whenever' must have five fields"),
     ({"cron": "0 0 30 2 *"}, "cron expression '0 0 30 2 *'"),
-    ({"cron": None, "interval_s": 10**15}, "the duration"),
+    ({"cron": None, "interval_s": 10**15}, "is not a duration"),
     ({"anchor_at": 10**17}, "anchor_at is 100000000000000000"),
     ({"max_attempts": 0}, "max_attempts is 0"),
     ({"max_instances": -1}, "max_instances is -1"),

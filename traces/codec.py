@@ -81,11 +81,13 @@ def unpack(chunk: Chunk, *, header_limit: int = _HEADER_LIMIT) -> tuple[dict[str
     claims is believed only once it is what :func:`pack` writes and adds up to the bytes there are, of which there are at most
     ``RAW_LIMIT``, ``header_limit`` of them in the header.
     """
+    if not isinstance(chunk.data, bytes) or not isinstance(chunk.schema_version, int):
+        raise CodecError("no chunk, but other values where one should be")
     if hashlib.sha256(chunk.data).digest() != chunk.sha256:
         raise CodecError("checksum differs")
     if chunk.schema_version > SCHEMA_VERSION or chunk.codec != CODEC:
         raise CodecError(
-            f"packed as {chunk.codec} version {chunk.schema_version}, this program reads {CODEC} up to {SCHEMA_VERSION}"
+            f"packed as {chunk.codec!r:.40} version {chunk.schema_version}, this program reads {CODEC} up to {SCHEMA_VERSION}"
         )
     try:
         raw = _decompressed(chunk.data)

@@ -85,16 +85,20 @@ def recording_row(session: Session, recording: str, *, writing: bool = False) ->
 def trajectory_of(row: TrajectoryRow) -> Trajectory:
     """The value a row holds. Raises :class:`CodecError`."""
     prompt, output = unpack_tokens(chunk_of(row))
+    try:
+        sampling, stop_strings = Sampling(**row.sampling), tuple(row.stop_strings)
+    except TypeError:
+        raise CodecError("its sampling parameters or stop strings are none") from None
     return Trajectory(
         request_id=row.request_id,
         category=row.category,
         prompt_ids=prompt,
         output_ids=output,
-        sampling=Sampling(**row.sampling),
+        sampling=sampling,
         max_new_tokens=row.max_new_tokens,
         finish=row.finish,  # type: ignore[arg-type]  # what was put in
         verifier=row.verifier,  # type: ignore[arg-type]
-        stop_strings=tuple(row.stop_strings),
+        stop_strings=stop_strings,
     )
 
 

@@ -12,7 +12,7 @@ import re
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime, tzinfo
+from datetime import UTC, datetime, timedelta, tzinfo
 from difflib import get_close_matches
 from zoneinfo import ZoneInfo, available_timezones
 
@@ -57,9 +57,12 @@ def format_duration(seconds: float) -> str:
     return out or "0s"
 
 
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
 def utc(instant: float) -> datetime:
-    """An instant as an aware datetime in UTC."""
-    return datetime.fromtimestamp(instant, UTC)
+    """An instant as an aware datetime in UTC. Raises OverflowError for one that no calendar has."""
+    return _EPOCH + timedelta(seconds=instant)
 
 
 @dataclass(frozen=True)
