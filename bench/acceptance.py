@@ -33,6 +33,7 @@ EXACT = (
 
 def main() -> int:
     """Runs the checks that are asked for, prints a table, returns the exit code."""
+    import chaos
     import checks
     import choice_checks
     import joint_checks
@@ -43,7 +44,7 @@ def main() -> int:
     import tree_checks
 
     CHECKS = {**checks.CHECKS, **tree_checks.CHECKS, **shortlist_checks.CHECKS, **shortlist_tables.CHECKS}
-    CHECKS |= {**shortlist_theory.CHECKS, **choice_checks.CHECKS, **joint_checks.CHECKS, **large_vocab.CHECKS}
+    CHECKS |= {**shortlist_theory.CHECKS, **choice_checks.CHECKS, **joint_checks.CHECKS, **large_vocab.CHECKS, **chaos.CHECKS}
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", metavar="NAME", choices=list(CHECKS), help="run these checks alone")

@@ -31,7 +31,7 @@ def postgresql_server() -> Iterator[str]:
     if given:
         yield given
         return
-    binaries = _binaries()
+    binaries = server_binaries()
     if binaries is not None:
         with _system_server(binaries) as url:
             yield url
@@ -48,7 +48,8 @@ def postgresql_server() -> Iterator[str]:
         server.cleanup()
 
 
-def _binaries() -> Path | None:
+def server_binaries() -> Path | None:
+    """The folder of this system's PostgreSQL programs, the newest version's; None where there is none."""
     on_path = shutil.which("initdb")
     if on_path and shutil.which("postgres"):
         return Path(on_path).parent
@@ -65,7 +66,7 @@ def _system_server(binaries: Path) -> Iterator[str]:
     if root:
         user = pwd.getpwnam("postgres")
         os.chown(folder, user.pw_uid, user.pw_gid)
-    port, data = _free_port(), folder / "data"
+    port, data = free_port(), folder / "data"
     options = f"-k {folder} -p {port} -c listen_addresses=127.0.0.1 -c fsync=off -c max_connections=60 -c shared_buffers=32MB"
     try:
         _run(
@@ -96,7 +97,8 @@ def _run(command: list[str], folder: Path) -> None:
             raise RuntimeError(f"{' '.join(command)} failed: {out.read()} {log.read_text() if log.exists() else ''}\n{HOW}")
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
