@@ -332,7 +332,8 @@ class Run:
 
     def finish(self) -> None:
         """Ends everybody but the watchers in good order, publishes once more, and waits until what is queued is done."""
-        self.calm()
+        watchers = [m for m in self.members if m.kind == "watcher"]
+        self.calm(CALM_S[1] if watchers else 0.0)
         self._end([m for m in self.members if m.kind in ("publisher", "tuner")], 3 * END_S)
         for name in ("often", "serve", *(["tune"] if self.crew.get("tuner") else [])):
             pause_schedule(self.database, name)
@@ -341,10 +342,9 @@ class Run:
         until = time.monotonic() + DRAIN_S
         while self.server.sql("SELECT 1 FROM schedule_job WHERE state IN ('queued', 'running')") and time.monotonic() < until:
             self.hold(0.5)
-        self.hold(2 * BOUND_S)
+        self.hold(2 * BOUND_S if watchers else 0.0)
         self.until = time.time()
         self._end([m for m in self.members if m.kind == "worker"], END_S)
-        watchers = [m for m in self.members if m.kind == "watcher"]
         if watchers:
             with self.fault("server frozen", "at a watcher's end", keeps=None), self.server.frozen():
                 self.hold(1.5)  # it is amid a question to the server

@@ -161,9 +161,8 @@ def _followed(history: History, watched: Watched, verdict: Verdict) -> None:
         wanted = "applied" if publication.is_good else "refused"
         name = f"{node}: publication {publication.version} ({publication.key or publication.actor})"
         if statuses - {wanted}:
-            verdict.failures.append(
-                (f"good {'refused' if publication.is_good else 'bad applied'}", f"{name}: {answers[0].reason}")
-            )
+            kind = "good refused" if publication.is_good else "bad applied"
+            verdict.failures.append((kind, f"{name}: {answers[0].reason}"))
         if at is not None and not publication.is_good:
             verdict.failures.append(("bad in force", name))
         if not publication.is_good and answers and not all(a.reason.strip() for a in answers):

@@ -24,6 +24,7 @@ from typing import Any
 from chaos_server import die_with_parent
 
 from db import DatabaseError, open_database
+from optimizer.schedule import Ended, Job, JobContext, LeaseLostError, run_worker
 from traces.store import TraceStore
 
 LEASE_S = 3.0
@@ -177,8 +178,6 @@ def until_answered(call: Callable[[], int], note: Notes) -> int:
 
 def worker(place: Place, note: Notes, stop: threading.Event) -> None:
     """A worker as `schedule run` is one: it tunes what names a pair, and else does a job of a few steps that publishes."""
-    from optimizer.schedule import Ended, Job, JobContext, run_worker
-
     with open_database(place.url) as database:
         store = TraceStore(database)
         tuning: list[Callable[[Job, JobContext], Mapping[str, Any]]] = []
@@ -214,7 +213,7 @@ def worker(place: Place, note: Notes, stop: threading.Event) -> None:
     note("stopped")
 
 
-def short_job(store: TraceStore, job: Any, context: Any, name: str) -> dict[str, Any]:
+def short_job(store: TraceStore, job: Job, context: JobContext, name: str) -> dict[str, Any]:
     """A few steps, then one publication under the job's key, fenced by the claim as tuning's is."""
     from runtime.policies.document import parse_policy
 
@@ -226,17 +225,17 @@ def short_job(store: TraceStore, job: Any, context: Any, name: str) -> dict[str,
     store.put_policy(policy.id, policy.spelled_out(), policy.label())
     key = job.idempotency_key
     said = {"actor": name, "evidence": {"key": key, "attempt": job.attempt}, "reason": "chaos", "idempotency_key": key}
-    guard = fence(context)
-    if not guard and not context.still_owner():
-        context.check()
-        return {"published": None}
-    made = store.publish(job.payload["publishes"], "cpu", policy.id, **said, **guard)
+    made = store.publish(job.payload["publishes"], "cpu", policy.id, **said, **fence(context))
     return {"published": made.version}
 
 
-def fence(context: Any) -> dict[str, Any]:
-    """How a publication is told to ask, in its own transaction, whether the job is still the worker's."""
-    return {"guard": context.still_owner} if "guard" in inspect.signature(TraceStore.publish).parameters else {}
+def fence(context: JobContext) -> dict[str, Any]:
+    """What has a publication ask, in its own transaction, whether the job is still this worker's; where it cannot, it is asked before."""
+    if "guard" in inspect.signature(TraceStore.publish).parameters:
+        return {"guard": context.check}
+    if not context.still_owner():
+        raise LeaseLostError("another worker has the job")
+    return {}
 
 
 def tuner(place: Place, note: Notes, stop: threading.Event, pair_file: Path, workload: Path) -> None:
