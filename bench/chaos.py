@@ -31,7 +31,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [p for p in (str(ROOT), str(ROOT / "tests"), str(ROOT / "bench")) if p not in sys.path]
+PATHS = [str(ROOT), str(ROOT / "tests"), str(ROOT / "bench")]
+sys.path[:0] = [p for p in PATHS if p not in sys.path]
 
 import chaos_roles as roles  # noqa: E402  # these live in folders that no package makes known
 import chaos_spoil as spoil  # noqa: E402
@@ -448,12 +449,14 @@ def chaos(state: Path, seconds: float = 270.0, seed: int = 0) -> dict[str, Any]:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     # For the processes: they come from a server process that has imported everything once.
-    os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join(sys.path[:3])}
+    os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join(PATHS)}
     processes.set_forkserver_preload(list(PRELOAD))
     with _limited(LONGEST_S), Run(folder, seed) as run:
-        run.begin()
-        run.spoil(seconds, run.kinds())
-        run.finish()
+        phases = {}
+        for name, phase in (("begin", run.begin), ("spoil", lambda: run.spoil(seconds, run.kinds())), ("finish", run.finish)):
+            began = time.monotonic()
+            phase()
+            phases[f"{name}_s"] = round(time.monotonic() - began, 1)
         history = run.history()
         verdict = judge(history)
         figures = run.figures(history, verdict)
@@ -462,7 +465,7 @@ def chaos(state: Path, seconds: float = 270.0, seed: int = 0) -> dict[str, Any]:
         f"{len(run.faults)} faults, {len(history.publications)} publications, {figures['judged'].get('good', 0)} times a good one was due: "
         f"median {late['median']} s, worst {late['worst']} s; {len(verdict.failures)} failures"
     )
-    return {"holds": not verdict.failures, "summary": summary, "seed": seed, "chaos_seconds": seconds, **figures}
+    return {"holds": not verdict.failures, "summary": summary, "seed": seed, **phases, **figures}
 
 
 @contextmanager

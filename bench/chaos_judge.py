@@ -153,7 +153,8 @@ def _followed(history: History, watched: Watched, verdict: Verdict) -> None:
         came.setdefault(version, at)
     newer = float("inf")
     for publication in reversed(own):
-        limit, counted = due(max(publication.committed, watched.ready), faults)
+        since = max(publication.committed, watched.ready)
+        limit, counted = due(since, faults)
         was_seen = newer > limit and history.until > limit
         newer = min(newer, publication.committed)
         answers, at = said.get(publication.version, []), came.get(publication.version)
@@ -179,9 +180,9 @@ def _followed(history: History, watched: Watched, verdict: Verdict) -> None:
             how = "never" if late[0] is None else f"after {late[0] - counted:.2f} s"
             verdict.failures.append((f"{wanted} late", f"{name}: {how}"))
         if publication.is_good and at is not None:
-            _, counted = due(publication.committed, [f for f in faults if f.begin < at])
+            _, counted = due(since, [f for f in faults if f.begin < at])
             verdict.latencies_s.append(max(0.0, at - counted))
-            if counted == publication.committed:
+            if counted == since:
                 verdict.undisturbed_s.append(verdict.latencies_s[-1])
 
 

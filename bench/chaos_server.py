@@ -8,6 +8,7 @@ import pwd
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -23,8 +24,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(number: int) -> None:
-    """Has the kernel send this process a signal when the thread that started it is gone, so that nothing outlives a killed run."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    """Has Linux send this process a signal when the thread that started it is gone, so that nothing outlives a killed run."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 class Server:
