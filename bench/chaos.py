@@ -131,7 +131,7 @@ class Run:
             self._hire(f"w{n}", "watcher", roles.watcher, self.pairs[WATCHED]["file"])
         workload = self.folder / "work.jsonl"
         prompts = ("def add(a, b):", "The quick brown fox")
-        requests = [{"id": f"r{i}", "category": "ab"[i % 2], "turns": [f"{prompts[i % 2]} {i}"]} for i in range(6)]
+        requests = [{"id": f"r{i}", "category": "ab"[i % 2], "turns": [f"{prompts[i % 2]} {i}"]} for i in range(24)]
         workload.write_text("".join(json.dumps(request) + "\n" for request in requests))
         for n in range(self.crew.get("tuner", 0)):
             self._hire(f"wt{n}", "watcher", roles.watcher, self.pairs[TUNED]["file"])
@@ -275,20 +275,19 @@ class Run:
                 member.process.kill()
 
     def garbage(self, name: str) -> None:
-        """A publication that nobody can run, for both pairs, and after it a good one that everybody must still take up."""
-        with self.fault("bad publication", name):
-            for pair in (WATCHED, TUNED):
-                self.bad.add(spoil.publish(self.server, self.store, self.pairs[pair]["id"], name))
+        """A publication that nobody can run, and after it a good one that everybody must still take up."""
+        pair = self.chance.choice((WATCHED, TUNED))
+        with self.fault("bad publication", f"{name} ({pair})"):
+            self.bad.add(spoil.publish(self.server, self.store, self.pairs[pair]["id"], name))
             self.hold(BOUND_S + 0.5)
-        for pair in (WATCHED, TUNED):
-            self.publish(pair, f"after {name}")
+        self.publish(pair, f"after {name}")
 
     def publish(self, pair: str, what: str) -> None:
         """A good publication of the run's own, when no fault is on."""
         from runtime.policies.document import parse_policy
 
         key = f"run:{pair}:{what}:{len(self.told)}"
-        policy = parse_policy(self.chance.choice(roles.GOOD))
+        policy = parse_policy(roles.SLOW if pair == TUNED else self.chance.choice(roles.GOOD))
         self.store.put_policy(policy.id, policy.spelled_out(), policy.label())
         made = self.store.publish(
             self.pairs[pair]["id"], "cpu", policy.id, actor="run", evidence={"key": key}, idempotency_key=key

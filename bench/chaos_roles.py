@@ -44,6 +44,8 @@ GOOD: tuple[dict[str, Any], ...] = (
     {},
 )
 """What is published: every one can run on the tiny pairs. The last is autoregression."""
+SLOW = {"draft": "far", "window": {"kind": "fixed", "gamma": 12}}
+"""Good, but slower than anything a search finds, so that a tuner has something to publish."""
 TUNED: dict[str, int] = {"max_new_tokens": 24, "gamma_max": 6, "trials": 20, "finalists": 2, "tree_width": 0}
 """How tuning is kept short."""
 
