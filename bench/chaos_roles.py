@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -20,8 +21,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from chaos_server import die_with_parent
 
 from db import DatabaseError, open_database
 from optimizer.schedule import Ended, Job, JobContext, LeaseLostError, run_worker
@@ -78,8 +77,8 @@ def read_notes(path: Path) -> list[dict[str, Any]]:
 
 
 def play(place: Place, role: Callable[..., None], *arguments: Any) -> None:
-    """Runs a role in this process, its outputs in ``NAME.log``, until SIGTERM."""
-    die_with_parent(signal.SIGKILL)
+    """Runs a role in this process, its outputs in ``NAME.log``, until SIGTERM; the process does not outlive the run's."""
+    threading.Thread(target=_end_with, args=(multiprocessing.parent_process(),), daemon=True).start()
     log = os.open(place.folder / f"{place.name}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -88,6 +87,11 @@ def play(place: Place, role: Callable[..., None], *arguments: Any) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
     role(place, Notes(place.folder, place.name), stop, *arguments)
+
+
+def _end_with(parent: Any) -> None:
+    parent.join()
+    os._exit(1)
 
 
 def watcher(place: Place, note: Notes, stop: threading.Event, pair_file: Path) -> None:

@@ -23,12 +23,6 @@ STARTING_S = 30.0
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent(number: int) -> None:
-    """Has Linux send this process a signal when the thread that started it is gone, so that nothing outlives a killed run."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
-
-
 class Server:
     """One server in ``folder``, with a clock that tells when each transaction was committed.
 
@@ -75,7 +69,7 @@ class Server:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,  # Ctrl-C is for the run, which ends the server itself
-                preexec_fn=lambda: die_with_parent(signal.SIGQUIT),
+                preexec_fn=_end_with_parent,
                 **self._user,
             )
         until = time.monotonic() + STARTING_S
@@ -135,6 +129,12 @@ class Server:
         with psycopg.connect(self.url, connect_timeout=5, row_factory=dict_row, autocommit=True) as connection:
             done = connection.execute(statement, values)
             return list(done.fetchall()) if done.description else []
+
+
+def _end_with_parent() -> None:
+    """Has Linux shut the server down when the thread that started it is gone, so that it does not outlive a killed run."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGQUIT)
 
 
 def _children(pid: int) -> list[int]:
