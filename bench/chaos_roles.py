@@ -7,7 +7,6 @@ with what it had begun, as a client does that never heard whether its publicatio
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import json
 import multiprocessing
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from db import DatabaseError, open_database
-from optimizer.schedule import Ended, Job, JobContext, LeaseLostError, run_worker
+from optimizer.schedule import Ended, Job, JobContext, run_worker
 from traces.store import TraceStore
 
 LEASE_S = 3.0
@@ -231,17 +230,8 @@ def short_job(store: TraceStore, job: Job, context: JobContext, name: str) -> di
     store.put_policy(policy.id, policy.spelled_out(), policy.label())
     key = job.idempotency_key
     said = {"actor": name, "evidence": {"key": key, "attempt": job.attempt}, "reason": "chaos", "idempotency_key": key}
-    made = store.publish(job.payload["publishes"], "cpu", policy.id, **said, **fence(context))
+    made = store.publish(job.payload["publishes"], "cpu", policy.id, **said, guard=context.check)
     return {"published": made.version}
-
-
-def fence(context: JobContext) -> dict[str, Any]:
-    """What has a publication ask, in its own transaction, whether the job is still this worker's; where it cannot, it is asked before."""
-    if "guard" in inspect.signature(TraceStore.publish).parameters:
-        return {"guard": context.check}
-    if not context.still_owner():
-        raise LeaseLostError("another worker has the job")
-    return {}
 
 
 def tuner(place: Place, note: Notes, stop: threading.Event, pair_file: Path, workload: Path) -> None:
