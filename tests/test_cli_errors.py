@@ -22,7 +22,7 @@ from pairs import tiny_model, tokenizer
 from sqlalchemy.pool import Pool
 
 from cli import main
-from optimizer.commands.shared import write_rounds
+from optimizer.commands.outputs import write_rounds
 
 FIXED = '{"draft": "near", "window": {"kind": "fixed", "gamma": 3}}'
 ANALYTIC = '{"draft": "near", "window": {"kind": "analytic", "gamma_max": 4}}'

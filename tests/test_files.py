@@ -15,7 +15,7 @@ from doors import Door
 from rich.console import Console
 from trace_values import PAIR, a_trajectory
 
-from optimizer.commands.shared import write_text
+from optimizer.commands.outputs import write_text
 from optimizer.report import rows_table
 from runtime.pair import identity
 from traces.errors import PairError, SpectuneError, TraceError, WorkloadError

@@ -9,18 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from optimizer.commands.outputs import check_writable, kept_unless_stored, write_rounds
 from optimizer.commands.shared import (
     SEED,
     Meter,
     Whole,
-    check_writable,
     console_for,
     decode_options,
     device_options,
     dtype_of,
     emit,
     json_option,
-    kept_unless_stored,
     load,
     open_store,
     pair_options,
@@ -34,7 +33,6 @@ from optimizer.commands.shared import (
     with_context,
     workload_of,
     workload_options,
-    write_rounds,
 )
 
 if TYPE_CHECKING:

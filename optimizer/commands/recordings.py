@@ -7,18 +7,17 @@ from typing import Any
 
 import click
 
+from optimizer.commands.outputs import check_writable, write_text
 from optimizer.commands.shared import (
     FiniteRange,
     Meter,
     Whole,
-    check_writable,
     console_for,
     emit,
     json_option,
     open_store,
     together,
     with_context,
-    write_text,
 )
 
 

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import io
-import itertools
-import json
 import math
 import sys
-import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from datetime import datetime
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import click
@@ -336,105 +330,3 @@ def profile_of(store: TraceStore, wanted: str | None, pair_id: str, device: str,
 
 def dtype_of(pair: LoadedPair) -> str:
     return str(pair.target.dtype).removeprefix("torch.")
-
-
-def write_rounds(path: str, rows: Iterable[dict[str, Any]]) -> None:
-    """Writes JSON lines (:func:`write_text`)."""
-    write_text(path, (json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-
-
-def write_text(path: str, parts: Iterable[str]) -> None:
-    """Writes beside the target and puts it in place at the end, so that a failure leaves nothing half-written. Raises OutputError."""
-    from traces.errors import OutputError
-    from traces.files import replacing
-
-    try:
-        with replacing(path) as file, io.TextIOWrapper(file, encoding="utf-8") as text:
-            text.writelines(parts)
-    except OSError as error:
-        raise OutputError(f"{path}: cannot be written ({error.strerror})") from None
-
-
-@contextmanager
-def kept_unless_stored(ctx: click.Context, command: str, results: Callable[[], Any]) -> Iterator[None]:
-    """Around the storing of what a command has worked for: if it fails, ``results()`` are written to a new JSON file in the working
-    folder (where that cannot be, in the one for temporary files), and the error says where they are."""
-    from db.errors import DatabaseError
-    from traces.errors import OutputError, SpectuneError
-
-    try:
-        yield
-        for file in _database_files(ctx)[:1]:
-            if not file.exists():  # SQLite goes on writing to a file that has no name any more
-                raise DatabaseError(f"database {file} was removed meanwhile, and what was stored with it")
-    except (DatabaseError, OutputError) as error:
-        error.args = (f"{error}; {_keep(command, results())}",)
-        raise
-    except SpectuneError:
-        raise
-    except BaseException:  # an interrupt while a database is waited for, an error of ours: the results are the user's all the same
-        click.echo(_keep(command, results()), err=True)
-        raise
-
-
-def _keep(command: str, results: Any) -> str:
-    """Writes a new file, and says which."""
-    text = json.dumps(results, ensure_ascii=False) + "\n"
-    for folder in (Path(), Path(tempfile.gettempdir())):
-        for count in itertools.count():
-            path = folder / f"spectune-{command}-{datetime.now():%Y%m%d-%H%M%S}{f'-{count}' if count else ''}.json"
-            try:
-                with path.open("x", encoding="utf-8") as file:
-                    file.write(text)
-            except FileExistsError:
-                continue
-            except OSError:
-                with suppress(OSError):
-                    path.unlink()
-                break
-            return f"the results are kept in {path}"
-    return "the results could not be kept in a file either"
-
-
-def check_writable(ctx: click.Context, *options: tuple[str, str | None], reads: Iterable[str] = (), folders: Iterable[str] = ()) -> None:
-    """Raises OutputError for an (option, path) that cannot be written or is needed otherwise, before the work is done whose result
-    would go there: databases, the files that a command ``reads`` (names of no file are no matter), and what lies in ``folders``, those
-    of its models."""
-    from traces.errors import OutputError
-    from traces.files import is_file, why_not_writable
-    from traces.text import shortened
-
-    taken = {path.resolve(): "the database in use" for path in _database_files(ctx)}
-    taken |= {Path(path).resolve(): "read by this command" for path in reads if is_file(path)}
-    models = [Path(path).expanduser().resolve() for path in folders]
-    for option, path in options:
-        if path is None:
-            continue
-        if problem := why_not_writable(path):
-            raise OutputError(f"{option} {shortened(path)}: {problem}")
-        target = Path(path).resolve()
-        problem = taken.get(target)
-        if problem is None and any(folder in target.parents for folder in models):
-            problem = "in the folder of a model"
-        if problem is None and _is_database(target):
-            problem = "a SQLite database"
-        if problem is not None:
-            raise OutputError(f"{option} {shortened(path)}: that is {problem}; name another file")
-        taken[target] = f"{option}, too"
-
-
-def _is_database(file: Path) -> bool:
-    try:
-        with file.open("rb") as content:
-            return content.read(16) == b"SQLite format 3\0"
-    except OSError:
-        return False
-
-
-def _database_files(ctx: click.Context) -> list[Path]:
-    from db.urls import parse_url
-
-    url = parse_url(ctx.find_root().obj)
-    if url.get_backend_name() != "sqlite":
-        return []
-    return [Path(f"{url.database}{ending}") for ending in ("", "-wal", "-shm", "-journal")]
