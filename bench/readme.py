@@ -51,6 +51,8 @@ def table() -> str:
         ("text against autoregression and transformers", "acceptance-lossless"),
         ("`kill -9`", "acceptance-kills"),
         ("schedules", "acceptance-schedules"),
+        ("malformed input of every kind", "acceptance-borders"),
+        ("kills, outages and garbage, everything at once", "acceptance-chaos"),
         ("verifiers' laws", "acceptance-verifiers"),
         ("trees: text against autoregression", "acceptance-trees-lossless"),
         ("trees: replay against execution, round by round", "acceptance-trees-parity"),
