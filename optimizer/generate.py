@@ -16,6 +16,7 @@ from runtime.loop import Round, StaticSource
 from runtime.policies.document import AUTOREGRESSIVE
 from runtime.policies.prepared import PreparedPolicy, prepare
 from traces.schema import Request
+from traces.text import printable
 
 
 def generate(
@@ -54,7 +55,7 @@ def generate(
             text = pair.text(output)
             # A token may end inside a character; its bytes are shown with the token that completes it.
             if not text.endswith("\ufffd"):
-                console.print(Text(text[len(shown) :], style=ACCEPTED if i < round_.step.accepted else OWN), end="")
+                console.print(Text(printable(text[len(shown) :]), style=ACCEPTED if i < round_.step.accepted else OWN), end="")
                 shown = text
         drawing += time.perf_counter() - drew
     seconds = time.perf_counter() - began - drawing

@@ -236,6 +236,16 @@ def test_generate(door: Door, tuned: dict[str, Any]) -> None:
     assert "\x1b[" not in shown.stdout  # colour is for terminals
 
 
+def test_a_text_commands_no_terminal(door: Door) -> None:
+    """At this temperature every 256th token or so is the byte that terminals take for the beginning of a command."""
+    hot = ("--temperature", 10, "--max-new-tokens", 120, "--policy", FIXED, "--no-compare")
+    made = door.json("generate", "x", "--pair", door.pair, *hot)["text"]
+    assert {c for c in made if c < " "} - set("\n\t")
+    shown = door.call("generate", "x", "--pair", door.pair, *hot)
+    assert shown.exit_code == 0
+    assert not {c for c in shown.stdout if c < " " or c == "\x7f"} - {"\n", "\t"}
+
+
 def test_traces(door: Door, folder: Path, recording: str, tmp_path: Path) -> None:
     assert recording in [r["id"] for r in door.json("traces", "list", "--category", "a")["recordings"]]
     shown = door.json("traces", "show", recording)

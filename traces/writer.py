@@ -115,6 +115,7 @@ class TrafficWriter:
             except TraceError as error:
                 # Somebody else appended to this recording; go on after what is there.
                 self._error, is_overtaken = str(error), True
+                self._closing.wait(_RETRY_S / 10)
                 self._hurry.set()
                 continue
             except DatabaseError as error:
