@@ -27,7 +27,7 @@ from optimizer.search import TIE, Study, Trial, complexity, search, shortlist_bo
 from optimizer.shortlist_fits import search_texts
 from optimizer.shortlist_tuning import FOLDS, fit_shortlists, ranks_for
 from optimizer.spaces import SHORTLIST_ORDER, Kinds, ShortlistLimit, ShortlistSpace, Space, TreeLimit, TreeSpace
-from optimizer.tune import TuneOptions, expected_seconds, publish, tune
+from optimizer.tune import TuneOptions, expected_seconds, tune
 from runtime.loading import LoadedPair, load_pair
 from runtime.loop import StaticSource
 from runtime.pair import read_pair
@@ -303,7 +303,8 @@ def test_a_chooser_is_raced_where_it_is_predicted_to_gain(
     store.put_profile(replace(flat_profile(pair.id, pair.drafts), environment=environment(pair)))
     single = {"none": AUTOREGRESSIVE, "near": parse_policy({"draft": "near", "window": {"kind": "fixed", "gamma": 3}})}
     incumbent = parse_policy(fit_chooser_artifact(store, recorded.recording, pair, single).policy)
-    publish(store, pair, incumbent, {}, reason="test", actor="test")
+    store.put_policy(incumbent.id, incumbent.spelled_out(), incumbent.label())
+    store.publish(pair.id, pair.device.type, incumbent.id, actor="test")
     others = load_workload([str(write_workload(tmp_path / "w.jsonl", 6, ("for i in", "Ann has 3 apples")))])
     wanted = TuneOptions(OPTIONS, ("near",), GAMMA, 3, finalists=1, rivals=0, passes=1, budget_s=4, tree_width=0, publish=False)
     tuned = tune(store, pair, others, wanted)
