@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from chaos_server import Server
 
+from traces.schema import policy_id
 from traces.store import TraceStore
 
 FAR_S = 400 * 86_400
@@ -34,7 +35,9 @@ DOCUMENTS: dict[str, str] = {
     "a Q-table without values": "q_table",
 }
 """Policy documents by name, as JSON; or the kind of a forged artifact that the policy names."""
-SCHEDULES = ("unknown zone", "bad cron", "never fires", "far ahead", "lease of years")
+LEASES = {"lease of years": 10.0 * FAR_S, "endless lease": float("inf")}
+"""Jobs that nobody works on, by the seconds for which they are leased."""
+SCHEDULES = ("unknown zone", "bad cron", "never fires", "end of time", "far ahead", *LEASES)
 _FORGED: dict[str, Any] = {
     "a tree of 10^9 ranks": {"paths": [[1_000_000_000]]},
     "a tree without paths": {"nope": 1},
@@ -57,14 +60,24 @@ def publish(server: Server, store: TraceStore, pair_id: str, name: str) -> int:
         block = {"growth": {"kind": document.removesuffix("_tree"), "artifact": artifact}}
         window = {"window": {**Q_LEARNING, "artifact": artifact}}
         document = json.dumps({"draft": "near", **(window if document == "q_table" else block)})
-    policy = hashlib.sha256(f"{name} {next(_numbers)}".encode()).hexdigest()[:12]
-    server.sql("INSERT INTO policy (id, label, document, created_at) VALUES (%s, %s, %s::json, now())", (policy, name, document))
+    server.sql(
+        "INSERT INTO policy (id, label, document, created_at) VALUES (%s, %s, %s::json, now()) ON CONFLICT DO NOTHING",
+        (policy := _id_of(document), name, document),
+    )
     (row,) = server.sql(
         "INSERT INTO publication (pair_id, device, policy_id, evidence, actor, reason, created_at) "
         "VALUES (%s, 'cpu', %s, '{}'::json, 'garbage', %s, clock_timestamp()) RETURNING id",
         (pair_id, policy, name),
     )
     return int(row["id"])
+
+
+def _id_of(document: str) -> str:
+    """The id that a policy of this document has, so that it is refused for what it says; any where it is none."""
+    try:
+        return policy_id(json.loads(document))
+    except (ValueError, RecursionError, AttributeError):
+        return hashlib.sha256(document.encode()).hexdigest()[:12]
 
 
 def schedule(server: Server, name: str, pair_id: str) -> None:
@@ -82,18 +95,20 @@ def schedule(server: Server, name: str, pair_id: str) -> None:
             values["cron"] = "not a cron"
         case "never fires":
             values["cron"] = "0 0 30 2 *"
+        case "end of time":
+            values["anchor_at"] = 253_402_300_799
         case "far ahead":
             values |= {"cron": None, "interval_s": 5, "next_fire_at": now + FAR_S}
-        case "lease of years":
+        case _ if name in LEASES:
             values |= {"enabled": False}
     columns = ", ".join(values)
     marks = ", ".join("%s::json" if c == "payload" else "%s" for c in values)
     (row,) = server.sql(f"INSERT INTO schedule ({columns}) VALUES ({marks}) RETURNING id", tuple(values.values()))
-    if name == "lease of years":
+    if name in LEASES:
         server.sql(
             "INSERT INTO schedule_job (schedule_id, fire_at, state, attempt, max_attempts, lease_owner, lease_until, idempotency_key, "
             "queued_at, started_at) VALUES (%s, %s, 'running', 1, 1000, 'nobody', %s, %s, %s, %s)",
-            (row["id"], now, float(now + 10 * FAR_S), f"{values['name']}#{row['id']}@{now}", float(now), float(now)),
+            (row["id"], now, now + LEASES[name], f"{values['name']}#{row['id']}@{now}", float(now), float(now)),
         )
 
 
@@ -103,7 +118,7 @@ def unmended(server: Server) -> list[tuple[str, str]]:
     fired = {row["name"] for row in server.sql("SELECT s.name FROM schedule s JOIN schedule_fire f ON f.schedule_id = s.id")}
     for row in server.sql("SELECT name, enabled FROM schedule ORDER BY id"):
         name = row["name"]
-        if name.startswith(("unknown-zone", "bad-cron", "never-fires")) and row["enabled"]:
+        if name.startswith(("unknown-zone", "bad-cron", "never-fires", "end-of-time")) and row["enabled"]:
             found.append(("schedule not parked", name))
         if name.startswith("far-ahead") and name not in fired:
             found.append(("schedule silent", name))
