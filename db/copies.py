@@ -13,15 +13,18 @@ from pathlib import Path
 
 from db.errors import DatabaseError
 from db.migrate import VERSION_TABLE
+from db.sqlite import real_path
 
 
 def keep_copy(path: Path, revision: str) -> Path:
     """Puts a copy of the file at ``revision`` beside it and returns its name, ``NAME.before-REVISION`` or with ``-2``, ``-3``, ...
 
-    Call it while this process holds the file's write lock: then it copies what is about to be upgraded, and nobody else copies.
-    A copy that is there is never replaced; an equal one, of an upgrade that was killed, is the copy. It appears under its
-    name whole and on the disk. Raises :class:`DatabaseError` when it cannot be made, and leaves nothing then.
+    Of a link it lies beside what that points to. Call it while this process holds the file's write lock: then it copies what is
+    about to be upgraded, and nobody else copies. A copy that is there is never replaced; an equal one, of an upgrade that was
+    killed, is the copy. It appears under its name whole and on the disk. Raises :class:`DatabaseError` when it cannot be made,
+    and leaves nothing then.
     """
+    path = real_path(path)
     name = f"{path.name}.before-{revision}"
     partial = path.with_name(f"{name}.{secrets.token_hex(4)}.part")
     try:

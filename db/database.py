@@ -17,7 +17,7 @@ from db.copies import keep_copy
 from db.engine import LONG, NO_BEGIN, WRITES, make_engine
 from db.errors import DatabaseError, SchemaError
 from db.failures import translated, understood
-from db.sqlite import is_read_only
+from db.sqlite import is_read_only, real_path
 from db.urls import parse_url, shown
 
 _MIGRATION_LOCK = 7_310_021
@@ -204,7 +204,7 @@ def _stand(connection: Connection, url: URL, *, create: bool, may_upgrade: bool)
 
 
 def _make_folder(url: URL) -> None:
-    folder = Path(str(url.database)).resolve().parent
+    folder = real_path(Path(str(url.database))).parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -15,8 +15,14 @@ PAGE_SIZE_BYTES = 1024
 _CACHE_KIB = 20_000
 
 
+def real_path(path: Path) -> Path:
+    """The file itself where ``path`` is a link: SQLite keeps its log beside that. A link that leads nowhere is no error here."""
+    return Path(os.path.realpath(path))
+
+
 def is_read_only(path: Path) -> bool:
     """Whether the file is there and cannot be written, or its folder, where SQLite keeps its log, cannot."""
+    path = real_path(path)
     return path.exists() and not (os.access(path, os.W_OK) and os.access(path.parent, os.W_OK))
 
 
@@ -27,7 +33,7 @@ def connect(path: Path, *, migrating: bool) -> sqlite3.Connection:
     is missing is an error, and nothing but a write transaction writes to it. One that is read-only is read as it is. Raises
     sqlite3.Error, and :class:`DatabaseError` for a read-only file whose last changes cannot be read.
     """
-    path = path.absolute()
+    path = real_path(path)
     read_only = is_read_only(path)
     connection = _open_read_only(path) if read_only else _open(path, "mode=rwc" if migrating else "mode=rw")
     pragmas = ["synchronous=NORMAL", f"foreign_keys={'OFF' if migrating else 'ON'}", f"cache_size=-{_CACHE_KIB}"]

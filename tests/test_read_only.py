@@ -9,6 +9,7 @@ import shutil
 import sqlite3
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,18 @@ READS = (
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
+    with a_folder() as made:
+        yield made
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[Path]:
+    with a_folder() as made:
+        yield made
+
+
+@contextmanager
+def a_folder() -> Iterator[Path]:
     """A folder that everybody may enter and only its owner may write to, with a space and signs of a URI in its name."""
     made = Path(tempfile.mkdtemp(prefix="spectune a%20?b#-"))
     made.chmod(0o755)
@@ -67,11 +80,12 @@ def as_reader(folder: Path, act: Callable[[], Any]) -> Any:
     """What ``act`` returns, or (kind, message) of its error, in a process that may not write to the folder. It changes nothing there."""
 
     def content() -> dict[str, bytes]:
-        return {p.name: p.read_bytes() for p in folder.iterdir() if not p.name.endswith("-shm")}
+        return {p.name: p.read_bytes() for p in folder.iterdir() if not (p.is_symlink() or p.name.endswith("-shm"))}
 
     before = content()
     for entry in folder.iterdir():
-        entry.chmod(0o444)
+        if not entry.is_symlink():
+            entry.chmod(0o444)
     folder.chmod(0o555)
     context = multiprocessing.get_context("fork")
     results = context.Queue()
@@ -116,14 +130,16 @@ def test_what_a_live_writer_has_in_its_log_is_read(path: Path, folder: Path) -> 
         assert as_reader(folder, lambda: labels(str(path))) == ["newest", "first"]
 
 
-def test_a_log_that_cannot_be_read_is_not_left_out_silently(path: Path, folder: Path) -> None:
+def test_a_log_that_cannot_be_read_is_not_left_out_silently(path: Path, folder: Path, elsewhere: Path) -> None:
     writer = sqlite3.connect(path)
     writer.execute("UPDATE policy SET label = 'newest'")
     writer.commit()
     log = (folder / "a.db-wal").read_bytes()
     writer.close()
     (folder / "a.db-wal").write_bytes(log)
-    for act in (lambda: labels(str(path)), lambda: check(str(path)).to_json()):
+    link = elsewhere / "link.db"
+    link.symlink_to(path)
+    for act in (lambda: labels(str(path)), lambda: check(str(path)).to_json(), lambda: labels(str(link))):
         kind, message = as_reader(folder, act)
         assert kind == "DatabaseError"
         assert "a.db is read-only and its last changes are in a.db-wal" in message
@@ -131,6 +147,37 @@ def test_a_log_that_cannot_be_read_is_not_left_out_silently(path: Path, folder: 
     (folder / "a.db").chmod(0o644)
     folder.chmod(0o755)
     assert labels(str(path)) == ["newest"]
+
+
+def test_a_link_is_as_writable_as_what_it_points_to(path: Path, folder: Path, elsewhere: Path) -> None:
+    folder.chmod(0o777)
+    for entry in folder.iterdir():
+        entry.chmod(0o666)
+    link = elsewhere / "link.db"
+    link.symlink_to(path)
+
+    def write() -> None:
+        with open_database(str(link)) as database:
+            TraceStore(database).put_policy("q", {}, "second")
+
+    assert as_reader(elsewhere, write) is None
+    assert labels(str(path)) == ["second", "first"]
+
+
+def test_the_copy_before_an_upgrade_lies_beside_the_file_that_a_link_points_to(tmp_path: Path) -> None:
+    for name in ("data", "app"):
+        (tmp_path / name).mkdir()
+    at_revision(str(tmp_path / "data" / "a.db"), "0001")
+    (tmp_path / "app" / "link.db").symlink_to(tmp_path / "data" / "a.db")
+    open_database(str(tmp_path / "app" / "link.db")).close()
+    assert [p.name for p in (tmp_path / "app").iterdir()] == ["link.db"]
+    assert (tmp_path / "data" / "a.db.before-0001").is_file()
+
+
+def test_a_link_to_itself_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "a.db").symlink_to("a.db")
+    with pytest.raises(DatabaseError, match="cannot open database file"):
+        open_database(str(tmp_path / "a.db"))
 
 
 def test_an_old_schema_that_cannot_be_upgraded_is_one_line(folder: Path) -> None:
