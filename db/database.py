@@ -58,7 +58,7 @@ class Database:
     def write(self, *, is_long: bool = False) -> Iterator[Session]:
         """A write transaction, committed when the block ends and rolled back if it raises. Does not nest.
 
-        A statement of one that ``is_long`` may take as long as it needs. Raises :class:`DatabaseError` when the database is
+        A statement of one that ``is_long`` may take an hour. Raises :class:`DatabaseError` when the database is
         unreachable or stays locked.
         """
         engine = self._writing.execution_options(**LONG) if is_long else self._writing

@@ -16,7 +16,7 @@ from db import sqlite
 WRITES = {"spectune_write": True}
 """Execution option of connections that write: on SQLite they begin IMMEDIATE."""
 LONG = {"spectune_long": True}
-"""Execution option of transactions whose statements may take as long as they need (PostgreSQL)."""
+"""Execution option of transactions whose statements may take an hour (PostgreSQL)."""
 NO_BEGIN = {"spectune_no_begin": True}
 """Execution option of connections for statements that no transaction may hold."""
 

@@ -87,7 +87,7 @@ def _explain_sqlite(name: str, cause: str) -> str:
 
 def _explain_postgresql(name: str, cause: str, error: DBAPIError) -> str:
     if _code(error) == "57014":
-        return f"database {name}: {cause}; add ?options=-c%20statement_timeout=10min to its URL to allow more"
+        return f"database {name}: {cause}; add ?options=-c%20statement_timeout=2h to its URL to allow more"
     if _code(error) == "55P03":
         return f"database {name} is busy: another process holds what is needed ({cause})"
     # Errors of a server carry a code; without one the connection was not made or was lost.

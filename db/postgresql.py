@@ -28,7 +28,8 @@ GRACE_S = 10.0
 """How much longer than ``statement_timeout`` an answer is waited for: a server that lives has said by then that time is up."""
 PING_S = 10.0
 """How long an idle connection may take to say that it is alive."""
-_LONG_SQL = "SELECT set_config('statement_timeout', '0', true)"
+LONG_S = 3600.0
+"""What a statement of a long transaction may take, unless ordinary ones may take more."""
 _T = TypeVar("_T")
 
 
@@ -77,10 +78,11 @@ class Connection(psycopg.Connection[Any]):
         self.limit_s = statement_s + GRACE_S if statement_s else None
 
     def begin(self, *, is_long: bool) -> None:
-        """At the start of a transaction: the ordinary patience, or none and no ``statement_timeout`` if it ``is_long``."""
-        self.patience_s = None if is_long else self.limit_s
-        if is_long:
-            self.execute(_LONG_SQL)
+        """At the start of a transaction: the ordinary patience, or that of ``LONG_S`` if it ``is_long``."""
+        self.patience_s = self.limit_s
+        if is_long and self.limit_s is not None and self.limit_s < LONG_S + GRACE_S:
+            self.patience_s = LONG_S + GRACE_S
+            self.execute(f"SELECT set_config('statement_timeout', '{LONG_S * 1000:.0f}ms', true)".encode())
 
     def rest(self) -> None:
         """Between transactions nothing is asked but whether the server is there."""

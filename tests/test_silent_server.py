@@ -157,6 +157,29 @@ def test_a_long_statement_is_cut_only_where_it_was_not_announced(postgresql_url:
         assert ask(database, "SHOW statement_timeout") == "200ms"
 
 
+@pytest.mark.usefixtures("impatient")
+def test_what_may_take_long_may_not_take_for_ever(wire: Wire, through: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "LONG_S", 0.4, raising=False)
+    given = f"{through}?connect_timeout=2&options=-c%20statement_timeout=100ms"
+    with open_database(given) as database, no_hang():
+        with pytest.raises(UnavailableError, match="statement timeout"):
+            ask(database, "SELECT 1 FROM pg_sleep(5)", is_long=True)
+
+        def falls_silent() -> None:
+            with database.write(is_long=True) as session:
+                session.execute(sa.text("SELECT 1")).scalar_one()
+                wire.freeze()
+                session.execute(sa.text("SELECT 1")).scalar_one()
+
+        with pytest.raises(UnavailableError, match="the server is stopped or cut off"):
+            falls_silent()
+    # Whoever allows ordinary statements more, or everything, allows it to these.
+    wire.thaw()
+    for allowed in ("0", "2h"):
+        with open_database(f"{through}?options=-c%20statement_timeout={allowed}") as database:
+            assert ask(database, "SHOW statement_timeout", is_long=True) == allowed
+
+
 def test_who_waits_for_a_lock_is_told_so(postgresql_url: str) -> None:
     upgrade(postgresql_url)
     given = f"{postgresql_url}?options=-c%20lock_timeout=100ms"
