@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from sqlalchemy import URL, Connection, text
 from sqlalchemy.orm import Session
@@ -52,6 +53,14 @@ class Database:
             Session(self._engine, expire_on_commit=False) as session,
             session.begin(),
         ):
+            yield session
+
+    @contextmanager
+    def snapshot(self) -> Iterator[Session]:
+        """A read transaction that sees one moment, on PostgreSQL too. Who uses it judges the rows: a value that is none of its column
+        raises whatever reading it raises. Raises :class:`DatabaseError`."""
+        engine = self._engine.execution_options(**_one_moment(self.url))
+        with translated(self.url), Session(engine, expire_on_commit=False) as session, session.begin():
             yield session
 
     @contextmanager
@@ -145,6 +154,11 @@ def schema_of(url: str) -> str | None:
         engine.dispose()
 
 
+def _one_moment(url: URL) -> dict[str, Any]:
+    """Execution options of transactions that see one snapshot. SQLite's always do."""
+    return {} if url.get_backend_name() == "sqlite" else {"isolation_level": "REPEATABLE READ"}
+
+
 def _file_exists(url: URL) -> None:
     if url.get_backend_name() == "sqlite" and not Path(str(url.database)).is_file():
         raise DatabaseError(f"there is no database at {shown(url)}; `cli.py record` creates one")
@@ -166,8 +180,7 @@ def _prepare(url: URL, *, create: bool, may_upgrade: bool) -> tuple[str | None, 
     try:
         with translated(url):
             # One snapshot: tables that another process is just creating must not pass for somebody else's.
-            snapshot = {} if url.get_backend_name() == "sqlite" else {"isolation_level": "REPEATABLE READ"}
-            with engine.connect().execution_options(**snapshot) as connection:
+            with engine.connect().execution_options(**_one_moment(url)) as connection:
                 before = _stand(connection, url, create=create, may_upgrade=may_upgrade)
             if before == migrate.head():
                 return before, before

@@ -16,12 +16,14 @@ from pathlib import Path
 import pytest
 from doors import Door
 from test_traces_codec import FORGED
-from trace_values import PAIR, POLICY, POLICY_ID, a_recording, a_trajectory, a_tree
+from trace_values import PAIR, POLICY, POLICY_ID, a_recording, a_trajectory, a_tree, steps_of
 
 from db import CorruptedChunkError, Database, DatabaseError, open_database
-from db.models import PolicyRow, WorkloadRow
+from db.models import PolicyRow, TrajectoryRow, WorkloadRow
 from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
+from traces import transfer
 from traces.errors import TraceError
+from traces.foreign import check_trajectory
 from traces.query import list_recordings
 from traces.schema import policy_id
 from traces.store import TraceStore
@@ -290,6 +292,37 @@ def test_a_database_in_use_is_imported_whole(tmp_path: Path, empty: Database) ->
         for ending in ("", "-wal"):
             shutil.copyfile(f"{used}{ending}", f"{tmp_path / 'killed.db'}{ending}")
     assert third in import_recordings(empty, tmp_path / "killed.db").added
+
+
+def test_an_export_sees_one_moment_of_a_recording_that_is_written_to(
+    store: TraceStore, empty: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recording = a_recording(store, n=2)
+    later = iter([a_trajectory(5)])
+
+    def check_while_one_is_appended(row: TrajectoryRow) -> None:
+        check_trajectory(row)
+        for trajectory in later:
+            store.append_trajectory(recording, 5, trajectory, steps_of(trajectory))
+
+    monkeypatch.setattr(transfer, "check_trajectory", check_while_one_is_appended)
+    export_recordings(store.database, [recording], tmp_path / "a.db")
+    assert import_recordings(empty, tmp_path / "a.db").added == (recording,)
+    assert TraceStore(empty).recorded_ordinals(recording) == {0, 1}
+    assert store.recorded_ordinals(recording) == {0, 1, 5}
+
+
+def test_an_error_of_the_file_written_is_not_the_databases(
+    store: TraceStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recording = a_recording(store, n=1)
+
+    def fails(*_: object) -> int:
+        raise ValueError("a fault of ours")
+
+    monkeypatch.setattr(transfer, "insert_absent", fails)
+    with pytest.raises(ValueError, match="a fault of ours"):
+        export_recordings(store.database, [recording], tmp_path / "a.db")
 
 
 def test_an_import_leaves_the_file_and_its_folder_as_they_are(exported: Path, tmp_path: Path, empty: Database) -> None:

@@ -75,7 +75,7 @@ def export_recordings(database: Database, recordings: Sequence[str], path: str |
     try:
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".spectune-export-") as folder:
             part = Path(folder) / "part.db"
-            with open_database(str(part)) as receiver, database.read() as source:
+            with open_database(str(part)) as receiver, database.snapshot() as source:
                 moved = _move(source, receiver, _resolved(source, recordings))
             # Out of WAL mode a database is one file.
             connection = sqlite3.connect(part)
