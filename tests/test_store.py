@@ -15,10 +15,10 @@ from sqlalchemy.orm import Session
 from trace_values import PAIR, a_panorama, a_profile, a_recording, a_trajectory, a_tree, an_outcome, steps_of
 
 from db import CorruptedChunkError, Database, NotFoundError, StaleVersionError, check
-from db.models import PanoramaChunkRow, TrajectoryRow
+from db.models import PanoramaChunkRow, RecordingRow, TrajectoryRow
 from db.urls import parse_url
 from traces.errors import TraceError
-from traces.prune import prune
+from traces.prune import PruneReport, prune
 from traces.recording import RecordingInfo
 from traces.schema import Request, Sampling, Workload, policy_id
 from traces.store import TraceStore
@@ -410,3 +410,31 @@ def test_appending_while_the_recording_is_pruned(first: str, begun: RecordingInf
     assert removed == 1
     assert appended == 1 if first == "append" else isinstance(appended, NotFoundError)
     assert store.list_recordings() == ()
+
+
+@pytest.mark.parametrize("by", ["resumed", "cited"])
+def test_what_is_resumed_or_cited_while_prune_waits_for_it_is_spared(
+    by: str, begun: RecordingInfo, store: TraceStore, pausing: Pausing
+) -> None:
+    """Its first text is old; while prune waits for the recording a second comes, or a publication that names it."""
+    old = TraceStore(store.database, clock=lambda: datetime.now(UTC) - timedelta(days=40))
+    old.append_trajectory(begun.id, 0, a_trajectory(0))
+    store.put_policy(POLICY_ID, POLICY, "l")
+
+    def hold(session: Session) -> None:
+        session.get(RecordingRow, begun.id, with_for_update={"key_share": True})
+
+    def go_on() -> object:
+        if by == "resumed":
+            return TraceStore(pausing).append_trajectory(begun.id, 1, a_trajectory(1))
+        return TraceStore(pausing).publish(PAIR, "cpu", POLICY_ID, actor="t", evidence={"recording": begun.id}, guard=hold)
+
+    def remove() -> PruneReport:
+        pausing.has_written.wait(20)
+        return prune(pausing, before=datetime.now(UTC) - timedelta(days=30))
+
+    _, report = at_once(go_on, remove)
+    assert isinstance(report, PruneReport), report
+    assert report.removed == ()
+    assert report.kept == ((begun.id,) if by == "cited" else ())
+    assert [r.id for r in store.list_recordings()] == [begun.id]

@@ -82,9 +82,17 @@ def prune(
     if not recordings and before is None and keep_last is None:
         raise TraceError("say what to prune: recordings by id, an age (before), or how many to keep (keep_last)")
     with database.read() if dry_run else database.write(is_long=True) as session:
-        chosen = _named(session, recordings) if recordings else _by_age(session, before, keep_last, pair)
-        if before is not None and not recordings:
-            chosen += _abandoned(session, min(before, database.now(session) - STILL_WRITTEN), pair)
+        abandoned = None if before is None else min(before, database.now(session) - STILL_WRITTEN)
+
+        def by_rule() -> list[str]:
+            old = _by_age(session, before, keep_last, pair)
+            return old if abandoned is None else old + _abandoned(session, abandoned, pair)
+
+        chosen = _named(session, recordings) if recordings else by_rule()
+        if not dry_run:
+            locked = _locked(session, chosen)
+            # Whoever wrote to one of them was waited for: what he wrote may be why it stays.
+            chosen = [r for r in (chosen if recordings else by_rule()) if r in locked]
         cited = set() if force else cited_recordings(session, chosen)
         if recordings and cited:
             name = sorted(cited)[0]
@@ -92,8 +100,6 @@ def prune(
         doomed = [r for r in chosen if r not in cited]
         report = PruneReport(tuple(_measure(session, r) for r in doomed), tuple(r for r in chosen if r in cited), dry_run)
         if not dry_run:
-            # First of all: who appends holds this row, and would wait for the rows that are removed before it.
-            session.execute(select(RecordingRow.id).where(RecordingRow.id.in_(doomed)).order_by(RecordingRow.id).with_for_update())
             for row in (StepChunkRow, PanoramaChunkRow, TrajectoryRow):
                 session.execute(delete(row).where(row.recording_id.in_(doomed)))
             session.execute(delete(RecordingRow).where(RecordingRow.id.in_(doomed)))
@@ -115,6 +121,12 @@ def cited_recordings(session: Session, candidates: Iterable[str]) -> set[str]:
 def _named(session: Session, recordings: Sequence[str]) -> list[str]:
     ids = [resolve(session, RecordingRow.id, name, "recording", newest=RecordingRow.created_at) for name in recordings]
     return list(dict.fromkeys(ids))
+
+
+def _locked(session: Session, recordings: Sequence[str]) -> frozenset[str]:
+    """Those that are still there, locked. First of all: who appends holds this row, and would wait for others that are removed before."""
+    query = select(RecordingRow.id).where(RecordingRow.id.in_(recordings)).order_by(RecordingRow.id).with_for_update()
+    return frozenset(session.scalars(query))
 
 
 def _by_age(session: Session, before: datetime | None, keep_last: int | None, pair: str | None) -> list[str]:
