@@ -11,13 +11,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from trace_values import PAIR, a_panorama, a_recording, a_trajectory, steps_of
 
-from db import CorruptedChunkError, Database, DatabaseError, check, open_database
+from db import CorruptedChunkError, Database, UnavailableError, check, open_database
+from traces import codec
 from traces.errors import TraceError
+from traces.prune import prune
 from traces.recording import RecordedRequest
 from traces.schema import Sampling
 from traces.store import TraceStore
@@ -145,7 +149,7 @@ class Gate(TraceStore):
         super().__init__(database)
         object.__setattr__(self, "open", threading.Event())
         object.__setattr__(self, "failing", threading.Event())
-        object.__setattr__(self, "failure", DatabaseError("cannot reach database x"))
+        object.__setattr__(self, "failure", UnavailableError("cannot reach database x"))
 
     def append_trajectories(self, recording: str, items: object) -> int:
         if self.failing.is_set():
@@ -155,7 +159,7 @@ class Gate(TraceStore):
 
     def recorded_ordinals(self, recording: str) -> frozenset[int]:
         if self.failing.is_set():
-            raise DatabaseError("cannot reach database x")
+            raise UnavailableError("cannot reach database x")
         return super().recorded_ordinals(recording)
 
     open: threading.Event
@@ -211,6 +215,34 @@ def test_what_can_never_be_written_is_dropped_and_the_rest_goes_on(store: TraceS
         until(lambda: writer.status.written)
     assert (writer.status.written, writer.status.dropped) == (1, 1)
     assert store.recorded_ordinals(served) == {0}
+
+
+def test_a_request_that_the_database_refuses_costs_no_other(store: TraceStore, served: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    odd = replace(a_trajectory(1), request_id="a\0b")
+    large = replace(a_trajectory(2), output_ids=np.zeros(30_000, np.int32))
+    monkeypatch.setattr(codec, "RAW_LIMIT", 100_000)
+    with TrafficWriter(store, served, flush_s=60) as writer:
+        for trajectory in (a_trajectory(0), odd, large, a_trajectory(3)):
+            writer.put(trajectory)
+        assert writer.flush()
+        refused = 2 if store.database.dialect == "postgresql" else 1
+        assert (writer.status.written, writer.status.dropped) == (4 - refused, refused)
+        assert "in one chunk" in str(writer.status.error)
+        writer.put(a_trajectory(4))
+        assert writer.flush()
+    kept = [r.trajectory.request_id for r in store.iterate(served)]
+    assert [name for name in kept if name != "a\0b"] == ["r0", "r3", "r4"]
+    assert store.recorded_ordinals(served) == set(range(5 - refused))
+
+
+def test_a_recording_that_is_gone_stops_no_writer(store: TraceStore, served: str) -> None:
+    with TrafficWriter(store, served, flush_s=60) as writer:
+        prune(store.database, recordings=[served])
+        for i in range(2):
+            writer.put(a_trajectory(i))
+        assert writer.flush()
+        assert (writer.status.written, writer.status.dropped) == (0, 2)
+        assert "there is no recording" in str(writer.status.error)
 
 
 def test_a_database_that_goes_away_between_two_writers_is_retried(store: TraceStore, served: str) -> None:

@@ -19,7 +19,9 @@ from trace_values import a_panorama, a_recording, a_trajectory, a_tree, steps_of
 
 from db import CorruptedChunkError
 from db.models import PanoramaChunkRow, StepChunkRow, TrajectoryRow
+from traces import codec
 from traces.codec import _HEADERS, CODEC, RAW_LIMIT, SCHEMA_VERSION, Chunk, CodecError, pack, unpack
+from traces.errors import TraceError
 from traces.packing import (
     pack_chain,
     pack_document,
@@ -237,6 +239,15 @@ def test_a_chunk_that_unpacks_to_more_than_any_of_ours_takes_no_memory() -> None
         assert tracemalloc.get_traced_memory()[1] < 10 << 20
     finally:
         tracemalloc.stop()
+
+
+def test_a_chunk_that_would_be_too_large_is_one_line(store: TraceStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    recording = a_recording(store, n=1)
+    monkeypatch.setattr(codec, "RAW_LIMIT", 100_000)
+    large = replace(a_trajectory(1), output_ids=np.zeros(30_000, np.int32))
+    with pytest.raises(TraceError, match="in one chunk; record smaller trees or shorter texts"):
+        store.append_trajectory(recording, 1, large)
+    assert store.recorded_ordinals(recording) == {0}
 
 
 @pytest.mark.parametrize("name", ["nested", "meta is a list", "a shape beyond memory"])

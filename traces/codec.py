@@ -20,6 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
+from traces.errors import TraceError
+
 SCHEMA_VERSION = 1
 CODEC = "zstd-planes"
 LEVEL = 9
@@ -63,12 +65,13 @@ class Chunk:
 
 
 def pack(columns: Mapping[str, Column], meta: Mapping[str, Any]) -> Chunk:
-    """Packs arrays of numbers, in order, with JSON-ready ``meta``. Raises :class:`CodecError` for what :func:`unpack` would refuse."""
+    """Packs arrays of numbers, in order, with JSON-ready ``meta``. What :func:`unpack` would refuse raises
+    :class:`TraceError` where it is too much, else :class:`CodecError`."""
     table = [[name, c.dtype.newbyteorder("<").str, list(c.shape)] for name, c in columns.items()]
     header = json.dumps([meta, table], separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
     _header([{}, table])
     if 4 + len(header) + sum(c.nbytes for c in columns.values()) > RAW_LIMIT:
-        raise CodecError(f"more than {RAW_LIMIT >> 20} MiB in one chunk; record smaller trees or shorter texts")
+        raise TraceError(f"more than {RAW_LIMIT >> 20} MiB in one chunk; record smaller trees or shorter texts")
     parts = [len(header).to_bytes(4, "little"), header, *(_planes(c) for c in columns.values())]
     data = zstandard.ZstdCompressor(level=LEVEL, dict_data=_HEADERS, write_checksum=False).compress(b"".join(parts))
     return Chunk(SCHEMA_VERSION, CODEC, hashlib.sha256(data).digest(), data)

@@ -2,7 +2,7 @@
 
 Serving must never wait for a disk, so :meth:`TrafficWriter.put` only enqueues; packing, compression (which releases the
 interpreter) and the commit happen in the writer's thread. When the database cannot keep up, requests are dropped and counted; so are
-those of a transaction that fails for another reason than the database's.
+those that the database refuses for another reason than that it is away.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
-from db import DatabaseError
+from db import DatabaseError, UnavailableError
 from traces.errors import TraceError
 from traces.recordings import Recordings
 from traces.schema import Step, Trajectory
 
-Item = tuple[int, Trajectory, tuple[Step, ...]]
-"""A request with its number in the recording."""
+Item = tuple[Trajectory, tuple[Step, ...]]
 CAPACITY = 1024
 FLUSH_S = 1.0
 _RETRY_S = 0.5
@@ -44,7 +43,7 @@ class TrafficWriter:
 
     def __init__(self, store: Recordings, recording: str, *, capacity: int = CAPACITY, flush_s: float = FLUSH_S) -> None:
         self._store, self._recording, self._flush_s = store, recording, flush_s
-        self._queue: queue.Queue[tuple[Trajectory, tuple[Step, ...]]] = queue.Queue(capacity)
+        self._queue: queue.Queue[Item] = queue.Queue(capacity)
         self._next = max(store.recorded_ordinals(recording), default=-1) + 1
         self._written = self._dropped = self._in_hand = 0
         self._error: str | None = None
@@ -98,40 +97,52 @@ class TrafficWriter:
 
     def _run(self) -> None:
         batch: list[Item] = []
-        is_overtaken = False
         while not self._closing.is_set():
             self._hurry.wait(self._flush_s)
             self._hurry.clear()
             while len(batch) < self._queue.maxsize and not self._queue.empty():
                 self._in_hand += 1
-                trajectory, steps = self._queue.get_nowait()
-                batch.append((self._next + len(batch), trajectory, steps))
-            if not batch:
-                continue
-            try:
-                if is_overtaken:
-                    batch, is_overtaken = self._numbered(batch), False
-                self._store.append_trajectories(self._recording, batch)
-            except TraceError as error:
-                # Somebody else appended to this recording; go on after what is there.
-                self._error, is_overtaken = str(error), True
-                self._closing.wait(_RETRY_S / 10)
-                self._hurry.set()
-                continue
-            except DatabaseError as error:
-                self._error = str(error)
+                batch.append(self._queue.get_nowait())
+            batch = self._write(batch)
+            if batch:
                 self._closing.wait(_RETRY_S)
                 self._hurry.set()
-                continue
-            except Exception as error:  # what a request holds decides what is raised, and the traffic after it is to be kept
-                self._error = f"{type(error).__name__}: {error}"
-                self._dropped += len(batch)
-            else:
-                self._next += len(batch)
-                self._written += len(batch)
-            self._in_hand, batch = 0, []
 
-    def _numbered(self, batch: list[Item]) -> list[Item]:
-        """The same requests, numbered after what the recording holds."""
-        self._next = max(self._store.recorded_ordinals(self._recording), default=-1) + 1
-        return [(self._next + i, trajectory, steps) for i, (_, trajectory, steps) in enumerate(batch)]
+    def _write(self, batch: list[Item]) -> list[Item]:
+        """Appends the batch in one transaction, or if that is refused each request in its own, dropping what is refused again.
+
+        Returns what is left to try again, once the database is back.
+        """
+        size = len(batch)
+        while batch:
+            try:
+                self._append(batch[:size])
+            except UnavailableError as error:
+                self._error = str(error)
+                break
+            except Exception as error:  # what a request holds decides what is raised, and the traffic around it is to be kept
+                self._error = str(error) if isinstance(error, (DatabaseError, TraceError)) else f"{type(error).__name__}: {error}"
+                if size > 1:
+                    size = 1
+                    continue
+                self._dropped += 1
+            batch = batch[size:]
+            self._in_hand = len(batch)
+            if self._closing.is_set():
+                break
+        return batch
+
+    def _append(self, items: Sequence[Item]) -> None:
+        """Raises whatever the store does; a single request never because somebody else appended to this recording."""
+        numbered = [(self._next + i, *item) for i, item in enumerate(items)]
+        try:
+            self._store.append_trajectories(self._recording, numbered)
+        except TraceError:
+            here = max(self._store.recorded_ordinals(self._recording), default=-1) + 1
+            if len(items) > 1 or here == self._next:
+                raise
+            self._next = here
+            self._append(items)
+        else:
+            self._next += len(items)
+            self._written += len(items)
