@@ -16,8 +16,9 @@ from db.errors import DatabaseError, UnavailableError
 from db.sqlite import BUSY_TIMEOUT_S
 from db.urls import masked, shown
 
-_LATER = frozenset({"55P03", "57014", "40001", "40P01", "42P01", "3D000", "3F000"})
-"""SQLSTATEs that may be gone next time: locked, out of time, serialization, deadlock; no such table, database, schema."""
+_LATER = frozenset({"55P03", "57014", "40001", "40P01", "25006", "25P03", "42P01", "3D000", "3F000"})
+"""SQLSTATEs that may be gone next time: locked, out of time, serialization, deadlock; a standby's refusal to write, a transaction that
+stood idle; no such table, database, schema."""
 _LATER_CLASSES = frozenset({"08", "53", "57", "58"})
 """Connection, resources, an operator's doing, the system around it."""
 _LATER_SQLITE = frozenset(

@@ -638,6 +638,23 @@ def test_a_connection_cut_in_a_transaction_is_one_line(postgresql_url: str) -> N
         assert TraceStore(database).list_policies() == ()
 
 
+def test_a_server_that_is_failing_over_is_unavailable(postgresql_url: str) -> None:
+    """A standby takes no writes until it is promoted, and a server may end a transaction that stood idle meanwhile."""
+    upgrade(postgresql_url)
+    standby = f"{postgresql_url}?options=-c%20default_transaction_read_only=on"
+    with open_database(standby) as database, pytest.raises(UnavailableError, match="read-only transaction"):
+        TraceStore(database).put_policy("p", {}, "l")
+
+    def stand_idle(database: Database) -> None:
+        with database.read() as session:
+            session.execute(sa.text("SET idle_in_transaction_session_timeout = 20"))
+            time.sleep(0.2)
+            session.execute(sa.text("SELECT 1"))
+
+    with open_database(postgresql_url) as database, pytest.raises(UnavailableError, match="idle-in-transaction"):
+        stand_idle(database)
+
+
 def test_what_the_driver_refuses_is_one_line(database: Database) -> None:
     for statement in ("SELEC 1", "SELECT no_such_column FROM policy"):
         with pytest.raises(DatabaseError) as caught, database.read() as session:
