@@ -17,6 +17,7 @@ from optimizer.tune import Progress, Tuned, TuneOptions, tune, tune_recording
 from runtime.loading import LoadedPair, load_pair
 from runtime.pair import PairSpec
 from traces.errors import TraceError
+from traces.recordings import Appended
 from traces.schema import Sampling, Workload
 from traces.store import TraceStore
 from traces.workloads import Turns
@@ -150,7 +151,8 @@ def _within(wanted: TuneOptions, context: JobContext) -> TuneOptions:
 def gather(store: TraceStore, pair: LoadedPair, window: timedelta, sample: int, *, key: str = "") -> str:
     """A recording of what this pair decoded within ``window``: a random sample of the requests stored by any recording of it.
 
-    Doing it again with the same ``key`` finds the recording made before. Raises TraceError when nothing was recorded.
+    Doing it again with the same ``key`` finds the recording made before, which is stored whole. Raises TraceError when nothing was
+    recorded.
     """
     options = {**recording_options(pair, DecodeOptions()), "gathered": key}
     spec: dict[str, Any] = {"max_new_tokens": 0, "options": options, "source": "gathered"}
@@ -162,18 +164,15 @@ def gather(store: TraceStore, pair: LoadedPair, window: timedelta, sample: int, 
         raise TraceError(f"nothing was recorded with pair {pair.id} in the last {window}; run `record`, or `run --record`")
     rng = np.random.default_rng(0)
     picked = sorted(rng.permutation(len(found))[:sample].tolist())
-    begun = store.find_recording(pair.id, None, Sampling(), **spec, state="recording") if key else None
-    made = begun or store.create_recording(pair.id, None, Sampling(), **spec)
-    have = store.recorded_ordinals(made.id)
-    seen: set[tuple[str, bytes]] = set()
+    items: dict[tuple[str, bytes], Appended] = {}
     for ordinal, index in enumerate(picked):
         source, at = found[index]
         for request in store.iterate(source, drafts=(), ordinals=[at], steps=True):
             content = (request.trajectory.request_id, request.trajectory.output_ids.tobytes())
             if request.trajectory.verifier != "coupled":
                 continue  # one comparison decodes by one verifier
-            if content not in seen and ordinal not in have:
-                store.append_trajectory(made.id, ordinal, request.trajectory, request.steps)
-            seen.add(content)
+            items.setdefault(content, (ordinal, request.trajectory, request.steps))
+    made = store.create_recording(pair.id, None, Sampling(), **spec)
+    store.append_trajectories(made.id, list(items.values()))
     store.finish_recording(made.id)
     return made.id

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -11,14 +11,17 @@ from typing import Any
 import pytest
 from doors import write_workload
 from synthetic import flat_profile
+from trace_values import a_trajectory
 
 from optimizer import schedule as schedules
-from optimizer.jobs import tuning_job
+from optimizer.jobs import gather, tuning_job
 from optimizer.record import begun_as
 from optimizer.schedule import Execute, Job, JobContext
 from runtime.loading import LoadedPair, load_pair
 from runtime.pair import read_pair
 from runtime.profiler import environment
+from traces.recording import RecordedRequest
+from traces.schema import Sampling
 from traces.store import TraceStore
 
 T0 = datetime(2026, 5, 4, 12, 0, tzinfo=UTC)
@@ -86,6 +89,30 @@ def test_attempts_of_a_slot_share_its_recording_and_profile_and_the_next_slot_be
     with pytest.raises(SystemExit, match="profile"):
         work(store, pair, 2, dies_in="profile")
     assert [r.id == made.id for r in store.list_recordings()] == [False, True]
+
+
+class Killed(TraceStore):
+    """Its process is gone after it read some requests."""
+
+    left = 3
+
+    def iterate(self, *arguments: Any, **how: Any) -> Iterator[RecordedRequest]:
+        if not self.left:
+            raise SystemExit("gather")
+        self.left -= 1
+        return super().iterate(*arguments, **how)
+
+
+def test_a_sample_that_was_killed_is_taken_anew_and_holds_no_request_twice(store: TraceStore, pair: LoadedPair) -> None:
+    store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
+    served = store.create_recording(pair.id, None, Sampling(), max_new_tokens=64, source="serve").id
+    store.append_trajectories(served, [(i, a_trajectory(i), ()) for i in range(9)])
+    with pytest.raises(SystemExit, match="gather"):
+        gather(Killed(store.database), pair, HOUR, 6, key="slot")
+    store.append_trajectories(served, [(i, a_trajectory(i), ()) for i in range(9, 11)])
+    made = gather(store, pair, HOUR, 6, key="slot")
+    held = [request.trajectory.request_id for request in store.iterate(made)]
+    assert len(held) == len(set(held)) == 6
 
 
 def test_an_attempt_that_published_and_was_gone_before_it_could_say_so_is_not_repeated(
