@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, Boolean, CheckConstraint, Double, ForeignKey, Index, Integer, String, Text
+from sqlalchemy import BigInteger, Boolean, CheckConstraint, Double, ForeignKey, Index, Integer, String, Text
 from sqlalchemy.orm import Mapped, mapped_column
 
 from db.base import Base
+from db.types import OutsideJson
 
 OUTCOMES = ("enqueued", "misfired", "coalesced", "skipped")
 """What became of a slot: a job; nothing, as it came too late; nothing, as a later slot of the same tick stands for it;
@@ -55,8 +56,7 @@ class ScheduleRow(Base):
     enabled: Mapped[bool] = mapped_column(Boolean)
     parked: Mapped[str | None] = mapped_column(Text)
     """Why a schedule that could not be read was disabled; NULL: it was not."""
-    payload: Mapped[dict[str, Any]] = mapped_column(JSON, deferred=True)
-    """Read by itself, so that one that is no JSON spoils no other row."""
+    payload: Mapped[Any] = mapped_column(OutsideJson)
     created_at: Mapped[float] = mapped_column(Double)
 
 
@@ -92,7 +92,7 @@ class JobRow(Base):
     lease_owner: Mapped[str | None] = mapped_column(String(200))
     lease_until: Mapped[float | None] = mapped_column(Double)
     idempotency_key: Mapped[str] = mapped_column(String(300), unique=True)
-    result: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    result: Mapped[Any] = mapped_column(OutsideJson(none_as_null=True), nullable=True)
     error: Mapped[str | None] = mapped_column(Text)
     queued_at: Mapped[float] = mapped_column(Double)
     started_at: Mapped[float | None] = mapped_column(Double)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import sqlite3
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 from doors import Door, one_object
-from sqlalchemy import make_url, text
+from sqlalchemy import event, make_url, text
 from sqlalchemy.orm import Session
 
-from db.database import Database
+from db.database import Database, open_database
+from db.schedules import ScheduleRow
 from optimizer import schedule as schedules
 from optimizer.schedule import Job, JobContext, ScheduleError
 
@@ -27,6 +30,7 @@ ANYWHERE: list[tuple[dict[str, Any], str]] = [
     ({"cron": "0 0 30 2 *"}, "cron expression '0 0 30 2 *'"),
     ({"cron": None, "interval_s": 10**15}, "is not a duration"),
     ({"anchor_at": 10**17}, "anchor_at is 100000000000000000"),
+    ({"anchor_at": 253_402_300_799}, "its timing cannot be used (date value out of range)"),
     ({"max_attempts": 0}, "max_attempts is 0"),
     ({"max_instances": -1}, "max_instances is -1"),
     ({"misfire_grace_s": -1}, "misfire_grace_s is -1"),
@@ -39,6 +43,8 @@ SQLITE_ALONE: list[tuple[dict[str, Any], str]] = [
     ({"budget_s": "much"}, "budget_s is 'much'"),
     ({"payload": "{"}, "the payload is no JSON object"),
     ({"cron": None, "interval_s": "often"}, "'often' is not a duration"),
+    ({"cron": b"0 13 * * *"}, "its timing cannot be used ("),
+    ({"tz": b"UTC"}, "its timing cannot be used ("),
 ]
 """SQLite keeps anything in any column."""
 
@@ -47,11 +53,13 @@ def daily(database: Database, name: str) -> None:
     schedules.add_schedule(database, name, cron="0 13 * * *", now=T0, misfire_grace=None, max_instances=None, payload={"pair": "demo"})
 
 
-def spoil(database: Database, name: str, columns: Mapping[str, Any]) -> None:
+def spoil(database: Database, name: str, columns: Mapping[str, Any], job: int | None = None) -> None:
+    """Writes into the row of a schedule, or of a job."""
     is_typed = database.dialect != "sqlite"
-    sets = ", ".join(f"{c} = CAST(:{c} AS JSON)" if c == "payload" and is_typed else f"{c} = :{c}" for c in columns)
+    sets = ", ".join(f"{c} = CAST(:{c} AS JSON)" if c in ("payload", "result") and is_typed else f"{c} = :{c}" for c in columns)
+    where = "schedule SET {} WHERE name = :name" if job is None else "schedule_job SET {} WHERE id = :job"
     with database.write() as session:
-        session.execute(text(f"UPDATE schedule SET {sets} WHERE name = :name"), {**columns, "name": name})
+        session.execute(text(f"UPDATE {where.format(sets)}"), {**columns, "name": name, "job": job})
 
 
 def answer(job: Job, _context: JobContext) -> Mapping[str, Any]:
@@ -119,11 +127,84 @@ def test_the_job_of_a_payload_spoilt_after_it_was_queued_fails_and_the_others_ru
     assert (states["x"].state, states["x"].error) == ("failed", "the payload is no JSON object")
 
 
+DEEP = "[" * 3_000 + "]" * 3_000
+JOBS: list[tuple[dict[str, Any], str]] = [
+    ({"lease_until": float("inf")}, "done"),
+    ({"lease_until": 1e300}, "done"),
+    ({"fire_at": 10**15}, "done"),
+    ({"queued_at": 1e15, "started_at": -1e300, "finished_at": float("nan")}, "done"),
+    ({"result": "[1]"}, "done"),
+    ({"result": DEEP}, "done"),
+    ({"attempt": 7}, "worker None went silent in attempt 7 of 3"),
+]
+"""What a hand may have written into a job's row, and how the job ends."""
+JOBS_OF_SQLITE: list[tuple[dict[str, Any], str]] = [
+    ({"lease_until": "soon"}, "done"),
+    ({"fire_at": "then", "queued_at": b"then"}, "done"),
+    ({"result": "{"}, "done"),
+    ({"attempt": "many"}, "attempt 'many' of 3 is no number"),
+    ({"max_attempts": 2.5}, "attempt 0 of 2.5 is no number"),
+]
+
+
+def test_a_job_that_cannot_be_read_ends_alone(database: Database) -> None:
+    poison = {f"bad-{i:02}": case for i, case in enumerate(JOBS + (JOBS_OF_SQLITE if database.dialect == "sqlite" else []))}
+    for name in ("a", *poison, "z"):
+        daily(database, name)
+    schedules.tick(database, T0 + DAY)
+    ids = {f.schedule: f.job.id for f in schedules.history(database) if f.job}
+    for name, (columns, _end) in poison.items():
+        spoil(database, name, columns, ids[name])
+    listed = schedules.history(database)
+    assert {f.schedule for f in listed} == {"a", "z", *poison}
+    json.dumps([f.to_json() for f in listed], allow_nan=False)
+    schedules.run_once(database, answer, clock=lambda: T0 + DAY)
+    for name, job_id in ids.items():
+        job = schedules.get_job(database, job_id)
+        _columns, end = poison.get(name, ({}, "done"))
+        assert (job.state, job.error) == (("done", None) if end == "done" else ("failed", end)), name
+
+
+def test_the_job_of_a_schedule_that_is_gone_fails_alone(tmp_path: Any) -> None:
+    """Whoever deletes rows of SQLite by hand leaves the jobs: foreign keys are off unless asked for."""
+    with open_database(str(tmp_path / "a.db")) as database:
+        for name in ("x", "y"):
+            daily(database, name)
+        schedules.tick(database, T0 + DAY)
+        with closing(sqlite3.connect(tmp_path / "a.db")) as by_hand, by_hand:
+            by_hand.execute("DELETE FROM schedule WHERE name = 'x'")
+        assert schedules.run_once(database, answer, clock=lambda: T0 + DAY).ended["done"] == 1
+        with database.read() as session:
+            ends = session.execute(text("SELECT state, error FROM schedule_job ORDER BY id")).all()
+    assert [tuple(end) for end in ends] == [("failed", "its schedule is gone"), ("done", None)]
+
+
+def test_a_schedule_removed_while_it_is_read_is_no_error(database: Database) -> None:
+    """Another process removes it right after its row was read: by whoever lists, by whoever ticks."""
+
+    def removed_during(read: Callable[[], Any]) -> Any:
+        daily(database, "x")
+        todo = ["x"]
+
+        def remove(*_loaded: object) -> None:
+            if todo:
+                with Database(database.url) as other:
+                    schedules.remove_schedule(other, todo.pop())
+
+        event.listen(ScheduleRow, "load", remove)
+        try:
+            return read()
+        finally:
+            event.remove(ScheduleRow, "load", remove)
+
+    (listed,) = removed_during(lambda: schedules.list_schedules(database))
+    assert listed.payload == {"pair": "demo"}
+    assert removed_during(lambda: schedules.tick(database, T0 + DAY)) == ()
+
+
 def test_the_commands_say_why_a_schedule_is_parked(tmp_path: Any, tiny_pair: Any) -> None:
     door = Door(str(tmp_path / "spectune.db"), str(tiny_pair))
     door.json("schedule", "add", "x", "--cron", "0 3 * * *", "--pair", door.pair)
-    from db import open_database
-
     with open_database(door.db) as database:
         spoil(database, "x", {"tz": "Mars/Olympus", "next_fire_at": 0})
     ran = door.call("schedule", "run-once", "--json")

@@ -15,8 +15,8 @@ from sqlalchemy.orm import Session
 
 from db.database import Database
 from db.schedules import JobRow, ScheduleRow
-from optimizer.schedule.times import ScheduleError, utc
-from optimizer.schedule.values import Job, job_of, payload_of
+from optimizer.schedule.times import ScheduleError
+from optimizer.schedule.values import Job, job_of, payload_of, shown_moment
 
 LONGEST_LEASE_S = 600.0
 """No lease is longer, so one that ends later than this from now was given before the database's clock was set back, and is none."""
@@ -30,9 +30,8 @@ def claim(database: Database, owner: str, *, lease_s: float) -> Job | None:
     """Leases the oldest job that is queued or whose worker's lease has run out; None if there is none.
 
     The job returned is ``running``, its ``attempt`` is one more than before, and no other worker has it for ``lease_s`` seconds
-    of database time. A job whose last allowed attempt ran out, or whose schedule's payload cannot
-    be read, is marked failed on the way. Raises ScheduleError for a lease longer
-    than :data:`LONGEST_LEASE_S`.
+    of database time. A job whose last allowed attempt ran out, or of which something needed cannot be read, is marked failed on the
+    way. Raises ScheduleError for a lease longer than :data:`LONGEST_LEASE_S`.
     """
     if not 0 < lease_s <= LONGEST_LEASE_S:
         raise ScheduleError(f"a lease of {lease_s:g} s cannot be given: from 0 to {LONGEST_LEASE_S:g} s is possible")
@@ -40,28 +39,26 @@ def claim(database: Database, owner: str, *, lease_s: float) -> Job | None:
         while True:
             now = database.now(session).timestamp()
             until = JobRow.lease_until
-            is_free = or_(until.is_(None), until < now, until > now + LONGEST_LEASE_S)
+            # By the database alone: SQLite also keeps text there, which Python compares with no number.
+            is_ahead = until > now + LONGEST_LEASE_S
+            is_free = or_(until.is_(None), until < now, is_ahead)
             # SKIP LOCKED: on PostgreSQL claimers pass each other by; on SQLite write transactions are serial, and it is left out.
             query = (
-                select(JobRow)
+                select(JobRow, is_ahead)
                 .where(JobRow.state.in_(("queued", "running")), is_free)
                 .order_by(JobRow.fire_at, JobRow.id)
                 .limit(1)
                 .with_for_update(skip_locked=True)
             )
-            row = session.scalars(query).first()
-            if row is None:
+            found = session.execute(query).first()
+            if found is None:
                 return None
-            if row.lease_until is not None and row.lease_until > now:
-                log.warning("job %d: leased until %s: the database's clock was set back; claiming it", row.id, utc(row.lease_until))
-            if row.attempt >= row.max_attempts:
-                row.state, row.finished_at, row.lease_until = "failed", now, None
-                row.error = f"worker {row.lease_owner} went silent in attempt {row.attempt} of {row.max_attempts}"
-                session.flush()
-                continue
-            schedule = session.get_one(ScheduleRow, row.schedule_id)
+            row, is_ahead_of_any = found
+            if is_ahead_of_any:
+                leased = shown_moment(row.lease_until)
+                log.warning("job %d: leased until %s: the database's clock was set back; claiming it", row.id, leased)
             try:
-                payload_of(schedule)
+                schedule = _schedule_to_run(session, row)
             except ScheduleError as error:
                 row.state, row.finished_at, row.lease_until, row.error = "failed", now, None, str(error)
                 session.flush()
@@ -70,6 +67,19 @@ def claim(database: Database, owner: str, *, lease_s: float) -> Job | None:
             row.started_at = now
             session.flush()
             return job_of(row, schedule)
+
+
+def _schedule_to_run(session: Session, row: JobRow) -> ScheduleRow:
+    """The schedule of a job that may have one more attempt. Raises ScheduleError, saying why, for one that may not."""
+    if not (isinstance(row.attempt, int) and isinstance(row.max_attempts, int)):
+        raise ScheduleError(f"attempt {row.attempt!r} of {row.max_attempts!r} is no number")
+    if row.attempt >= row.max_attempts:
+        raise ScheduleError(f"worker {row.lease_owner} went silent in attempt {row.attempt} of {row.max_attempts}")
+    schedule = session.get(ScheduleRow, row.schedule_id)
+    if schedule is None:
+        raise ScheduleError("its schedule is gone")
+    payload_of(schedule)
+    return schedule
 
 
 def renew(database: Database, job: Job, *, lease_s: float) -> bool:

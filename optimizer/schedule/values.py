@@ -18,7 +18,13 @@ LATEST = 253_402_300_799
 
 
 def _json(value: Any) -> dict[str, Any]:
-    return {k: v.isoformat() if isinstance(v, datetime) else v for k, v in asdict(value).items()}
+    return {k: _json_value(v) for k, v in asdict(value).items()}
+
+
+def _json_value(value: Any) -> Any:
+    if isinstance(value, datetime):
+        return value.isoformat()
+    return repr(value) if isinstance(value, bytes) else value  # SQLite keeps bytes in any column
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,8 @@ class Job:
     """One job with what it needs of its schedule. ``attempt`` counts claims: 0 until the first.
 
     ``fire_at`` is the slot it stands for, ``idempotency_key`` names that slot for ever: what a job publishes under it must be
-    published once. ``error`` begins with one line for the user; a traceback may follow.
+    published once. ``error`` begins with one line for the user; a traceback may follow. A moment that cannot be read is shown as 1970,
+    a result as None.
     """
 
     id: int
@@ -109,7 +116,10 @@ def timing_of(row: ScheduleRow) -> Timing:
     _within(row, "max_instances", 1, 2**31, is_whole=True)
     _within(row, "misfire_grace_s", 0, 2**63, is_whole=True)
     _within(row, "budget_s", 0, LONGEST_S, is_whole=False)
-    return Timing.parse(cron=row.cron, every=row.interval_s, tz=row.tz, anchor=row.anchor_at)
+    try:
+        return Timing.parse(cron=row.cron, every=row.interval_s, tz=row.tz, anchor=row.anchor_at)
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise ScheduleError(f"its timing cannot be used ({error})") from error
 
 
 def _within(row: ScheduleRow, column: str, least: int, most: int, *, is_whole: bool) -> None:
@@ -120,13 +130,9 @@ def _within(row: ScheduleRow, column: str, least: int, most: int, *, is_whole: b
 
 def payload_of(row: ScheduleRow) -> Mapping[str, Any]:
     """Raises ScheduleError for what is no JSON object."""
-    try:
-        payload = row.payload
-    except ValueError:
-        payload = None
-    if not isinstance(payload, dict):
+    if not isinstance(row.payload, dict):
         raise ScheduleError("the payload is no JSON object")
-    return payload
+    return row.payload
 
 
 def _shown_payload(row: ScheduleRow) -> Mapping[str, Any]:
@@ -136,11 +142,16 @@ def _shown_payload(row: ScheduleRow) -> Mapping[str, Any]:
         return {}
 
 
-def _shown_moment(instant: float) -> datetime:
+def shown_moment(instant: Any) -> datetime:
+    """A moment of a row to be shown, 1970 for what is none: no hand in a row stops who reads it."""
     try:
         return utc(instant)
-    except (TypeError, ValueError, OverflowError, OSError):
+    except (TypeError, ValueError, OverflowError):
         return utc(0)
+
+
+def _shown_moment_of(instant: float | None) -> datetime | None:
+    return None if instant is None else shown_moment(instant)
 
 
 def schedule_of(row: ScheduleRow) -> Schedule:
@@ -150,7 +161,7 @@ def schedule_of(row: ScheduleRow) -> Schedule:
         cron=row.cron,
         interval_s=row.interval_s,
         tz=row.tz,
-        next_fire_at=_shown_moment(row.next_fire_at),
+        next_fire_at=shown_moment(row.next_fire_at),
         misfire_grace_s=row.misfire_grace_s,
         coalesce=row.coalesce,
         max_instances=row.max_instances,
@@ -159,7 +170,7 @@ def schedule_of(row: ScheduleRow) -> Schedule:
         enabled=row.enabled,
         parked=row.parked,
         payload=_shown_payload(row),
-        created_at=_shown_moment(row.created_at),
+        created_at=shown_moment(row.created_at),
     )
 
 
@@ -167,7 +178,7 @@ def job_of(row: JobRow, schedule: ScheduleRow) -> Job:
     return Job(
         id=row.id,
         schedule=schedule.name,
-        fire_at=utc(row.fire_at),
+        fire_at=shown_moment(row.fire_at),
         state=row.state,  # type: ignore[arg-type]  # the table checks it
         attempt=row.attempt,
         max_attempts=row.max_attempts,
@@ -175,15 +186,16 @@ def job_of(row: JobRow, schedule: ScheduleRow) -> Job:
         payload=_shown_payload(schedule),
         budget_s=schedule.budget_s,
         lease_owner=row.lease_owner,
-        lease_until=None if row.lease_until is None else utc(row.lease_until),
-        result=row.result,
+        lease_until=_shown_moment_of(row.lease_until),
+        result=row.result if isinstance(row.result, dict) else None,
         error=row.error,
-        queued_at=utc(row.queued_at),
-        started_at=None if row.started_at is None else utc(row.started_at),
-        finished_at=None if row.finished_at is None else utc(row.finished_at),
+        queued_at=shown_moment(row.queued_at),
+        started_at=_shown_moment_of(row.started_at),
+        finished_at=_shown_moment_of(row.finished_at),
     )
 
 
 def fire_of(row: FireRow, schedule: ScheduleRow, job: JobRow | None = None) -> Fire:
     outcome: Any = row.outcome
-    return Fire(schedule.name, utc(row.fire_at), outcome, utc(row.noticed_at), job_of(job, schedule) if job else None)
+    made = job_of(job, schedule) if job else None
+    return Fire(schedule.name, shown_moment(row.fire_at), outcome, shown_moment(row.noticed_at), made)
