@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from traces.files import replacing
+from traces.files import is_file, replacing
 
 RACY_NS = 2 * 10**9
 """A file modified this shortly before it was read may change once more and keep its time stamps: its hash is not remembered."""
@@ -66,7 +66,7 @@ class FileHashes:
         if self._cache is None:
             return
         files = self._read() | {key: self._known[key]}
-        document = {"files": {name: [*state, digest] for name, (state, digest) in files.items() if Path(name).is_file()}}
+        document = {"files": {name: [*state, digest] for name, (state, digest) in files.items() if is_file(name)}}
         with contextlib.suppress(OSError):
             self._cache.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with replacing(self._cache) as file:

@@ -119,7 +119,7 @@ def read_pair(pair: str | None, target: str | None = None, drafts: Sequence[str]
     return PairSpec.from_json(read_json(file, str(file), PairError), where=str(file), base=file.resolve().parent)
 
 
-GENERATION = "generation_config.json"
+GENERATION, ADAPTER = "generation_config.json", "adapter_config.json"
 CONTENT = (
     *("*.safetensors", "*.bin", "*.index.json", "tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken", "added_tokens.json"),
     *("special_tokens_map.json", "*.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
@@ -160,6 +160,13 @@ def _content(folder: Path) -> set[str]:
     return found
 
 
+def is_content(file: Path) -> bool:
+    """Whether a file, there or not, would be one of a checkpoint's: in its folder or one below, named as what decides a text."""
+    names = (*CONTENT, "config.json", GENERATION, ADAPTER)
+    folders = [folder for folder in file.parents[:2] if is_file(folder / "config.json")]
+    return any(file.relative_to(folder).match(name) for folder in folders for name in names)
+
+
 def former_id(spec: PairSpec) -> str:
     """The id that earlier versions gave a pair: of each weight file they hashed the size, the first and the last MiB alone.
 
@@ -192,15 +199,19 @@ def checkpoint(path: str) -> Path | None:
         return None
     if not is_file(folder / "config.json"):
         raise PairError(f"no model at {shortened(path)} (a folder with config.json and weights is expected)")
-    if exists(folder / "adapter_config.json"):
+    if exists(folder / ADAPTER):
         # transformers would load other weights, from where this file says, or the adapter's model without it.
-        raise PairError(f"{path} holds an adapter (adapter_config.json); merge it into its model and give the folder of the result")
+        raise PairError(f"{path} holds an adapter ({ADAPTER}); merge it into its model and give the folder of the result")
     return folder
 
 
 def model_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
     """A checkpoint's configuration, without where and by what it was saved. Raises PairError where it is none."""
     config = _object(folder / name, "a model's configuration")
+    if "transformers_weights" in config:  # transformers would load them from a file of any name
+        raise PairError(
+            f"{folder / name} names its weights itself (transformers_weights); call that file model.safetensors and leave the key out"
+        )
     for key in ("_name_or_path", "transformers_version"):
         config.pop(key, None)
     return config

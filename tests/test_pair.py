@@ -104,6 +104,17 @@ def test_a_loaded_pair_is_what_was_loaded(folder: Path) -> None:
     assert pair.id == loaded
 
 
+def test_a_configuration_that_chooses_other_weights_is_refused(folder: Path) -> None:
+    """transformers would load them, under names that the id does not look for."""
+    config = folder / "near" / "config.json"
+    (folder / "near" / "model.safetensors").rename(folder / "near" / "own.weights")
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"transformers_weights": "own.weights"}))
+    spec = read_pair(str(folder))
+    for refuses in (spec.check, lambda: spec.id):
+        with pytest.raises(PairError, match=r"near/config\.json names its weights itself \(transformers_weights\)"):
+            refuses()
+
+
 def test_weights_that_cannot_be_read_are_one_line(folder: Path) -> None:
     weights = folder / "near" / "model.safetensors"
     weights.unlink()
@@ -246,6 +257,15 @@ def test_files_that_are_gone_are_forgotten(tmp_path: Path) -> None:
     (tmp_path / "one").unlink()
     hashes(cache).of(tmp_path / "two")
     assert list(json.loads(cache.read_text())["files"]) == [str(tmp_path / "two")]
+
+
+def test_a_remembered_file_that_cannot_be_looked_at_is_forgotten(tmp_path: Path) -> None:
+    """As one on a disk that is away: here a name too long for any file."""
+    cache = tmp_path / "hashes.json"
+    (tmp_path / "file").write_text("x")
+    cache.write_text(json.dumps({"files": {str(tmp_path / ("n" * 300)): [1, 1, 1, 1, "0" * 64]}}))
+    assert hashes(cache).of(tmp_path / "file") == hashes(None).of(tmp_path / "file")
+    assert list(json.loads(cache.read_text())["files"]) == [str(tmp_path / "file")]
 
 
 def test_where_the_cache_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
