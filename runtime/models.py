@@ -328,8 +328,10 @@ def view_of(tokens: int) -> int:
 
 MOST_LAYERS = 10_000
 """More than any model has; a configuration that says more is damaged."""
+LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+"""Keys that count layers; others name one, and may count from the last: -1."""
 MOST_TENSORS = 200_000
-"""Likewise of weights, each expert's counted."""
+"""More than any model has of weights, each expert's counted."""
 
 
 def load_model(path: str, *, name: str, device: torch.device, dtype: torch.dtype) -> CausalModel:
@@ -362,8 +364,8 @@ def _check_layers(config: Mapping[str, Any], where: str) -> None:
     for key, value in config.items():
         if isinstance(value, Mapping):
             _check_layers(value, where)
-        elif "layer" in key and isinstance(value, int) and not 0 <= value <= MOST_LAYERS:
-            raise PairError(f"{where}: {key} is {value}; a model has 1 to {MOST_LAYERS} layers")
+        elif "layer" in key and isinstance(value, int) and (value > MOST_LAYERS or (value < 0 and key in LAYER_COUNTS)):
+            raise PairError(f"{where}: {key} is {value}; a model has 0 to {MOST_LAYERS} layers")
 
 
 def _weight_bytes(folder: Path) -> int:

@@ -264,10 +264,12 @@ def test_code_of_a_tokenizer_is_neither_run_nor_asked_for(door: Door, broken: Ca
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [
-        ("num_hidden_layers", 10**9, "config.json: num_hidden_layers is 1000000000; a model has 1 to 10000 layers"),
+        ("num_hidden_layers", 10**9, "config.json: num_hidden_layers is 1000000000; a model has 0 to 10000 layers"),
         ("num_hidden_layers", 9000, "larger than the weights beside it"),
         ("num_hidden_layers", 3, "lack model.layers.2."),
         ("num_hidden_layers", -1, "config.json: num_hidden_layers is -1"),
+        ("text_config", {"n_layers": -1}, "config.json: n_layers is -1"),
+        ("moe_layer_end_index", 10**9, "config.json: moe_layer_end_index is 1000000000"),
         ("num_hidden_layers", "many", "target: cannot load"),
         ("vocab_size", 10**12, "larger than the weights beside it"),
         ("hidden_size", 10**9, "target: cannot load"),
@@ -292,6 +294,14 @@ def test_configurations_that_no_model_has(door: Door, broken: Callable[[str], Pa
     config.write_text(json.dumps(document | {key: value}))
     (folder / "target" / "generation_config.json").unlink()
     assert says in refused(door, "run", "--pair", folder, "--workload", "good.jsonl")
+
+
+def test_a_layer_may_be_counted_from_the_last(door: Door, broken: Callable[[str], Path]) -> None:
+    folder = broken("pair")
+    config = folder / "target" / "config.json"
+    indices = {"moe_layer_end_index": -1, "vision_feature_layer": -2, "vision_config": {"feature_layer": -1}}
+    config.write_text(json.dumps(json.loads(config.read_text()) | indices))
+    assert door.json("run", "--pair", folder, "--workload", "good.jsonl", "--max-new-tokens", 2, "--no-store")["requests"] > 0
 
 
 @pytest.mark.parametrize(("name", "text"), [("target/config.json", "[" * 100_000), ("far/config.json", "{}"), ("pair.json", "[" * 100_000)])
