@@ -238,12 +238,14 @@ def test_generate(door: Door, tuned: dict[str, Any]) -> None:
 
 def test_a_text_commands_no_terminal(door: Door) -> None:
     """At this temperature every 256th token or so is the byte that terminals take for the beginning of a command."""
-    hot = ("--temperature", 10, "--max-new-tokens", 120, "--policy", FIXED, "--no-compare")
+    hot = ("--temperature", 10, "--seed", 1, "--max-new-tokens", 120, "--policy", FIXED, "--no-compare")
     made = door.json("generate", "x", "--pair", door.pair, *hot)["text"]
     assert {c for c in made if c < " "} - set("\n\t")
-    shown = door.call("generate", "x", "--pair", door.pair, *hot)
-    assert shown.exit_code == 0
-    assert not {c for c in shown.stdout if c < " " or c == "\x7f"} - {"\n", "\t"}
+    assert "\x7f" in made
+    for json_too in ((), ("--json",)):
+        shown = door.call("generate", "x", "--pair", door.pair, *hot, *json_too)
+        assert shown.exit_code == 0
+        assert not {c for c in shown.stdout if c < " " or c == "\x7f"} - {"\n", "\t"}
 
 
 def test_traces(door: Door, folder: Path, recording: str, tmp_path: Path) -> None:

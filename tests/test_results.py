@@ -196,8 +196,8 @@ def test_no_output_takes_the_place_of_what_a_command_needs(sqlite_door: Door, he
         ("three.jsonl", "read by this command"),
         ("policy.json", "read by this command"),
         ("pair/pair.json", "read by this command"),
-        ("pair/target/config.json", "in the folder of a model"),
-        ("pair/far/new.jsonl", "in the folder of a model"),
+        ("pair/target/config.json", "a file of a model"),
+        ("pair/far/tokenizer.new", "a file of a model"),
         ("pipe", "no regular file"),
         ("loop.jsonl", "cannot be written"),
         ("x" * 300, "cannot be written"),
@@ -225,6 +225,35 @@ def test_other_commands_spare_the_database_too(sqlite_door: Door, here: Path) ->
         assert state(here) == before
     with sqlite3.connect("spectune.db") as connection:
         assert connection.execute("SELECT count(*) FROM recording").fetchone() == (1,)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["config.json", "generation_config.json", "adapter_config.json", "model.safetensors", "loose.bin", "additional_chat_templates/a.jinja"],
+)
+def test_no_command_replaces_a_file_of_a_model(sqlite_door: Door, here: Path, name: str) -> None:
+    """Whichever model: these commands name none. In a hub's cache a model's files are links to others."""
+    (here / "pair/near/additional_chat_templates").mkdir()
+    (here / "blob").write_bytes(b"x")
+    (here / "pair/near/loose.bin").symlink_to(here / "blob")
+    before = state(here)
+    for command in (
+        ("simulate", "--policy", FIXED, "--per-round", f"pair/near/{name}"),
+        ("traces", "report", "--out", f"pair/near/{name}"),
+        ("traces", "export", f"pair/near/{name}"),
+    ):
+        found = sqlite_door.call(*command)
+        assert (found.exit_code, found.stdout, found.stderr.count("\n")) == (2, "", 1), found.output
+        assert "that is a file of a model; name another file" in found.stderr
+        assert state(here) == before
+
+
+def test_results_may_lie_beside_a_model(sqlite_door: Door, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(here / "pair/target")
+    door = Door("spectune.db", "")
+    workload = ("--workload", "../../three.jsonl", "--max-new-tokens", 2)
+    door.json("run", "--target", ".", *workload, "--policy", "autoregressive", "--outputs", "out.jsonl", "--no-store")
+    assert len(lines(here / "pair/target/out.jsonl")) == 3
 
 
 def test_a_database_that_does_not_exist_yet_is_no_output_either(here: Path, tiny_pair: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,6 @@ from optimizer.commands.shared import (
     load,
     open_store,
     pair_options,
-    pair_places,
     policy_named,
     profile_of,
     sampling_options,
@@ -452,9 +450,9 @@ def run(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     Example:  cli.py run --policy policy.json --workload demo --limit 32 --outputs texts.jsonl
     """
     options = decode_options(kw)
-    files, folders = pair_places(kw)
+    files = [] if kw["pair"] is None else [kw["pair"], f"{kw['pair']}/pair.json"]
     reads = [*files, *kw["workloads"], kw["policy_name"]]
-    check_writable(ctx, ("--outputs", kw["outputs"]), ("--per-round", kw["per_round"]), reads=reads, folders=folders)
+    check_writable(ctx, ("--outputs", kw["outputs"]), ("--per-round", kw["per_round"]), reads=reads)
     workload = workload_of(kw)
     with open_store(ctx) as store:
         pair = load(kw, store)
@@ -665,4 +663,4 @@ def generate(ctx: click.Context, as_json: bool, prompt: str, **kw: Any) -> None:
     console.width = 10_000 if not console.is_terminal else console.width
     result = do_generate(pair, prepared, prompt, options, console, compare=not kw["no_compare"], show_trees=kw["show_trees"])
     if as_json:
-        click.echo(json.dumps(result, ensure_ascii=False))
+        emit(True, result, None)

@@ -73,17 +73,16 @@ def _keep(command: str, results: Any) -> str:
     return "the results could not be kept in a file either"
 
 
-def check_writable(ctx: click.Context, *options: tuple[str, str | None], reads: Iterable[str] = (), folders: Iterable[str] = ()) -> None:
+def check_writable(ctx: click.Context, *options: tuple[str, str | None], reads: Iterable[str] = ()) -> None:
     """Raises OutputError for an (option, path) that cannot be written or is needed otherwise, before the work is done whose result
-    would go there: databases, the files that a command ``reads`` (names of no file are no matter), and what lies in ``folders``, those
-    of its models."""
+    would go there: databases, the files that a command ``reads`` (names of no file are no matter), and those of any model."""
+    from runtime.pair import is_content
     from traces.errors import OutputError
     from traces.files import is_file, why_not_writable
     from traces.text import shortened
 
     taken = {path.resolve(): "the database in use" for path in _database_files(ctx)}
     taken |= {Path(path).resolve(): "read by this command" for path in reads if is_file(path)}
-    models = [Path(path).expanduser().resolve() for path in folders]
     for option, path in options:
         if path is None:
             continue
@@ -91,8 +90,9 @@ def check_writable(ctx: click.Context, *options: tuple[str, str | None], reads: 
             raise OutputError(f"{option} {shortened(path)}: {problem}")
         target = Path(path).resolve()
         problem = taken.get(target)
-        if problem is None and any(folder in target.parents for folder in models):
-            problem = "in the folder of a model"
+        # A model's file may be a link to another place, where nothing shows whose it is.
+        if problem is None and (is_content(target) or is_content(Path(path).parent.resolve() / Path(path).name)):
+            problem = "a file of a model"
         if problem is None and _is_database(target):
             problem = "a SQLite database"
         if problem is not None:

@@ -171,15 +171,6 @@ def load(kw: dict[str, Any], store: TraceStore) -> LoadedPair:
     return load_pair(spec, device=kw.pop("device"), dtype=kw.pop("dtype"), threads=kw.pop("threads"))
 
 
-def pair_places(kw: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """(files, folders) that :data:`pair_options` say: the pair file, and checkpoints. Leaves ``kw`` as it is. Raises PairError."""
-    from runtime.pair import read_pair
-
-    pair = kw["pair"]
-    spec = read_pair(pair, kw["target"], kw["drafts"])
-    return [] if pair is None else [pair, f"{pair}/pair.json"], [spec.target, *(path for _, path in spec.drafts)]
-
-
 def say_former(store: TraceStore, spec: PairSpec) -> None:
     """Says in one line that an earlier version stored a pair under another id, while nothing new takes the place of what is there."""
     from runtime.pair import former_id
