@@ -20,6 +20,7 @@ from optimizer.report import rows_table
 from runtime.pair import identity
 from traces.errors import PairError, SpectuneError, TraceError, WorkloadError
 from traces.export import export_rows, write_rows
+from traces.files import why_not_writable
 from traces.query import RequestRow
 from traces.schema import Sampling
 from traces.store import TraceStore
@@ -164,6 +165,14 @@ def test_a_failure_leaves_what_was_there_and_nothing_else(tmp_path: Path) -> Non
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
+def test_a_link_is_judged_where_it_lies_as_it_is_replaced(tmp_path: Path) -> None:
+    link = tmp_path / "out.jsonl"
+    link.symlink_to(tmp_path / "gone" / "out.jsonl")
+    assert why_not_writable(link) is None
+    write_text(str(link), ["x"])
+    assert (link.is_symlink(), link.read_text()) == (False, "x")
+
+
 def test_what_is_no_regular_file_is_not_replaced(door: Door) -> None:
     os.mkfifo("pipe")
     assert "no regular file" in one_line(door, "run", "--pair", door.pair, "--workload", "good.jsonl", "--per-round", "pipe")
@@ -222,6 +231,13 @@ def test_commands_steer_no_terminal_and_take_no_markup(door: Door, tmp_path: Pat
         found = door.call("traces", *arguments)
         assert found.exit_code == 0, found.output
         assert not set("\x1b\x07\x9b") & set(found.output)
+    reason = f"č{ESCAPE}\u202e"
+    assert door.call("policies", "activate", "autoregressive", "--pair", door.pair, "--reason", reason).exit_code == 0
+    for json_too in ((), ("--json",)):
+        found = door.call("policies", "show", "--pair", door.pair, *json_too)
+        assert found.exit_code == 0
+        assert "č" in found.output
+        assert not set("\x1b\x07\x9b\u202e") & set(found.output)
     Path("bad.jsonl").write_text(json.dumps({"id": "a", "category": ESCAPE, "turns": ["x"]}))
     line = one_line(door, "run", "--pair", door.pair, "--workload", "bad.jsonl", "--category", "none")
     assert not set("\x1b\x07\x9b") & set(line)

@@ -91,7 +91,8 @@ def why_not_writable(path: str | Path) -> str | None:
     target = Path(path)
     try:
         there = target.stat() if target.exists() else None
-        folder = target.resolve().parent
+        target.resolve()
+        folder = target.absolute().parent
         if not folder.is_dir():
             return f"there is no folder {shortened(str(folder))}; make it, or name another file"
     except RuntimeError:  # as Path.resolve has it

@@ -118,7 +118,7 @@ def policies_show(ctx: click.Context, as_json: bool, policy_name: str, **kw: Any
             "evidence": dict(published[0].evidence),
         }
     if as_json:
-        click.echo(json.dumps(data, ensure_ascii=False))
+        emit(True, data, None)
     else:
         say(f"{policy.id}  {policy.label()}")
         click.echo(json.dumps(policy.spelled_out(), indent=2))
@@ -168,10 +168,7 @@ def policies_activate(ctx: click.Context, as_json: bool, policy_name: str, reaso
     \b
     Example:  cli.py policies activate policy.json --reason "trying a longer window"
     """
-    from runtime.pair import read_pair
-
-    spec = read_pair(kw.pop("pair"), kw.pop("target"), kw.pop("drafts"))
-    device = _device(kw)
+    spec, device = _spec(kw), _device(kw)
     with open_store(ctx) as store:
         policy = policy_named(store, policy_name, spec.id, device)
         _check_runs(store, policy, spec.id, spec.draft_names, device)
@@ -265,10 +262,7 @@ def policies_export(ctx: click.Context, as_json: bool, policy_name: str, engine:
     Example:  cli.py policies export active > policy.json
               cli.py policies export active --for vllm
     """
-    from runtime.pair import read_pair
-
-    spec = read_pair(kw.pop("pair"), kw.pop("target"), kw.pop("drafts"))
-    device = _device(kw)
+    spec, device = _spec(kw), _device(kw)
     with open_store(ctx) as store:
         policy = policy_named(store, policy_name, spec.id, device)
     from optimizer.export import engine_settings

@@ -153,7 +153,7 @@ def schedule_show(ctx: click.Context, as_json: bool, name: str) -> None:
     emit(as_json, found, json.dumps(found, indent=2))
 
 
-def _schedule_verb(verb: str, what: str, say: str) -> None:
+def _schedule_verb(verb: str, what: str, outcome: str) -> None:
     @schedule.command(verb, help=f"{what}\n\n\b\nExample:  cli.py schedule {verb} nightly")
     @click.argument("name")
     @json_option
@@ -163,7 +163,7 @@ def _schedule_verb(verb: str, what: str, say: str) -> None:
 
         with open_store(ctx) as store:
             found = getattr(schedules, f"{verb}_schedule")(store.database, name)
-        emit(as_json, found.to_json(), f"schedule {name} {say}")
+        emit(as_json, found.to_json(), f"schedule {name} {outcome}")
 
 
 _schedule_verb("pause", "Let a schedule rest: none of its slots fires until it is resumed.", "is paused")
