@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -61,7 +62,7 @@ class TuneOptions:
     different kinds and ``rivals``
     (fixed windows too close for prediction) race against the baselines, in at most ``passes`` and about ``budget_s``. ``fresh`` uses
     nothing that was stored before, but what was made under the same ``idempotency_key``. ``guard`` is called in the transaction that
-    publishes, and raises where the caller may not."""
+    publishes, and raises where the caller may not; ``publishing`` is entered around it, with what is published."""
 
     options: DecodeOptions = field(default_factory=DecodeOptions)
     drafts: tuple[str, ...] = ()
@@ -77,6 +78,7 @@ class TuneOptions:
     actor: str = "tune"
     idempotency_key: str | None = None
     guard: Callable[[Session], None] | None = None
+    publishing: Callable[[Tuned], AbstractContextManager[object]] = nullcontext
     tree_width: int = 8
     tree_depth: int = 8
 
@@ -374,7 +376,10 @@ def tune_recording(
         seconds=times,
         beyond=study.left_out(),
     )
-    return publish(store, pair, tuned, wanted, over=active) if fresh_choice and wanted.publish else tuned
+    if not (fresh_choice and wanted.publish):
+        return tuned
+    with wanted.publishing(tuned):
+        return publish(store, pair, tuned, wanted, over=active)
 
 
 def profile_for(

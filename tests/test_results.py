@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doors import Door, lines, write_workload
+from doors import Door, lines, put_profile, write_workload
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
 
@@ -130,6 +130,39 @@ def test_a_database_that_is_removed_meanwhile_takes_no_results_with_it(tiny_pair
     assert (found.exit_code, found.stdout) == (2, "")
     assert "database spectune.db was removed meanwhile" in found.stderr.splitlines()[-1]
     assert len(kept(here, found.stderr)["texts"]) == 3
+
+
+def lose_database(url: str, here: Path) -> None:
+    """PostgreSQL: every connection is cut, and nothing can be written from now on. SQLite: the file is gone."""
+    parsed = parse_url(url)
+    if parsed.get_backend_name() == "sqlite":
+        Path(str(parsed.database)).unlink(missing_ok=True)
+        return
+    forbid_writing(url, "publication")
+    engine = make_engine(parsed)
+    with engine.connect() as server:
+        server.exec_driver_sql(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+        )
+    engine.dispose()
+
+
+def test_what_a_race_has_shown_is_kept_where_it_cannot_be_published(door: Door, here: Path) -> None:
+    write_workload(here / "six.jsonl", 6)
+    put_profile(door.db, door.pair)
+
+    def lose(_conn: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        if statement.startswith("INSERT INTO publication"):
+            lose_database(door.db, here)
+
+    with listening(lose):
+        quick = ("--trials", 2, "--finalists", 1, "--budget", "1s", "--gamma-max", 4, "--tree-width", 0)
+        found = door.call("tune", "--pair", door.pair, "--workload", "six.jsonl", "--max-new-tokens", 8, *quick)
+    assert (found.exit_code, found.stdout) == (2, "")
+    document = kept(here, found.stderr)
+    assert document["winner"]["policy"]
+    assert document["candidates"]
+    assert document["published"] is None
 
 
 def test_an_interrupt_while_storing_keeps_the_results(door: Door, here: Path) -> None:

@@ -600,6 +600,7 @@ def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
             budget_s=budget_s,
             fresh=kw["fresh"],
             publish=not kw["no_publish"],
+            publishing=lambda tuned: kept_unless_stored(ctx, "tune", tuned.to_json),
             **searched,
         )
         with Meter() as meter:
