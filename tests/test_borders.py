@@ -468,6 +468,7 @@ def test_the_artifacts_that_are_forged_are_good_ones_before(kind: str) -> None:
 @example((BINS, {"draft": "small"}, {}))
 @example((Q_TABLE, {}, {"values": np.full((7, 6), np.nan)}))
 @example((Q_TABLE, {}, {}))
+@example((DRAFT_CHOOSER, {"draft": False}, {}))
 def test_forged_artifacts(store: TraceStore, raw: sqlite3.Connection, forged: tuple[str, Any, dict[str, np.ndarray]]) -> None:
     kind, document, arrays = forged
     try:

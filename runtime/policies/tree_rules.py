@@ -34,6 +34,8 @@ from traces.text import one_line
 BINS, CLASSIFIER, STATIC_TREE = "bins", "classifier", "static_tree"
 BINS_LIMIT = 64
 """Most thresholds of entropy bins."""
+_COMMANDS = {BINS: "bins", CLASSIFIER: "classifier", STATIC_TREE: "static-tree"}
+"""How `fit` calls what is fitted to a draft's trees."""
 T = TypeVar("T")
 
 
@@ -154,16 +156,17 @@ def find_artifact(policy: Policy, name: str, kind: str, block: str, artifacts: A
         raise PolicyError(f"{block}.artifact: {error}") from None
     if found.kind != kind:
         raise PolicyError(f"{block}.artifact: artifact {name} is a {found.kind}, not a {kind}")
+    if kind not in _COMMANDS:
+        return found
     fitted_on = found.document.get("draft")
     if fitted_on is not None and fitted_on != policy.draft:
-        command = {BINS: "bins", CLASSIFIER: "classifier", STATIC_TREE: "static-tree"}[kind]
         raise PolicyError(
             f"{block}.artifact: {name} was fitted on draft {fitted_on!r}, this policy drafts with {policy.draft!r}; "
-            f"`fit {command} --draft {policy.draft}` makes one"
+            f"`fit {_COMMANDS[kind]} --draft {policy.draft}` makes one"
             + (" (a classifier may be carried over: `fit classifier --from " + name + "`)" if kind == CLASSIFIER else "")
         )
     ranked = found.document.get("proposals")
-    if ranked is not None and kind in (BINS, CLASSIFIER, STATIC_TREE):
+    if ranked is not None:
         own = getattr(policy.growth, "proposals", ranked)
         if ranked != own:
             raise PolicyError(
