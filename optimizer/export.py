@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from runtime.pair import PairSpec, head_config, is_head
+from runtime.pair import PairSpec, expanded, head_config, is_head
 from runtime.policies.document import ChooserPolicy, Policy, TopKGrowth
 from traces.errors import PolicyError
 
@@ -86,7 +85,7 @@ def engine_settings(policy: Policy, pair: PairSpec, engine: str) -> dict[str, An
 
 def _eagle(path: str | None) -> str:
     """``eagle3`` or ``eagle``: what engines call a head's algorithm."""
-    folder = Path(path or "").expanduser()
+    folder = expanded(path or "")
     config = head_config(folder) if (folder / "config.json").is_file() else {}
     said = [str(a).lower() for a in config.get("architectures") or ()] + [str(path).lower()]
     third = "draft_vocab_size" in config or "eagle_config" in config or any("eagle3" in s or "eagle-3" in s for s in said)

@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from runtime.heads import EagleHead, HeadNet, HeadShape
 from runtime.models import FINAL, CausalModel
-from runtime.pair import architectures, head_config, identity, is_local, translated
+from runtime.pair import architectures, expanded, head_config, identity, is_local, translated
 from traces.errors import PairError
 
 
@@ -219,7 +219,7 @@ def _head(
 
 def _folder(path: str, name: str) -> Path:
     if is_local(path):
-        return Path(path).expanduser()
+        return expanded(path)
     with translated(f"{name}: cannot load {path}"):
         return Path(snapshot_download(path, allow_patterns=["config.json", "*.safetensors", "*.bin"]))
 

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from runtime.graphs import CudaRecorder, use_graphs, wanted
 from runtime.head_formats import load_head
 from runtime.heads import EagleHead
 from runtime.models import CausalModel, load_model, pick_device, pick_dtype
-from runtime.pair import PairSpec, check_threads, is_head, is_local, translated
+from runtime.pair import PairSpec, check_threads, expanded, is_head, is_local, translated
 from traces.errors import PairError
 from traces.schema import Request
 
@@ -152,7 +151,7 @@ def load_pair(
 
 
 def _tokenizer(path: str) -> Any:
-    folder = Path(path).expanduser()
+    folder = expanded(path)
     if is_local(path) and not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab*")):
         return None
     with translated(f"tokenizer of {path}"):

@@ -24,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from runtime import attention
 from runtime.cache import VIEW_STEP, SlotCache, SlotLayer
-from runtime.pair import identity, is_local, model_config, translated
+from runtime.pair import expanded, identity, is_local, model_config, translated
 from runtime.shortlists import OutputHead
 from traces.errors import PairError
 
@@ -341,7 +341,7 @@ def load_model(path: str, *, name: str, device: torch.device, dtype: torch.dtype
     it needs code of its own.
     """
     content = identity(path)
-    folder = Path(path).expanduser() if is_local(path) else None
+    folder = expanded(path) if is_local(path) else None
     if folder is not None:
         _check_layers(model_config(folder), f"{name}: {folder / 'config.json'}")
     transformers_logging.disable_progress_bar()

@@ -194,7 +194,7 @@ def _former_identity(path: str) -> str:
 
 def checkpoint(path: str) -> Path | None:
     """The folder of a local checkpoint, None for a hub name. Raises PairError where no checkpoint is."""
-    folder = Path(path).expanduser()
+    folder = expanded(path)
     if not exists(folder) and not is_local(path):
         return None
     if not is_file(folder / "config.json"):
@@ -241,7 +241,7 @@ def is_head(path: str) -> bool:
     EAGLE-1 and 2 configurations look like any Llama's: there the names of the tensors tell. On a hub the name must say ``eagle``, as
     those of published heads do: nothing is fetched to find out.
     """
-    folder = Path(path).expanduser()
+    folder = expanded(path)
     if not is_local(path):
         return "eagle" in path.lower()
     if not is_file(folder / "config.json"):
@@ -297,6 +297,14 @@ def check_threads(threads: int | None) -> None:
     cpus = os.cpu_count() or 1
     if threads is not None and not 1 <= threads <= max(16, 4 * cpus):
         raise PairError(f"--threads {threads}: this machine has {cpus} CPUs; give a number from 1 to {max(16, 4 * cpus)}")
+
+
+def expanded(path: str) -> Path:
+    """A model's folder, with ``~`` and ``~user`` replaced; a user that is unknown stands for itself."""
+    try:
+        return Path(os.path.expanduser(path))  # Path.expanduser raises for an unknown user
+    except ValueError:  # no user can have such a name
+        return Path(path)
 
 
 def is_local(path: str) -> bool:

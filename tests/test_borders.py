@@ -757,14 +757,14 @@ VALUES = st.one_of(
     st.sampled_from([
         "", "-1", "0", "1", "3", "10" * 20, "9" * 5000, "nan", "inf", "-inf", "1e999", "0.5", "n" * 5000, "[/b]", "[math]", "\x1b[31mred",
         "latest", "active", "demo", "none", "small=x", "=", "cpu", "auto", "6h", "1w", "9" * 50 + "w", "* * * * *", "61 3 * * *",
-        "UTC", "No/Zone",
+        "UTC", "No/Zone", "~no-such-user/model",
         "coupled", "a,b", "draft,category", "2020-01-01", "0001-01-01", "9999-12-31", "good.jsonl", "nowhere.jsonl", "policy.json",
         "rows.csv", "rows.json", "rows.parquet", "other.db", '{"draft": "none"}', '{"draft":' * 3000, "{", "null", "autoregressive", "\0",
         "\udcff", ".", "..",
     ]),
     st.integers().map(str),
     st.floats().map(str),
-    st.text(max_size=8).map(lambda t: t.replace("/", "").replace("~", "")),
+    st.text(max_size=8).map(lambda t: t.replace("/", "")),
     mutated(POLICIES).map(json.dumps),
 )  # fmt: skip
 
@@ -818,3 +818,5 @@ def test_command_lines_cost_a_line_or_work(here: Path, line: list[str]) -> None:
         check_line(last)
         assert not found.stdout
         assert "\x1b" not in found.stderr
+@example(["run", "--target", "~no-such-user/model", "--workload", "good.jsonl"])
+@example(["policies", "export", "--for", "vllm", "--target", "t/t", "--draft", "a=~no-such-user/head", '{"draft": "a"}'])
