@@ -32,7 +32,7 @@ from runtime.policies.prepared import prepare
 from runtime.reload import Published, WatchedSource
 from traces.catalog import Artifact
 from traces.errors import PolicyError
-from traces.schema import Request, Sampling, Verifier
+from traces.schema import Request, Sampling, Verifier, policy_id
 from traces.store import TraceStore
 
 TOKENS = 40
@@ -339,7 +339,10 @@ NOT_JSON = {"cut off": '{"draft": ', "words": "small", "empty": "", "not UTF-8":
 def publish_text(store: TraceStore, pair: LoadedPair, document: str | bytes) -> int:
     """Publishes a policy whose document is this text, whoever wrote it."""
     store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
-    name = hashlib.sha256(repr(document).encode()).hexdigest()[:12]
+    try:
+        name = policy_id(json.loads(document))
+    except (AttributeError, ValueError, RecursionError):  # no object, or no JSON: it has no id
+        name = hashlib.sha256(repr(document).encode()).hexdigest()[:12]
     value = ":document" if store.database.dialect == "sqlite" else "CAST(:document AS JSON)"
     row = sa.text(f"INSERT INTO policy (id, label, document, created_at) VALUES (:id, 'unknown', {value}, '2026-01-01 00:00:00')")
     with store.database.write() as session:
@@ -378,6 +381,32 @@ def test_a_runtime_starts_with_the_last_policy_that_can_run(store: TraceStore, p
     with watch(store, pair, None, None, interval_s=60) as source:
         assert source.current().policy == fixed(3)
     assert statuses(store) == [(last, "refused")]
+
+
+def edited(store: TraceStore, statement: str, **values: Any) -> None:
+    """A row of somebody else's making."""
+    with store.database.write() as session:
+        session.execute(sa.text(statement), values)
+
+
+def test_a_published_policy_that_was_edited_runs_nowhere(store: TraceStore, pair: LoadedPair, url: str, tiny_pair: Path) -> None:
+    publish(store, pair, fixed(2))
+    with watch(store, pair, None, None, interval_s=60) as source:
+        bad = publish(store, pair, fixed(4))
+        cast = ":document" if store.database.dialect == "sqlite" else "CAST(:document AS JSON)"
+        document = json.dumps(fixed(5).spelled_out())
+        edited(store, f"UPDATE policy SET document = {cast} WHERE id = :id", document=document, id=fixed(4).id)
+        assert not source.poll()
+        assert source.current().policy == fixed(2)
+        assert source.last_error.startswith(f"publication {bad}: the document has another content than the id of its policy says")
+    with watch(store, pair, None, None, interval_s=60) as source:
+        assert source.current().policy == fixed(2)
+    policy, why = incumbent_of(store, pair, store.get_publication(bad), None)
+    assert policy == AUTOREGRESSIVE
+    assert "another content" in why
+    refused = Door(url, str(tiny_pair)).call("policies", "rollback", "--to", str(bad), "--pair", tiny_pair, "--device", "cpu")
+    assert refused.exit_code == 2
+    assert "another content" in refused.stderr
 
 
 @pytest.mark.parametrize("document", [NOT_POLICIES["null"], NOT_POLICIES["5,000 digits"], NOT_POLICIES["deep"], NOT_POLICIES["paths"]])

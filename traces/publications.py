@@ -12,7 +12,8 @@ from sqlalchemy.orm import Session
 
 from db import NotFoundError, StaleVersionError
 from db.models import AcknowledgementRow, PairRow, PolicyRow, PublicationRow
-from traces.rows import Storage, readable
+from traces.rows import Storage, is_stored, readable
+from traces.schema import policy_id
 
 AckStatus = Literal["applied", "refused"]
 
@@ -21,8 +22,8 @@ AckStatus = Literal["applied", "refused"]
 class Publication:
     """A policy put in force. ``version`` grows; the largest of a pair and device is in force.
 
-    ``document`` is the policy's, whatever JSON value stands there, and None where it cannot be read; then ``problem`` says why.
-    ``evidence`` is empty where it cannot be read.
+    ``document`` is the policy's, whatever JSON value stands there, and None where it cannot be read; ``problem`` says why it is not to be
+    used: it cannot be read, or is not what the policy's id is the hash of. ``evidence`` is empty where it cannot be read.
     """
 
     version: int
@@ -84,9 +85,9 @@ class Publications(Storage):
                 done = session.execute(_publications().where(PublicationRow.idempotency_key == idempotency_key)).first()
                 if done is not None:
                     return _publication(*done)
-            if session.get(PairRow, pair_id) is None:
+            if not is_stored(session, PairRow.id, pair_id):
                 raise NotFoundError(f"there is no pair {pair_id!r}; store it before publishing for it")
-            if session.get(PolicyRow, policy_id) is None:
+            if not is_stored(session, PolicyRow.id, policy_id):
                 raise NotFoundError(f"there is no policy {policy_id!r}; store it before publishing it")
             current = _version(session, pair_id, device)
             if expected is not None and expected != current:
@@ -144,7 +145,7 @@ class Publications(Storage):
     def acknowledge(self, version: int, node: str, status: AckStatus, reason: str = "") -> None:
         """Adds what a node did with a publication. Raises NotFoundError for an unknown one."""
         with self.database.write() as session:
-            if session.get(PublicationRow, version) is None:
+            if not is_stored(session, PublicationRow.id, version):
                 raise NotFoundError(f"there is no publication {version}")
             session.add(AcknowledgementRow(publication_id=version, node=node, status=status, reason=reason, at=self.clock()))
 
@@ -173,6 +174,8 @@ def _version(session: Session, pair_id: str, device: str) -> int:
 
 def _publication(row: PublicationRow, policy: PolicyRow) -> Publication:
     document, problem = readable(policy.document)
+    if isinstance(document, dict) and policy_id(document) != policy.id:
+        problem = "has another content than the id of its policy says; restore the database from a backup"
     return Publication(
         version=row.id,
         pair_id=row.pair_id,

@@ -74,6 +74,11 @@ def resolve(
     raise NotFoundError(f"there is no {what} {text!r}{_HINTS.get(what, '')}")
 
 
+def is_stored(session: Session, column: InstrumentedAttribute[Any], value: Any) -> bool:
+    """Whether a row has this key; what else stands in it is not read."""
+    return session.scalar(select(column).where(column == value)) is not None
+
+
 def readable(document: Any) -> tuple[Any, str]:
     """(document, "") as it was stored, or (None, why it cannot be read)."""
     return (None, document.problem) if isinstance(document, Unreadable) else (document, "")
