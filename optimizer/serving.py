@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from db.errors import CorruptedChunkError, DatabaseError, NotFoundError
+from db.errors import DatabaseError, NotFoundError, UnavailableError
 from optimizer.artifacts import fitted, q_tables
 from optimizer.inputs import published_policy
 from runtime.decoder import prepare_for
@@ -53,7 +53,7 @@ def _prepared(
     version: int = 0,
 ) -> PreparedPolicy:
     """A policy made ready for a loaded pair. Raises PolicyError where it cannot run here, a router of another head and a chooser with a
-    candidate that cannot run included; DatabaseError only where it may be ready another time."""
+    candidate that cannot run included; UnavailableError where it may be ready another time."""
     try:
         return prepare_for(
             pair,
@@ -64,7 +64,9 @@ def _prepared(
             artifacts=fitted(store, pair.id),
             sampling=sampling or Sampling(),
         )
-    except (NotFoundError, CorruptedChunkError) as error:
+    except UnavailableError:
+        raise
+    except DatabaseError as error:  # something it needs is gone, damaged or of another's making
         raise PolicyError(str(error)) from None
 
 

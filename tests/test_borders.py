@@ -31,7 +31,7 @@ from doors import write_workload
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from synthetic import flat_profile
-from trace_values import PAIR, a_panorama, a_profile, a_recording, a_trajectory, a_tree, steps_of
+from trace_values import PAIR, a_panorama, a_profile, a_recording, a_trajectory, a_tree, an_outcome, steps_of
 
 from cli import main
 from db.database import open_database
@@ -601,7 +601,9 @@ CELLS = st.one_of(
     st.text(alphabet=string.printable, max_size=10),
 )  # fmt: skip
 ROWS = ("publication", "policy", "acknowledgement", "artifact", "recording", "trajectory", "panorama_chunk", "step_chunk", "schedule",
-        "schedule_job", "schedule_fire")  # fmt: skip
+        "schedule_job", "schedule_fire", "latency_profile", "pair", "workload", "run", "study")  # fmt: skip
+
+GOOD = parse_policy({"draft": "near", "window": {"kind": "fixed", "gamma": 5}})
 
 
 def spots() -> list[tuple[str, str]]:
@@ -622,7 +624,10 @@ def served(store: TraceStore, tiny_pair: Path) -> Iterator[Any]:
         published = store.publish(pair.id, "cpu", policy.id, actor="test", reason="")
         store.acknowledge(published.version, "node", "applied")
     add_schedule(store.database, "nightly", every="1h", payload={"pair": pair.spec.to_json(), "turns": None})
-    store.put_profile(a_profile(1e-3))
+    for profile in (a_profile(1e-3), flat_profile(pair.id, pair.drafts)):
+        store.put_profile(profile)
+    store.put_run(pair.id, policy.id, an_outcome(), device="cpu", dtype="float32")
+    store.put_study(pair.id, sampler="tpe", seed=1, document={"best": 3}, trials=[{"number": 0}])
     with watch(store, pair, None, None, interval_s=3600.0) as source:
         yield pair, source
 
@@ -667,6 +672,10 @@ def read_schedules(store: TraceStore) -> None:
 @example(("policy", "document"), "{")
 @example(("schedule", "tz"), "No/Such_Zone")
 @example(("schedule", "payload"), "5")
+@example(("latency_profile", "document"), "{}")
+@example(("latency_profile", "created_at"), "no date")
+@example(("pair", "document"), "{")
+@example(("artifact", "provenance"), "{")
 def test_rows_with_anything_in_a_column(
     store: TraceStore, raw: sqlite3.Connection, served: Any, spot: tuple[str, str], cell: Any
 ) -> None:
@@ -674,6 +683,8 @@ def test_rows_with_anything_in_a_column(
     pair, source = served
     columns = [c.name for c in metadata.tables[table].columns]
     saved = raw.execute(f'SELECT {", ".join(columns)}, rowid FROM "{table}"').fetchall()
+    added = ("acknowledgement", "publication", "policy")
+    lasts = {name: raw.execute(f'SELECT max(rowid) FROM "{name}"').fetchone()[0] for name in added}
     try:
         raw.execute(f'UPDATE "{table}" SET "{column}" = ?', (cell,))
     except sqlite3.IntegrityError:  # no row can be so
@@ -688,6 +699,13 @@ def test_rows_with_anything_in_a_column(
             lambda: store.list_workloads(),
             lambda: store.list_profiles(),
             lambda: [store.get_artifact(row[0]) for row in store.list_artifacts()],
+            lambda: store.latest_profile(pair.id, "cpu"),
+            lambda: store.get_profile("latest"),
+            lambda: store.get_workload("latest"),
+            lambda: store.list_runs(),
+            lambda: store.run_steps(store.get_run("latest").id),
+            lambda: store.list_studies(),
+            lambda: store.get_study("latest"),
         ):
             with border():
                 read()
@@ -695,7 +713,14 @@ def test_rows_with_anything_in_a_column(
         with border():
             source.poll()
         assert source.current().label
+        store.put_policy(GOOD.id, GOOD.spelled_out(), GOOD.label())
+        published = store.publish(pair.id, "cpu", GOOD.id, actor="test")
+        assert source.poll()
+        assert source.current().policy == GOOD
+        assert [a.status for a in store.acknowledgements(published.version)] == ["applied"]
     finally:
+        for name, last in lasts.items():
+            raw.execute(f'DELETE FROM "{name}" WHERE rowid > ?', (last,))
         raw.executemany(f'UPDATE "{table}" SET {", ".join(f"{c} = ?" for c in columns)} WHERE rowid = ?', saved)
 
 
@@ -801,6 +826,8 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @given(command_lines())
 @example(["run", "--temperature", "nan", "--pair", "nowhere.json"])
 @example(["policies", "show", '{"draft":' * 100_000])
+@example(["run", "--target", "~no-such-user/model", "--workload", "good.jsonl"])
+@example(["policies", "export", "--for", "vllm", "--target", "t/t", "--draft", "a=~no-such-user/head", '{"draft": "a"}'])
 def test_command_lines_cost_a_line_or_work(here: Path, line: list[str]) -> None:
     if not Path("spectune.db").exists() or CASES["flags"] % 50 == 0:
         for file in here.glob("spectune.db*"):
@@ -818,5 +845,3 @@ def test_command_lines_cost_a_line_or_work(here: Path, line: list[str]) -> None:
         check_line(last)
         assert not found.stdout
         assert "\x1b" not in found.stderr
-@example(["run", "--target", "~no-such-user/model", "--workload", "good.jsonl"])
-@example(["policies", "export", "--for", "vllm", "--target", "t/t", "--draft", "a=~no-such-user/head", '{"draft": "a"}'])

@@ -409,6 +409,42 @@ def test_a_published_policy_that_was_edited_runs_nowhere(store: TraceStore, pair
     assert "another content" in refused.stderr
 
 
+@pytest.mark.parametrize("text", ["{}", '{"verify": 5}', "[]", "null"])
+def test_a_profile_that_cannot_be_read_is_passed_over(store: TraceStore, pair: LoadedPair, text: str) -> None:
+    publish(store, pair, fixed(2))
+    good = store.put_profile(flat_profile(pair.id, pair.drafts))
+    bad = store.put_profile(flat_profile(pair.id, pair.drafts))
+    cast = ":document" if store.database.dialect == "sqlite" else "CAST(:document AS JSON)"
+    edited(store, f"UPDATE latency_profile SET document = {cast}, created_at = '2100-01-01' WHERE id = :id", document=text, id=bad)
+    found = store.latest_profile(pair.id, "cpu")
+    assert found is not None
+    assert [p.id for p in store.list_profiles()] == [found.id] == [good]
+    with pytest.raises(DatabaseError, match="a row that spectune did not write"):
+        store.get_profile(bad)
+    with watch(store, pair, None, None, interval_s=60) as source:
+        publish(store, pair, ANALYTIC)
+        assert source.poll()
+        assert source.current().policy == ANALYTIC
+    edited(store, f"UPDATE latency_profile SET document = {cast}", document=text)
+    assert store.latest_profile(pair.id, "cpu") is None
+
+
+def test_a_policy_whose_artifact_cannot_be_read_is_refused(store: TraceStore, pair: LoadedPair) -> None:
+    publish(store, pair, fixed(2))
+    document = {"draft": "near", "paths": [[0], [0, 0]], "depth": 2, "nodes": 2}
+    name = store.put_artifact("static_tree", document, pair_id=pair.id)
+    tree = parse_policy({"draft": "near", "growth": {"kind": "static", "artifact": name}})
+    date = "'no date'" if store.database.dialect == "sqlite" else "'infinity'"
+    with watch(store, pair, None, None, interval_s=60) as source:
+        bad = publish(store, pair, tree)
+        edited(store, f"UPDATE artifact SET created_at = {date}")
+        assert not source.poll()
+        assert source.current().policy == fixed(2)
+        assert [(a.version, a.status) for a in store.acknowledgements(bad)] == [(bad, "refused")]
+    with watch(store, pair, None, None, interval_s=60) as source:
+        assert source.current().policy == fixed(2)
+
+
 @pytest.mark.parametrize("document", [NOT_POLICIES["null"], NOT_POLICIES["5,000 digits"], NOT_POLICIES["deep"], NOT_POLICIES["paths"]])
 def test_commands_see_past_a_document_that_is_no_policy(
     store: TraceStore, url: str, tiny_pair: Path, tmp_path: Path, pair: LoadedPair, document: str

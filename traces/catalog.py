@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from typing import Any
@@ -14,12 +14,12 @@ import numpy.typing as npt
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from db import CorruptedChunkError, NotFoundError
+from db import CorruptedChunkError, DatabaseError, NotFoundError, UnavailableError
 from db.models import ArtifactRow, LatencyProfileRow, PairRow, PolicyRow, RunRow, StepChunkRow, StudyRow, WorkloadRow
 from traces.codec import CodecError
 from traces.packing import pack_document, pack_steps, unpack_document, unpack_steps
 from traces.recording_rows import step_row
-from traces.rows import Storage, chunk_of, chunk_values, insert_absent, readable, resolve
+from traces.rows import Storage, chunk_of, chunk_values, insert_absent, is_stored, readable, resolve
 from traces.schema import Counts, LatencyProfile, Outcome, RequestOutcome, Step, Workload, policy_id
 
 Document = Mapping[str, Any]
@@ -170,17 +170,26 @@ class Catalog(Storage):
     def list_profiles(
         self, pair_id: str | None = None, device: str | None = None, dtype: str | None = None
     ) -> tuple[StoredProfile, ...]:
-        """Profiles of a pair, device and dtype (each optional), newest first."""
-        query = select(LatencyProfileRow).order_by(LatencyProfileRow.created_at.desc(), LatencyProfileRow.id)
+        """Profiles of a pair, device and dtype (each optional) that can be read, newest first."""
+        return tuple(self._profiles(pair_id, device, dtype))
+
+    def latest_profile(self, pair_id: str, device: str, dtype: str | None = None) -> StoredProfile | None:
+        """The newest profile of a pair on a device that can be read, or None."""
+        return next(self._profiles(pair_id, device, dtype), None)
+
+    def _profiles(self, pair_id: str | None, device: str | None, dtype: str | None) -> Iterator[StoredProfile]:
+        query = select(LatencyProfileRow.id).order_by(LatencyProfileRow.created_at.desc(), LatencyProfileRow.id)
         wanted = {LatencyProfileRow.pair_id: pair_id, LatencyProfileRow.device: device, LatencyProfileRow.dtype: dtype}
         query = query.where(*(column == value for column, value in wanted.items() if value is not None))
         with self.database.read() as session:
-            return tuple(_profile(row) for row in session.scalars(query))
-
-    def latest_profile(self, pair_id: str, device: str, dtype: str | None = None) -> StoredProfile | None:
-        """The newest profile of a pair on a device, or None."""
-        found = self.list_profiles(pair_id, device, dtype)
-        return found[0] if found else None
+            names = session.scalars(query).all()
+        for name in names:
+            try:
+                yield self.get_profile(name)
+            except UnavailableError:
+                raise
+            except DatabaseError:  # of another's making, or of a newer spectune's: the others are as good as they were
+                continue
 
     def put_policy(self, policy_id: str, document: Document, label: str) -> None:
         """Stores a policy under the hash of its content; one that is there already is left alone. Raises CorruptedChunkError where that one
@@ -415,7 +424,7 @@ def _content_hash(kind: str, document: Any, arrays: Mapping[str, npt.NDArray[Any
 
 
 def _require_pair(session: Session, pair_id: str) -> None:
-    if session.get(PairRow, pair_id) is None:
+    if not is_stored(session, PairRow.id, pair_id):
         raise NotFoundError(f"there is no pair {pair_id!r}; store it first")
 
 
