@@ -45,13 +45,10 @@ LARGEST: Final = 2**31 - 1
 
 
 class Whole(click.IntRange):
-    """A whole number from ``least`` to ``most``. Where that is :data:`LARGEST` the help does not mention it."""
+    """A whole number from ``least`` to ``most``, which is never open."""
 
     def __init__(self, least: int, most: int = LARGEST) -> None:
         super().__init__(least, most)
-
-    def _describe_range(self) -> str:
-        return f"x>={self.min}" if self.max == LARGEST else super()._describe_range()
 
 
 class FiniteRange(click.FloatRange):
