@@ -13,9 +13,9 @@ import numpy.typing as npt
 from checks import CATEGORIES, GAMMA_MAX, demo, stored, typical_s
 
 from optimizer.artifacts import fitted
-from optimizer.chooser_fits import ChooserSource, fit_source, keep_chooser
 from optimizer.execute import DecodeOptions, Encoded, Timings, compare, encode, run
-from optimizer.fits.chooser import Measured, read_prompts
+from optimizer.fit.chooser_fits import ChooserSource, fit_source, keep_chooser
+from optimizer.fit.on_the_fly import Measured, read_prompts
 from optimizer.hedge import hedge_requests
 from optimizer.inputs import load_workload
 from optimizer.record import split

@@ -18,15 +18,15 @@ from tree_checks import CATEGORIES, stored
 
 from demo.prompts import demo_workload
 from optimizer.artifacts import fitted, q_tables
-from optimizer.chooser_fits import ChooserSource, fit_source, keep_chooser
 from optimizer.execute import DROP_LEVEL, Comparison, DecodeOptions, Encoded, Timings, compare, encode
-from optimizer.fits.chooser import read_prompts
+from optimizer.fit.chooser_fits import ChooserSource, fit_source, keep_chooser
+from optimizer.fit.on_the_fly import read_prompts
+from optimizer.fit.shortlist_tuning import fit_shortlists, ranks_for
+from optimizer.fit.tuning import fit_trees
 from optimizer.record import RecordRequest, record, split, whole_texts
 from optimizer.replay import ReplayTrace, run_replay
 from optimizer.search import TIE, Study, Trial, finalists, search
-from optimizer.shortlist_tuning import fit_shortlists, ranks_for
 from optimizer.spaces import Kinds
-from optimizer.tree_tuning import fit_trees
 from optimizer.tune import TuneOptions, finite, profile_for, weighed
 from runtime.decoder import Decoded
 from runtime.loading import LoadedPair, load_pair

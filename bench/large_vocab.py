@@ -48,10 +48,10 @@ from tree_checks import CATEGORIES, stored
 
 from optimizer.artifacts import fitted
 from optimizer.execute import DecodeOptions, Encoded, compare, encode, run
-from optimizer.fits.frequencies import count_tokens, fit_frequencies
+from optimizer.fit.fr_spec import count_tokens, fit_frequencies
+from optimizer.fit.shortlist_fits import fit_frequencies_artifact, fit_router_artifact
 from optimizer.inputs import load_workload
 from optimizer.record import keep_served
-from optimizer.shortlist_fits import fit_frequencies_artifact, fit_router_artifact
 from optimizer.tune import finite
 from runtime.decoder import Decoded
 from runtime.loading import LoadedPair, load_pair

@@ -29,12 +29,12 @@ from tree_checks import (
 
 from optimizer.artifacts import fitted
 from optimizer.execute import DecodeOptions, Encoded, encode
-from optimizer.frequency_ranks import frequency_ranks
+from optimizer.fit.cluster_ranks import cluster_ranks
+from optimizer.fit.frequency_ranks import frequency_ranks
+from optimizer.fit.shortlist_fits import fit_frequencies_artifact, fit_router_artifact
 from optimizer.inputs import load_workload
 from optimizer.record import cover_of, retrace_trees
 from optimizer.replay import ReplayTrace, run_replay
-from optimizer.routing import cluster_ranks
-from optimizer.shortlist_fits import fit_frequencies_artifact, fit_router_artifact
 from optimizer.shortlist_ranks import Ranks
 from runtime.loading import LoadedPair, load_pair
 from runtime.pair import read_pair

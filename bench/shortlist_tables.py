@@ -20,9 +20,9 @@ from tree_checks import CATEGORIES, stored, top_k
 from demo.corpus import code_documents, prose_documents
 from optimizer.artifacts import fitted
 from optimizer.execute import DecodeOptions, Encoded, encode
+from optimizer.fit.shortlist_fits import fit_frequencies_artifact, fit_router_artifact
 from optimizer.inputs import load_workload
 from optimizer.record import RecordRequest, record, split
-from optimizer.shortlist_fits import fit_frequencies_artifact, fit_router_artifact
 from runtime.decoder import Decoder, output_hashes
 from runtime.loading import LoadedPair, load_pair
 from runtime.loop import Round, StaticSource

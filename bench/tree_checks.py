@@ -14,11 +14,11 @@ from pairs import make_pair
 
 from optimizer.artifacts import fitted
 from optimizer.execute import DecodeOptions, Encoded, compare, encode, run
+from optimizer.fit.tuning import fit_trees
 from optimizer.inputs import load_workload
 from optimizer.record import RecordRequest, cover_of, record, retrace_trees
 from optimizer.replay import ReplayTrace, run_replay
 from optimizer.shortlist_ranks import RanksByPolicy
-from optimizer.tree_tuning import fit_trees
 from runtime.decoder import Decoded
 from runtime.loading import LoadedPair, load_pair
 from runtime.loop import StaticSource

@@ -22,7 +22,7 @@ import numpy as np
 
 from db.database import open_database
 from optimizer.execute import DecodeOptions
-from optimizer.fits.static_tree import best_static_tree
+from optimizer.fit.sequoia import best_static_tree
 from optimizer.inputs import load_workload
 from optimizer.record import RecordRequest, record, retrace_trees
 from optimizer.replay import ReplayTrace, run_replay

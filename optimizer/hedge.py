@@ -1,4 +1,4 @@
-"""Exponential weights over drafts, the counterfactual baseline of a chooser (:mod:`optimizer.fits.chooser`), by replay.
+"""Exponential weights over drafts, the counterfactual baseline of a chooser (:mod:`optimizer.fit.on_the_fly`), by replay.
 
 The text does not depend on the draft, so every draft can be scored on the same text after the fact, and what had the least loss so far
 drafts on, without reading any prompt: across requests, or within them (:func:`follow_leader`), where :func:`replay_switched` replays drafts
@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from optimizer.fits.chooser import FloatArray, IntArray, Measured
+from optimizer.fit.on_the_fly import FloatArray, IntArray, Measured
 from optimizer.replay import ReplayTrace, run_replay
 from runtime.policies.document import Policy
 from runtime.policies.draft_choice import Option

@@ -2,7 +2,7 @@
 
 A frequency order ranks tokens: :class:`FrequencyRanks`. A router ranks clusters, by hidden states that recordings do not hold:
 :class:`ClusterRanks`. What a shortlist leaves of a law also depends on tokens that are not among the recorded children. Both are read from
-whole laws once (:mod:`optimizer.frequency_ranks`, :mod:`optimizer.routing`) and kept as artifacts.
+whole laws once (:mod:`optimizer.fit.frequency_ranks`, :mod:`optimizer.fit.cluster_ranks`) and kept as artifacts.
 """
 
 from __future__ import annotations

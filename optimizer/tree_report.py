@@ -12,8 +12,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from optimizer.fits.from_trace import child_probabilities
-from optimizer.fits.static_tree import best_static_tree
+from optimizer.fit.recorded_trees import child_probabilities
+from optimizer.fit.sequoia import best_static_tree
 from optimizer.replay import ReplayTrace, run_replay
 from optimizer.tree_outcomes import Forest, GrowthTable
 from runtime.policies.document import NODE_LIMIT, ClassifierGrowth, Policy, StaticGrowth, TopKGrowth, parse_policy

@@ -20,16 +20,16 @@ from sqlalchemy.orm import Session
 
 from db.errors import CorruptedChunkError, StaleVersionError
 from optimizer.artifacts import fitted, q_tables
-from optimizer.chooser_fits import fit_chooser_artifact
 from optimizer.execute import Comparison, DecodeOptions, Expected, encode_recorded, race
-from optimizer.fits.chooser import read_prompts
+from optimizer.fit.chooser_fits import fit_chooser_artifact
+from optimizer.fit.on_the_fly import read_prompts
+from optimizer.fit.shortlist_tuning import fit_shortlists, ranks_for
+from optimizer.fit.tuning import fit_trees
 from optimizer.inputs import published_policy
 from optimizer.record import RecordRequest, cover_of, record, retrace, retrace_trees, split, whole_texts
 from optimizer.replay import ReplayTrace, replay
 from optimizer.search import TIE, Study, complexity, finalists, is_fixed, rivals, search, worth_trying
-from optimizer.shortlist_tuning import fit_shortlists, ranks_for
 from optimizer.spaces import transformers_heuristic
-from optimizer.tree_tuning import fit_trees
 from runtime.decoder import output_hashes
 from runtime.loading import LoadedPair
 from runtime.loop import StaticSource

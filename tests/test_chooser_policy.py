@@ -20,10 +20,10 @@ from test_lossless import PROMPTS
 
 from db import open_database
 from optimizer.artifacts import fitted
-from optimizer.chooser_fits import ChooserSource, fit_chooser_artifact, keep_chooser
 from optimizer.execute import DecodeOptions, compare, encode, encode_recorded, race
 from optimizer.export import engine_settings
-from optimizer.fits.chooser import Measured, evaluate, fit_chooser, fit_features, read_prompts
+from optimizer.fit.chooser_fits import ChooserSource, fit_chooser_artifact, keep_chooser
+from optimizer.fit.on_the_fly import Measured, evaluate, fit_chooser, fit_features, read_prompts
 from optimizer.oracle import replay_rounds
 from optimizer.record import RecordRequest, record
 from optimizer.replay import ReplayTrace, replay, run_replay

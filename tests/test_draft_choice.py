@@ -15,7 +15,7 @@ from pairs import TEXT
 from synthetic import flat_profile
 from trace_values import a_panorama, a_trajectory
 
-from optimizer.fits.chooser import (
+from optimizer.fit.on_the_fly import (
     RIDGES,
     Measured,
     agreement,

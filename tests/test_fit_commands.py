@@ -15,11 +15,11 @@ from doors import Door, write_workload
 from synthetic import flat_profile
 from tree_reference import Law, Node, Stratify, TopK, build, cheapest_first, verify
 
-import optimizer.fit as fits
+import optimizer.fit.shared as fits
 from db import open_database
 from db.models import ArtifactRow
 from optimizer.artifacts import fitted
-from optimizer.fits.from_trace import RecordedTrees, bin_rounds, classifier_examples, rank_acceptance, score_laws
+from optimizer.fit.recorded_trees import RecordedTrees, bin_rounds, classifier_examples, rank_acceptance, score_laws
 from optimizer.record import split
 from optimizer.replay import ReplayTrace, run_replay
 from optimizer.serving import last_good, watch

@@ -12,7 +12,7 @@ import torch
 from tree_reference import Law
 from tree_reference import local_costs as reference_costs
 
-from optimizer.fits.score import DEFAULT, LEAST, MOST, ScoreLaws, coupled_loss, estimates, fit_score, probability_loss
+from optimizer.fit.score import DEFAULT, LEAST, MOST, ScoreLaws, coupled_loss, estimates, fit_score, probability_loss
 from runtime.policies.trees import Laws, TreeRule, local_costs
 
 

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from optimizer.fits.bins import LAYERS, Bins, fit_bins, overlaps
-from optimizer.fits.classifier import (
+from optimizer.fit.c2t import (
     FEATURES,
     Classifier,
     Examples,
@@ -19,7 +18,8 @@ from optimizer.fits.classifier import (
     fine_tune,
     train,
 )
-from optimizer.fits.static_tree import BestTrees, best_static_tree, choose, frontier_widths
+from optimizer.fit.heterospec import LAYERS, Bins, fit_bins, overlaps
+from optimizer.fit.sequoia import BestTrees, best_static_tree, choose, frontier_widths
 from runtime.policies.c2t import CONFIDENCE_SCALE, DEPTHS, ENTROPY_CODES, JOINT_CODES, confidence_table, look_up
 
 # -- bins ------------------------------------------------------------------------------------------------------------------------

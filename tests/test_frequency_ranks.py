@@ -12,12 +12,12 @@ from test_lossless import PROMPTS
 from test_store import damage
 from test_tree_parity import shape
 
-import optimizer.frequency_ranks as ranking
-import optimizer.whole_laws as whole_laws
+import optimizer.fit.draft_distributions as whole_laws
+import optimizer.fit.frequency_ranks as ranking
 from db import CorruptedChunkError, open_database, upgrade
 from db.models import ArtifactRow
 from optimizer.artifacts import fitted
-from optimizer.frequency_ranks import frequency_ranks
+from optimizer.fit.frequency_ranks import frequency_ranks
 from optimizer.replay import ReplayTrace, run_replay
 from optimizer.shortlist_ranks import FrequencyRanks, stored_ranks
 from runtime.decoder import Decoder

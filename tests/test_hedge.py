@@ -12,7 +12,7 @@ from pairs import TEXT
 from test_draft_choice import CANDIDATES, PROFILE, pair, planted_trace  # noqa: F401
 
 from optimizer.cost import CostModel
-from optimizer.fits.chooser import Measured
+from optimizer.fit.on_the_fly import Measured
 from optimizer.hedge import (
     Hedge,
     follow_leader,

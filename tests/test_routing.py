@@ -16,13 +16,13 @@ from test_store import damage
 from test_tree_parity import shape
 from test_tree_tabulation import COLUMNS, random_forest
 
-import optimizer.routing as ranking
+import optimizer.fit.cluster_ranks as ranking
 import runtime.shortlists as shortlisting
 from db import CorruptedChunkError, open_database, upgrade
 from db.models import ArtifactRow
 from optimizer.artifacts import fitted
+from optimizer.fit.cluster_ranks import budget_grid, cluster_ranks
 from optimizer.replay import ReplayTrace, run_replay
-from optimizer.routing import budget_grid, cluster_ranks
 from optimizer.shortlist_ranks import ClusterRanks, digest, stored_ranks
 from optimizer.tree_outcomes import NO_UNION, ClusterUnion, GrowthTable, ShortlistRanks, _tabulate_chunk, tabulate_growth
 from runtime.decoder import Decoded, Decoder, output_hashes

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from optimizer.fits import clusters as fitting
-from optimizer.fits.clusters import cohesion, default_clusters, fit_clusters
-from optimizer.fits.frequencies import count_tokens, fit_frequencies
-from optimizer.fits.router import cluster_labels, held_out_groups, score_router, train_router
+from optimizer.fit import clusters as fitting
+from optimizer.fit.clusters import cohesion, default_clusters, fit_clusters
+from optimizer.fit.dynaspec import cluster_labels, held_out_groups, score_router, train_router
+from optimizer.fit.fr_spec import count_tokens, fit_frequencies
 from runtime.policies.dynaspec import (
     Clusters,
     Frequencies,

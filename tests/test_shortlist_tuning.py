@@ -13,19 +13,19 @@ from doors import write_workload
 from pairs import make_pair
 from synthetic import flat_profile
 
-import optimizer.shortlist_tuning as shortlist_tuning
+import optimizer.fit.shortlist_tuning as shortlist_tuning
 from db import open_database
 from optimizer.artifacts import fitted
-from optimizer.chooser_fits import fit_chooser_artifact
 from optimizer.execute import DecodeOptions
-from optimizer.fits.chooser import Gained
-from optimizer.fits.frequencies import count_tokens
+from optimizer.fit.chooser_fits import fit_chooser_artifact
+from optimizer.fit.fr_spec import count_tokens
+from optimizer.fit.on_the_fly import Gained
+from optimizer.fit.shortlist_fits import search_texts
+from optimizer.fit.shortlist_tuning import FOLDS, fit_shortlists, ranks_for
 from optimizer.inputs import load_workload
 from optimizer.record import RecordRequest, record
 from optimizer.replay import ReplayTrace, run_replay
 from optimizer.search import TIE, Study, Trial, complexity, search, shortlist_bounds, worth_trying
-from optimizer.shortlist_fits import search_texts
-from optimizer.shortlist_tuning import FOLDS, fit_shortlists, ranks_for
 from optimizer.spaces import SHORTLIST_ORDER, Kinds, ShortlistLimit, ShortlistSpace, Space, TreeLimit, TreeSpace
 from optimizer.tune import TuneOptions, expected_seconds, tune
 from runtime.loading import LoadedPair, load_pair

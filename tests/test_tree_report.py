@@ -19,7 +19,7 @@ from rich.console import Console
 from trace_values import a_trajectory
 
 from db import open_database
-from optimizer.fits.from_trace import child_probabilities
+from optimizer.fit.recorded_trees import child_probabilities
 from optimizer.replay import ReplayTrace, run_replay
 from optimizer.report_html import FIGURES, Plot, page, ticks
 from optimizer.tree_outcomes import GrowthTable, join_trees

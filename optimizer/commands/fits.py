@@ -25,7 +25,7 @@ from optimizer.commands.shared import (
 )
 
 if TYPE_CHECKING:
-    from optimizer.fit import StoredFit
+    from optimizer.fit.shared import StoredFit
 
 
 @click.group()
@@ -62,9 +62,9 @@ def _emit_fit(as_json: bool, made: StoredFit, view: Callable[[dict[str, Any]], A
 
 
 def _fitted(ctx: click.Context, as_json: bool, which: str, kw: dict[str, Any], view: Callable[[dict[str, Any]], Any]) -> None:
-    """Runs one of optimizer.fit's functions on what was asked for and shows what came of it."""
+    """Runs one of optimizer.fit.shared's functions on what was asked for and shows what came of it."""
     with open_store(ctx, create=False) as store, Meter() as meter:
-        import optimizer.fit as fits
+        import optimizer.fit.shared as fits
 
         recording = store.resolve_recording(kw.pop("recording"))
         given = {key: value for key, value in kw.items() if value is not None}
@@ -164,7 +164,7 @@ def fit_static_tree(ctx: click.Context, as_json: bool, **kw: Any) -> None:
 
 
 def _shortlist_fit(ctx: click.Context, as_json: bool, kw: dict[str, Any], which: str, *, drafted: bool) -> None:
-    """Runs one of optimizer.shortlist_fits's functions, which read the pair itself, and shows what came of it."""
+    """Runs one of optimizer.fit.shortlist_fits's functions, which read the pair itself, and shows what came of it."""
     named = [d for d in kw["drafts"] if "=" not in d]
     if drafted and len(named) != 1:
         raise click.UsageError("name one draft whose output head is fitted to, --draft NAME (of the pair; NAME=PATH gives its checkpoint)")
@@ -175,7 +175,7 @@ def _shortlist_fit(ctx: click.Context, as_json: bool, kw: dict[str, Any], which:
         asked = kw.pop("recording", None)
         recording = None if asked is None else store.resolve_recording(asked)
         pair = load(kw, store)
-        import optimizer.shortlist_fits as fits
+        import optimizer.fit.shortlist_fits as fits
         from optimizer.report import shortlist_fit_table
 
         store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
@@ -214,7 +214,7 @@ def fit_chooser(ctx: click.Context, as_json: bool, policies: tuple[str, ...], **
     with open_store(ctx) as store, Meter() as meter:
         recording = store.resolve_recording(kw.pop("recording"))
         pair = load(kw, store)
-        from optimizer.chooser_fits import fit_chooser_artifact
+        from optimizer.fit.chooser_fits import fit_chooser_artifact
         from optimizer.report import chooser_table
 
         named = [policy_named(store, name, pair.id, pair.device.type, option="--policies") for name in policies]

@@ -2,7 +2,7 @@
 
 The paper evaluates a two-layer network on (joint probability, entropy, depth) of every node. All three are codes here
 (docs/trees.md), so the network is evaluated once, over every combination, and growing looks its confidence up: the same number in
-decoding and in replay, and cheaper than the network. Training is :mod:`optimizer.fits.classifier`; the threshold beta, the cap and
+decoding and in replay, and cheaper than the network. Training is :mod:`optimizer.fit.c2t`; the threshold beta, the cap and
 chain mode (``width`` 1) are :class:`runtime.policies.document.ClassifierGrowth`.
 """
 

@@ -1,5 +1,5 @@
 """A draft for each prompt (on-the-fly adaptation paper, section 5): what a prompt looks like, how accurate each draft will be on it, and
-which draft that speaks for. Fitting is :mod:`optimizer.fits.chooser`; what is measured is in docs/draft_choice.md.
+which draft that speaks for. Fitting is :mod:`optimizer.fit.on_the_fly`; what is measured is in docs/draft_choice.md.
 
 A prompt is a vector u of r numbers: a constant, the logarithm of its length, the logarithm of its perplexity under the smallest draft, and
 its TF-IDF vector projected to a few dimensions (the paper concatenates length, perplexity and "its TF-IDF score"). Equation 5 predicts the

@@ -1,6 +1,6 @@
 """DynaSpec: vocabulary shortlists for drafts. Budgets by step (equation 3; appendix A.3), the frequency order of FR-Spec, the clusters and
-the router of section 4.2. Fitting them is :mod:`optimizer.fits.frequencies`, :mod:`optimizer.fits.clusters` and
-:mod:`optimizer.fits.router`; their theory is :mod:`optimizer.overlap`.
+the router of section 4.2. Fitting them is :mod:`optimizer.fit.fr_spec`, :mod:`optimizer.fit.clusters` and
+:mod:`optimizer.fit.dynaspec`; their theory is :mod:`optimizer.overlap`.
 
 A shortlist is a set of token ids, kept as an ascending int64 array: the rows of the draft's output head that a step evaluates.
 Verification is over the whole vocabulary, so a shortlist changes what is drafted and never the text.

@@ -7,14 +7,14 @@ from contextlib import suppress
 from typing import Any, Final
 
 from db.errors import CorruptedChunkError, NotFoundError
-from optimizer.fits.clusters import default_clusters
-from optimizer.fits.router import EPOCHS, HIDDEN, LABELS
-from optimizer.frequency_ranks import frequency_ranks
-from optimizer.routing import cluster_ranks
-from optimizer.shortlist_fits import LeftOut, fit_frequencies_artifact, fit_router_artifact, search_texts
+from optimizer.fit.cluster_ranks import cluster_ranks
+from optimizer.fit.clusters import default_clusters
+from optimizer.fit.dynaspec import EPOCHS, HIDDEN, LABELS
+from optimizer.fit.frequency_ranks import frequency_ranks
+from optimizer.fit.shortlist_fits import LeftOut, fit_frequencies_artifact, fit_router_artifact, search_texts
+from optimizer.fit.tuning import Progress
 from optimizer.shortlist_ranks import Ranks
 from optimizer.spaces import Fold, ShortlistLimit
-from optimizer.tree_tuning import Progress
 from runtime.decoder import shortlisted_model
 from runtime.loading import LoadedPair
 from runtime.policies.document import Policy

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from optimizer.fit import (
+from optimizer.fit.shared import (
     ALPHA,
     fit_bins_artifact,
     fit_classifier_artifact,

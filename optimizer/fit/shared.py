@@ -19,11 +19,18 @@ import numpy.typing as npt
 
 from db.errors import CorruptedChunkError, NotFoundError
 from optimizer.cost import BUCKET, TreeCosts
-from optimizer.fits.bins import fit_bins
-from optimizer.fits.classifier import BATCH, EPOCHS, FEATURES, HIDDEN, NEGATIVES, Classifier, fine_tune, train
-from optimizer.fits.from_trace import RankAcceptance, RecordedTrees, bin_rounds, classifier_examples, rank_acceptance, score_laws
-from optimizer.fits.score import SCORE, fit_score
-from optimizer.fits.static_tree import StaticTree, best_static_tree, choose
+from optimizer.fit.c2t import BATCH, EPOCHS, FEATURES, HIDDEN, NEGATIVES, Classifier, fine_tune, train
+from optimizer.fit.heterospec import fit_bins
+from optimizer.fit.recorded_trees import (
+    RankAcceptance,
+    RecordedTrees,
+    bin_rounds,
+    classifier_examples,
+    rank_acceptance,
+    score_laws,
+)
+from optimizer.fit.score import SCORE, fit_score
+from optimizer.fit.sequoia import StaticTree, best_static_tree, choose
 from optimizer.record import split
 from optimizer.replay import ReplayTrace
 from runtime.policies.document import DEFAULT_TOP_N, GAMMA_LIMIT, NODE_LIMIT, WIDTH_LIMIT

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from optimizer.artifacts import fitted
-from optimizer.fit import Progress
+from optimizer.fit.draft_distributions import States, WholeLaws, states_over
+from optimizer.fit.shared import Progress
 from optimizer.shortlist_ranks import ClusterRanks, budget_grid, keep_ranks, wanted_ranks
-from optimizer.whole_laws import States, WholeLaws, states_over
 from runtime.decoder import shortlisted_model
 from runtime.loading import LoadedPair
 from runtime.policies.document import ClustersShortlist, Policy

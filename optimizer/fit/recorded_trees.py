@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from optimizer.fits.classifier import Examples
-from optimizer.fits.score import ScoreLaws
+from optimizer.fit.c2t import Examples
+from optimizer.fit.score import ScoreLaws
 from optimizer.replay import ReplayTrace
 from optimizer.tree_outcomes import Forest, tabulate_growth
 from optimizer.tree_tabulation import ABSENT, NEVER

@@ -9,9 +9,9 @@ import numpy.typing as npt
 import torch
 
 from db.errors import CorruptedChunkError
-from optimizer.fit import Progress
+from optimizer.fit.draft_distributions import WholeLaws, states_over
+from optimizer.fit.shared import Progress
 from optimizer.shortlist_ranks import UNKNOWN_CODE, FrequencyRanks, budget_grid, keep_ranks, wanted_ranks
-from optimizer.whole_laws import WholeLaws, states_over
 from runtime.loading import LoadedPair
 from runtime.policies.dynaspec import FREQUENCIES, Frequencies
 from runtime.tree_panorama import OFF_TEXT, ROWS

@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from optimizer.artifacts import fitted, q_tables
 from optimizer.chooser_replay import trace_for
-from optimizer.fit import Progress, StoredFit, hash_of
-from optimizer.fits.chooser import Ridge, fit_chooser, read_prompts
+from optimizer.fit.on_the_fly import Ridge, fit_chooser, read_prompts
+from optimizer.fit.shared import Progress, StoredFit, hash_of
 from optimizer.record import split
 from optimizer.replay import ReplayTrace, run_replay
 from runtime.loading import LoadedPair
@@ -58,7 +58,7 @@ def fit_chooser_artifact(
     """Fits a chooser of ``candidates`` (a policy by draft; by default :func:`best_by_draft`) to a recording of this pair and stores it.
 
     ``profile``: costs, or the id of a stored profile; by default the latest of the pair and its device. ``scalars``: features beside
-    TF-IDF (:data:`runtime.policies.draft_choice.SCALARS`). The document has :func:`optimizer.fits.chooser.evaluate`'s scores on the
+    TF-IDF (:data:`runtime.policies.draft_choice.SCALARS`). The document has :func:`optimizer.fit.on_the_fly.evaluate`'s scores on the
     requests held out, and the choice for each recorded request. Raises PolicyError for candidates that cannot be weighed, TraceError where
     the recording is another pair's, or lacks a draft, or there is no profile.
     """
@@ -97,7 +97,7 @@ def fit_source(
     scalars: Sequence[str] = ("length", "perplexity"),
     seed: int = 0,
 ) -> Chooser:
-    """:func:`optimizer.fits.chooser.fit_chooser`, guarded, of a source. Raises what that raises."""
+    """:func:`optimizer.fit.on_the_fly.fit_chooser`, guarded, of a source. Raises what that raises."""
     return fit_chooser(
         source.trace,
         source.prompts,

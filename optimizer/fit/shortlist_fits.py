@@ -1,6 +1,6 @@
 """Fitting what shortlists need to a recording, and keeping it: token frequencies, and a router with its clusters, as artifacts.
 
-Only the requests that a search may see are used (:func:`optimizer.record.split`). Unlike the fits of :mod:`optimizer.fit` these need the
+Only the requests that a search may see are used (:func:`optimizer.record.split`). Unlike the fits of :mod:`optimizer.fit.shared` these need the
 pair itself: its vocabulary, its draft's output head, and the hidden states that a router reads.
 """
 
@@ -16,15 +16,15 @@ import numpy.typing as npt
 import torch
 
 from db.errors import CorruptedChunkError, NotFoundError
-from optimizer.fit import Progress, StoredFit, hash_of
-from optimizer.fits.clusters import cohesion, default_clusters, fit_clusters
-from optimizer.fits.frequencies import count_tokens, fit_frequencies
-from optimizer.fits.router import EPOCHS, HIDDEN, LABELS, train_router
-from optimizer.frequency_ranks import frequency_ranks
+from optimizer.fit.cluster_ranks import cluster_ranks
+from optimizer.fit.clusters import cohesion, default_clusters, fit_clusters
+from optimizer.fit.draft_distributions import text_states
+from optimizer.fit.dynaspec import EPOCHS, HIDDEN, LABELS, train_router
+from optimizer.fit.fr_spec import count_tokens, fit_frequencies
+from optimizer.fit.frequency_ranks import frequency_ranks
+from optimizer.fit.shared import Progress, StoredFit, hash_of
 from optimizer.record import split
-from optimizer.routing import cluster_ranks
 from optimizer.shortlist_ranks import CLUSTER_RANKS, FREQUENCY_RANKS, budget_grid
-from optimizer.whole_laws import text_states
 from runtime.decoder import shortlisted_model
 from runtime.loading import LoadedPair
 from runtime.policies.dynaspec import FREQUENCIES, ROUTER, Clusters, Frequencies, Routing
@@ -168,7 +168,7 @@ def fit_router_artifact(
 ) -> StoredFit:
     """Clusters of a draft's output head, and a router trained on what the draft says over the recorded texts (DynaSpec, section 4.2).
 
-    ``clusters``: M, by default :func:`optimizer.fits.clusters.default_clusters`, or stored ones, ``clusters_from``; ``labels``: L, tokens
+    ``clusters``: M, by default :func:`optimizer.fit.clusters.default_clusters`, or stored ones, ``clusters_from``; ``labels``: L, tokens
     whose clusters are positive. Scores on texts held out, beside a frequency shortlist of the same mean size, are in the document. Where
     the recording holds trees of the draft its cluster ranks are made as well (``ranks``), so that policies with the router replay. Raises
     PolicyError for a draft without an output head, TraceError for a recording of another pair or with too few texts.
@@ -239,8 +239,8 @@ def fit_ranks_artifact(
     proposals: Proposals = "coupled",
     progress: Progress = lambda *_: None,
 ) -> StoredFit:
-    """The ranks of a recording under a stored router (:func:`optimizer.routing.cluster_ranks`) or frequency order
-    (:func:`optimizer.frequency_ranks.frequency_ranks`), which replays of their policies need; with the share of true tokens that so many
+    """The ranks of a recording under a stored router (:func:`optimizer.fit.cluster_ranks.cluster_ranks`) or frequency order
+    (:func:`optimizer.fit.frequency_ranks.frequency_ranks`), which replays of their policies need; with the share of true tokens that so many
     clusters or tokens hold, and the mass of the draft's law that they keep, means over the texts.
 
     Raises PolicyError unless one of the two is named, and for a head's frequency ranks: its chains replay as trees, without.
