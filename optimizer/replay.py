@@ -62,7 +62,7 @@ class ReplayTrace:
     ``panoramas`` maps each draft to its panoramas, one per trajectory in the same order. Requests are replayed in order,
     which matters only to windows that carry their state from one to the next. ``seed`` chooses the draws of requests decoded
     by the rejection verifier. ``trees`` maps (draft, proposals) to tree panoramas likewise. ``ranks`` maps (draft, artifact of a
-    shortlist) to what :func:`optimizer.fit.cluster_ranks.cluster_ranks` or :func:`optimizer.fit.frequency_ranks.frequency_ranks` finds; that draft's
+    shortlist) to what ``optimizer.fit`` finds; that draft's
     trees must be given as well. Shortlists of kind ``clusters`` need them, chains under the others are exact with them. Raises TraceError
     where panoramas do not match, or ranks lack a request.
     """

@@ -1,6 +1,6 @@
 """Fitting what shortlists need to a recording, and keeping it: token frequencies, and a router with its clusters, as artifacts.
 
-Only the requests that a search may see are used (:func:`optimizer.record.split`). Unlike the fits of :mod:`optimizer.fit.shared` these need the
+Only the requests that a search may see are used (:func:`optimizer.record.split`). Unlike the fits of trees these need the
 pair itself: its vocabulary, its draft's output head, and the hidden states that a router reads.
 """
 
@@ -239,8 +239,8 @@ def fit_ranks_artifact(
     proposals: Proposals = "coupled",
     progress: Progress = lambda *_: None,
 ) -> StoredFit:
-    """The ranks of a recording under a stored router (:func:`optimizer.fit.cluster_ranks.cluster_ranks`) or frequency order
-    (:func:`optimizer.fit.frequency_ranks.frequency_ranks`), which replays of their policies need; with the share of true tokens that so many
+    """The ranks of a recording under a stored router (:mod:`optimizer.fit.cluster_ranks`) or frequency order
+    (:mod:`optimizer.fit.frequency_ranks`), which replays of their policies need; with the share of true tokens that so many
     clusters or tokens hold, and the mass of the draft's law that they keep, means over the texts.
 
     Raises PolicyError unless one of the two is named, and for a head's frequency ranks: its chains replay as trees, without.

@@ -1,4 +1,4 @@
-"""HeteroSpec: what an entropy bin does to a round (section 4.3). Fitting the bins is :mod:`optimizer.fit.heterospec`; the cumulative meta-path
+"""HeteroSpec: what an entropy bin does to a round (section 4.3). The cumulative meta-path
 Top-K entropy Phi is computed where trees grow (:meth:`runtime.policies.trees.Growing.add`)."""
 
 from __future__ import annotations
