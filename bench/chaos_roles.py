@@ -101,7 +101,7 @@ def watcher(place: Place, note: Notes, stop: threading.Event, pair_file: Path) -
     from runtime.loop import PolicySource, StaticSource
     from runtime.pair import read_pair
     from runtime.policies.document import parse_policy
-    from runtime.policies.prepared import prepare
+    from runtime.policies.plan import prepare
     from traces.schema import Request, Sampling
 
     pair = load_pair(read_pair(str(pair_file)), device="cpu")

@@ -27,7 +27,7 @@ from runtime.loop import StaticSource
 from runtime.panorama import record_panorama
 from runtime.policies.document import AUTOREGRESSIVE, ChooserPolicy, Policy, parse_policy
 from runtime.policies.draft_choice import Chooser, Option
-from runtime.policies.prepared import prepare
+from runtime.policies.plan import prepare
 from traces.schema import LatencyProfile, Request, Sampling, Workload
 from traces.store import TraceStore
 

@@ -34,7 +34,7 @@ from runtime.loop import StaticSource
 from runtime.pacing import Pacer
 from runtime.pair import read_pair
 from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
-from runtime.policies.prepared import prepare
+from runtime.policies.plan import prepare
 from traces.errors import TraceError
 from traces.schema import LatencyProfile, Sampling, Workload
 from traces.store import TraceStore

@@ -59,7 +59,7 @@ from runtime.loop import StaticSource
 from runtime.pair import read_pair
 from runtime.policies.document import AUTOREGRESSIVE, Policy
 from runtime.policies.dynaspec import FREQUENCIES
-from runtime.policies.prepared import prepare
+from runtime.policies.plan import prepare
 from traces.schema import Sampling
 
 Tensors = dict[str, torch.Tensor]

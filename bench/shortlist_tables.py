@@ -29,7 +29,7 @@ from runtime.loop import Round, StaticSource
 from runtime.pair import read_pair
 from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from runtime.policies.dynaspec import cluster_budget, frequency_budget
-from runtime.policies.prepared import PreparedPolicy, prepare
+from runtime.policies.plan import Plan, prepare
 from runtime.policies.tree_rules import Artifacts
 from runtime.shortlists import Support
 from traces.schema import Sampling, Trajectory, Workload
@@ -81,7 +81,7 @@ class Lab:
         found = [r for r in self.workload.requests if r.id in ids]
         return replace(self.workload, requests=tuple(found[:limit]))
 
-    def prepared(self, policy: Policy) -> PreparedPolicy:
+    def prepared(self, policy: Policy) -> Plan:
         return prepare(policy, self.pair.draft_names, artifacts=self.find, head_hashes=output_hashes(self.pair))
 
     def counts(self) -> IntArray:

@@ -32,7 +32,7 @@ from runtime.loop import StaticSource
 from runtime.pair import read_pair
 from runtime.policies.c2t import read_weights
 from runtime.policies.document import AUTOREGRESSIVE, parse_policy
-from runtime.policies.prepared import prepare
+from runtime.policies.plan import prepare
 from traces.schema import Sampling
 from traces.store import TraceStore
 

@@ -42,7 +42,7 @@ from runtime.loop import StaticSource
 from runtime.models import CausalModel
 from runtime.pair import read_pair
 from runtime.policies.document import parse_policy
-from runtime.policies.prepared import prepare
+from runtime.policies.plan import prepare
 from runtime.sampling import Noise
 from traces.schema import Sampling
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from db.errors import CorruptedChunkError, NotFoundError
 from runtime.policies.machines import Q_LEARNING
-from runtime.policies.prepared import QTables
+from runtime.policies.plan import QTables
 from runtime.policies.windows import WindowController, export_q_table
 from traces.catalog import Artifact
 from traces.errors import PolicyError
@@ -23,7 +23,7 @@ Q_TABLE = "q_table"
 
 
 def q_tables(store: TraceStore) -> QTables:
-    """Finds stored Q-tables by artifact id, for :func:`runtime.policies.prepared.prepare`."""
+    """Finds stored Q-tables by artifact id, for :func:`runtime.policies.plan.prepare`."""
 
     def find(name: str) -> npt.NDArray[Any]:
         artifact = _stored(store, name, "window.artifact: ")
@@ -38,7 +38,7 @@ def q_tables(store: TraceStore) -> QTables:
 
 def fitted(store: TraceStore, pair_id: str | None = None) -> Artifacts:
     """Finds what trees were fitted to by artifact id or an unambiguous beginning of one, for
-    :func:`runtime.policies.prepared.prepare`; with ``pair_id`` only what was fitted for that pair.
+    :func:`runtime.policies.plan.prepare`; with ``pair_id`` only what was fitted for that pair.
 
     It raises PolicyError where there is none, or it is damaged. What was found is remembered: an artifact never changes."""
     from runtime.policies.tree_rules import Fitted  # imports torch, which chains over a trace do without

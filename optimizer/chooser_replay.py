@@ -15,7 +15,7 @@ import numpy.typing as npt
 from optimizer.replay import ROUND_COLUMNS, Replay, ReplayTrace, run_replay
 from optimizer.shortlist_ranks import Ranks, stored_ranks
 from runtime.policies.document import ChooserPolicy, FullShortlist, Policy
-from runtime.policies.prepared import QTables, prepare
+from runtime.policies.plan import QTables, prepare
 from runtime.policies.prepared_chooser import stored_chooser
 from runtime.policies.tree_rules import Artifacts
 from traces.errors import PolicyError, TraceError

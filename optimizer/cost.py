@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.policies.document import GAMMA_LIMIT, NODE_LIMIT, WIDTH_LIMIT
-from runtime.policies.prepared import window_costs
+from runtime.policies.plan import window_costs
 from runtime.policies.shortlist_costs import shortlist_seconds
 from traces.errors import TraceError
 from traces.schema import CostCurve, LatencyProfile
@@ -190,7 +190,7 @@ class TreeCosts:
         shortlist: ShortlistRule | None = None,
     ) -> TreeCosts:
         """Tables for contexts up to ``max_context`` and policies whose trees have roots of ``width`` children, with blocks of these kinds
-        (:func:`runtime.policies.prepared.tree_kinds`) and a shortlist. Raises TraceError when the profile was measured without trees or
+        (:func:`runtime.policies.plan.tree_kinds`) and a shortlist. Raises TraceError when the profile was measured without trees or
         this draft, PolicyError when it has no costs of the draft's shortlists."""
         trees = profile.trees
         if trees is None or draft not in trees.level:

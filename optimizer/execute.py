@@ -17,7 +17,7 @@ from runtime.loop import DecodeRequest, PolicySource, StaticSource
 from runtime.measuring import center
 from runtime.pacing import Pacer, around, at_pace
 from runtime.policies.document import Policy
-from runtime.policies.prepared import QTables, prepare
+from runtime.policies.plan import QTables, prepare
 from runtime.policies.tree_rules import Artifacts
 from traces.schema import Counts, LatencyProfile, Outcome, Request, RequestOutcome, Sampling, Step, Trajectory, Verifier, Workload
 

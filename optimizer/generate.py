@@ -14,14 +14,14 @@ from runtime.decoder import Decoder
 from runtime.loading import LoadedPair
 from runtime.loop import Round, StaticSource
 from runtime.policies.document import AUTOREGRESSIVE
-from runtime.policies.prepared import PreparedPolicy, prepare
+from runtime.policies.plan import Plan, prepare
 from traces.schema import Request
 from traces.text import printable
 
 
 def generate(
     pair: LoadedPair,
-    prepared: PreparedPolicy,
+    prepared: Plan,
     prompt: str,
     options: DecodeOptions,
     console: Console,
@@ -95,7 +95,7 @@ def generate(
     return result
 
 
-def _touch(pair: LoadedPair, prepared: PreparedPolicy, item: Request, ids: list[int], options: DecodeOptions) -> None:
+def _touch(pair: LoadedPair, prepared: Plan, item: Request, ids: list[int], options: DecodeOptions) -> None:
     """A few rounds under both policies, so that first touches of the weights are not timed."""
     for policy in (AUTOREGRESSIVE, prepared.policy):
         ready = prepare(policy, pair.draft_names) if policy is AUTOREGRESSIVE else prepared

@@ -19,7 +19,7 @@ from optimizer.fit.on_the_fly import FloatArray, IntArray, Measured
 from optimizer.replay import ReplayTrace, run_replay
 from runtime.policies.document import Policy
 from runtime.policies.draft_choice import Option
-from runtime.policies.prepared import prepare
+from runtime.policies.plan import prepare
 from traces.errors import TraceError
 from traces.schema import CostCurve, LatencyProfile, Step
 

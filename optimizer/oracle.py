@@ -6,7 +6,7 @@ import numpy as np
 
 from runtime.loop import DecodeRequest, Drafted, Round, StaticSource, Verified, decode_rounds
 from runtime.policies.document import Policy
-from runtime.policies.prepared import PreparedPolicy
+from runtime.policies.plan import Plan
 from runtime.policies.stops import STOP_NONE, should_stop
 from traces.errors import TraceError
 from traces.schema import AGREE_NO, AGREE_NONE, AGREE_YES, ChainPanorama, Trajectory, request_seed
@@ -27,11 +27,11 @@ class TraceBackend:
         if panorama is not None:
             self._branch = np.cumsum(panorama.agree == AGREE_NO) - 1
 
-    def choose(self, request: DecodeRequest, prepared: PreparedPolicy) -> PreparedPolicy:
+    def choose(self, request: DecodeRequest, prepared: Plan) -> Plan:
         assert prepared.chooser is not None
         return prepared.chooser.of_recorded(request.prompt_ids, request.max_new_tokens, request.sampling)
 
-    def begin(self, request: DecodeRequest, prepared: PreparedPolicy) -> None:
+    def begin(self, request: DecodeRequest, prepared: Plan) -> None:
         self._at, self._lag = 0, 1
 
     def _codes(self, start: int, j: int, reads: bool) -> tuple[int, int, int]:
@@ -62,7 +62,7 @@ class TraceBackend:
             return AGREE_NONE, 0, 0
         return AGREE_NO, int(view.branch_logp[row, entry]), int(view.branch_entropy[row, entry])
 
-    def draft(self, prepared: PreparedPolicy, gamma: int, limit: int | None = None) -> Drafted:
+    def draft(self, prepared: Plan, gamma: int, limit: int | None = None) -> Drafted:
         if self.panorama is None or self.panorama.draft != prepared.policy.draft:
             raise TraceError(f"this recording has no panorama of draft {prepared.policy.draft!r}")
         stop = prepared.stop
@@ -96,7 +96,7 @@ class TraceBackend:
 
 
 def replay_rounds(
-    trajectory: Trajectory, panorama: ChainPanorama | None, policy: Policy, prepared: PreparedPolicy
+    trajectory: Trajectory, panorama: ChainPanorama | None, policy: Policy, prepared: Plan
 ) -> list[Round]:
     """Every round of one request under one policy, by the plain loop. The controller's state is carried by ``prepared``."""
     length = len(trajectory.output_ids)

@@ -37,7 +37,7 @@ from optimizer.tree_replay import TreeLimits, replay_trees, stop_levels
 from runtime.policies.document import GAMMA_LIMIT, ChooserPolicy, Policy
 from runtime.policies.jit import compiled
 from runtime.policies.machines import advance, reset
-from runtime.policies.prepared import PreparedPolicy, QTables, prepare, tree_kinds
+from runtime.policies.plan import Plan, QTables, prepare, tree_kinds
 from runtime.policies.stops import CompiledStop
 from runtime.policies.tree_rules import Artifacts
 from runtime.policies.trees import TreeRule
@@ -410,7 +410,7 @@ def run_replay(
 def _run_trees(
     trace: ReplayTrace,
     policy: Policy,
-    prepared: PreparedPolicy,
+    prepared: Plan,
     window: WindowController,
     profile: LatencyProfile | None,
     *,

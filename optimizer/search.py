@@ -34,7 +34,7 @@ from optimizer.spaces import (
     with_shortlist,
 )
 from runtime.policies.document import ChooserPolicy, Policy
-from runtime.policies.prepared import QTables
+from runtime.policies.plan import QTables
 from runtime.policies.tree_rules import Artifacts
 from traces.errors import PolicyError, TraceError
 from traces.schema import Counts, LatencyProfile, Outcome

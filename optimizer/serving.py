@@ -13,7 +13,7 @@ from optimizer.inputs import published_policy
 from runtime.decoder import prepare_for
 from runtime.loading import LoadedPair
 from runtime.policies.document import AUTOREGRESSIVE, Policy
-from runtime.policies.prepared import PreparedPolicy, check_verifier, prepare
+from runtime.policies.plan import Plan, check_verifier, prepare
 from runtime.reload import Published, Status, WatchedSource
 from traces.errors import PolicyError
 from traces.schema import LatencyProfile, Sampling, Verifier
@@ -31,7 +31,7 @@ def last_good(
     profile: LatencyProfile | None,
     verifier: Verifier = "coupled",
     sampling: Sampling | None = None,
-) -> PreparedPolicy:
+) -> Plan:
     """The newest publication for this pair and device that this runtime can execute, or autoregression when there is none. Raises
     DatabaseError alone."""
     for publication in store.list_publications(pair.id, pair.device.type):
@@ -51,7 +51,7 @@ def _prepared(
     profile: LatencyProfile | None,
     sampling: Sampling | None,
     version: int = 0,
-) -> PreparedPolicy:
+) -> Plan:
     """A policy made ready for a loaded pair. Raises PolicyError where it cannot run here, a router of another head and a chooser with a
     candidate that cannot run included; UnavailableError where it may be ready another time."""
     try:
@@ -70,7 +70,7 @@ def _prepared(
         raise PolicyError(str(error)) from None
 
 
-def _checked(prepared: PreparedPolicy, verifier: Verifier, sampling: Sampling | None) -> PreparedPolicy:
+def _checked(prepared: Plan, verifier: Verifier, sampling: Sampling | None) -> Plan:
     """The same, where no policy that may decode would make ``verifier`` lossy; else PolicyError."""
     for candidate in prepared.candidates:
         check_verifier(candidate.policy, verifier, sampling or Sampling())
@@ -112,7 +112,7 @@ def watch(
         except PolicyError as error:
             return Published(active.version, None, str(error))
 
-    def ready(policy: Policy, version: int) -> PreparedPolicy:
+    def ready(policy: Policy, version: int) -> Plan:
         return _checked(_prepared(store, pair, policy, latest_profile(), sampling, version), verifier, sampling)
 
     def acknowledge(version: int, status: Status, reason: str) -> None:

@@ -17,7 +17,7 @@ from optimizer.fit.sequoia import best_static_tree
 from optimizer.replay import ReplayTrace, run_replay
 from optimizer.tree_outcomes import Forest, GrowthTable
 from runtime.policies.document import NODE_LIMIT, ClassifierGrowth, Policy, StaticGrowth, TopKGrowth, parse_policy
-from runtime.policies.prepared import QTables, prepare
+from runtime.policies.plan import QTables, prepare
 from runtime.policies.tree_rules import BINS, CLASSIFIER, STATIC_TREE, Artifacts
 from traces.errors import SpectuneError
 from traces.schema import TREE_SCALE, Counts, LatencyProfile, Proposals

@@ -35,7 +35,7 @@ from runtime.loading import LoadedPair
 from runtime.loop import StaticSource
 from runtime.policies.document import AUTOREGRESSIVE, ChooserPolicy, Policy, parse_policy
 from runtime.policies.draft_choice import Chooser
-from runtime.policies.prepared import QTables, prepare
+from runtime.policies.plan import QTables, prepare
 from runtime.policies.prepared_chooser import PREDICTED, prompt_key
 from runtime.policies.tree_rules import Artifacts
 from runtime.profiler import environment, measure_profile

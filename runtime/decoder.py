@@ -18,7 +18,7 @@ from runtime.loop import DecodeRequest, Drafted, PolicySource, Round, Verified, 
 from runtime.models import ids_tensor
 from runtime.policies.document import NODE_LIMIT, Policy
 from runtime.policies.draft_choice import TARGET, Prompt, keeps_reading, log_perplexity
-from runtime.policies.prepared import PreparedPolicy, QTables, check_verifier, prepare
+from runtime.policies.plan import Plan, QTables, check_verifier, prepare
 from runtime.policies.prepared_chooser import with_candidates
 from runtime.policies.tree_rules import Artifacts
 from runtime.sampling import Noise, filters
@@ -63,7 +63,7 @@ class ModelBackend:
         self._shortlists: dict[ShortlistRule, Shortlists] = {}
         self._read_ahead: tuple[DecodeRequest, str] | None = None
 
-    def choose(self, request: DecodeRequest, prepared: PreparedPolicy) -> PreparedPolicy:
+    def choose(self, request: DecodeRequest, prepared: Plan) -> Plan:
         """The candidate for a request's prompt. The draft that reads the perplexity has then read the prompt, and needs no prefill."""
         assert prepared.chooser is not None
         chooser, ids = prepared.chooser.chooser, request.prompt_ids
@@ -84,7 +84,7 @@ class ModelBackend:
             self._awake.add(reader)
         return chosen
 
-    def begin(self, request: DecodeRequest, prepared: PreparedPolicy) -> None:
+    def begin(self, request: DecodeRequest, prepared: Plan) -> None:
         """Prefills the target, and the policy's draft where it speculates, with the prompt but for its last token."""
         target = self.pair.target
         self._request, self._rounds = request, 0
@@ -140,7 +140,7 @@ class ModelBackend:
             self._awake.add(name)
         return draft
 
-    def shortlists(self, prepared: PreparedPolicy) -> Shortlists | None:
+    def shortlists(self, prepared: Plan) -> Shortlists | None:
         """A policy's shortlist for the draft as it is loaded here; None: the whole vocabulary. What :func:`prepare_for` made aside is
         taken, else it is made now. Raises PolicyError when the artifact does not fit the draft's output head."""
         rule, ready = prepared.shortlist, prepared.shortlists
@@ -155,7 +155,7 @@ class ModelBackend:
                 del self._shortlists[next(iter(self._shortlists))]
         return found
 
-    def draft(self, prepared: PreparedPolicy, gamma: int, limit: int | None = None) -> Drafted:
+    def draft(self, prepared: Plan, gamma: int, limit: int | None = None) -> Drafted:
         request = self._request
         assert request is not None
         self._active = self._wake(prepared.policy.draft, self._text)
@@ -173,7 +173,7 @@ class ModelBackend:
         self._chain = self._active.propose(self._text, gamma, prepared.stop, context)
         return Drafted(len(self._chain.tokens), self._chain.steps, self._chain.lag, self._chain.tokens)
 
-    def _draft_tree(self, prepared: PreparedPolicy, gamma: int, limit: int) -> Drafted:
+    def _draft_tree(self, prepared: Plan, gamma: int, limit: int) -> Drafted:
         request, draft = self._request, self._active
         assert request is not None
         assert isinstance(draft, (LanguageModelDraft, HeadDraft))
@@ -336,7 +336,7 @@ def shortlisted_model(pair: LoadedPair, name: str) -> ShortlistedModel:
 
 
 def output_hashes(pair: LoadedPair) -> HeadHashes:
-    """Hashes of the output heads of a pair's drafts, for :func:`runtime.policies.prepared.prepare`; each is computed once, when first asked
+    """Hashes of the output heads of a pair's drafts, for :func:`runtime.policies.plan.prepare`; each is computed once, when first asked
     for."""
     return head_hashes(lambda name: shortlisted_model(pair, name))
 
@@ -350,8 +350,8 @@ def prepare_for(
     q_tables: QTables | None = None,
     artifacts: Artifacts | None = None,
     sampling: Sampling | None = None,
-) -> PreparedPolicy:
-    """:func:`runtime.policies.prepared.prepare` for a loaded pair, with everything done that its first rounds would otherwise wait for: a
+) -> Plan:
+    """:func:`runtime.policies.plan.prepare` for a loaded pair, with everything done that its first rounds would otherwise wait for: a
     shortlist's weights are cut out, and the quickest ways to multiply them measured; on CUDA the graphs that rounds at ``sampling`` (None:
     any) can need are captured. It may run in another thread than decoding does.
 
@@ -371,13 +371,13 @@ def prepare_for(
     return _made_aside(pair, prepared, sampling)
 
 
-def _made_aside(pair: LoadedPair, prepared: PreparedPolicy, sampling: Sampling | None) -> PreparedPolicy:
+def _made_aside(pair: LoadedPair, prepared: Plan, sampling: Sampling | None) -> Plan:
     prepare_graphs(pair, prepared, sampling)
     rule = prepared.shortlist
     return prepared if rule is None else replace(prepared, shortlists=warmed_shortlists(pair, prepared, rule))
 
 
-def warmed_shortlists(pair: LoadedPair, prepared: PreparedPolicy, rule: ShortlistRule) -> Shortlists:
+def warmed_shortlists(pair: LoadedPair, prepared: Plan, rule: ShortlistRule) -> Shortlists:
     """A policy's shortlists for a loaded pair, made ready for as many nodes as its trees can have. Raises PolicyError when the artifact
     does not fit the draft's output head."""
     made = Shortlists(rule, shortlisted_model(pair, rule.draft), pair.exact)

@@ -36,7 +36,7 @@ from traces.schema import Sampling
 
 if TYPE_CHECKING:
     from runtime.loading import LoadedPair
-    from runtime.policies.prepared import PreparedPolicy
+    from runtime.policies.plan import Plan
 
 RUNGS: Final = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, NODE_LIMIT + 1)
 """Numbers of tokens that passes are captured for."""
@@ -339,7 +339,7 @@ EVERY: Final = PassSizes(
 """What any policies can make of rounds that take turns, a round's first pass up to :data:`runtime.drafts.LONG_LAG` tokens."""
 
 
-def pass_sizes(prepared: PreparedPolicy, vocab_size: int, sampling: Sampling | None = None, *, head: bool = False) -> PassSizes:
+def pass_sizes(prepared: Plan, vocab_size: int, sampling: Sampling | None = None, *, head: bool = False) -> PassSizes:
     """What a policy's windows, stops, bins and N' can make of a round, the ends of texts, where windows are clipped, included.
 
     ``sampling`` None: any, filters included, under which laws have fewer children. ``head``: the draft is an EAGLE head. A draft that
@@ -363,7 +363,7 @@ def _chain_sizes(policy: Policy) -> tuple[frozenset[int], frozenset[int], int]:
 
 
 def _tree_sizes(
-    prepared: PreparedPolicy, vocab_size: int, sampling: Sampling | None
+    prepared: Plan, vocab_size: int, sampling: Sampling | None
 ) -> tuple[frozenset[int], frozenset[int], int]:
     policy, shortlist = prepared.policy, prepared.shortlist
     assert prepared.rules is not None
@@ -416,7 +416,7 @@ def wanted(device: torch.device) -> bool:
 
 
 def prepare_graphs(
-    pair: LoadedPair, prepared: PreparedPolicy, sampling: Sampling | None = None, text: int = 0, *, every: bool = False
+    pair: LoadedPair, prepared: Plan, sampling: Sampling | None = None, text: int = 0, *, every: bool = False
 ) -> None:
     """Captures what rounds under a policy can need (:func:`pass_sizes`); nothing where the pair has no graphs, or what is there already.
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from runtime.policies.prepared import PreparedPolicy
+from runtime.policies.plan import Plan
 from traces.schema import NO_BIN, Finish, Sampling, Step, Verifier
 
 if TYPE_CHECKING:
@@ -70,13 +70,13 @@ class Verified:
 class Backend(Protocol):
     """Where drafts and verdicts come from."""
 
-    def choose(self, request: DecodeRequest, prepared: PreparedPolicy) -> PreparedPolicy:
+    def choose(self, request: DecodeRequest, prepared: Plan) -> Plan:
         """The candidate of a chooser under which the request is decoded. Called before ``begin``, or between two rounds."""
 
-    def begin(self, request: DecodeRequest, prepared: PreparedPolicy) -> None:
+    def begin(self, request: DecodeRequest, prepared: Plan) -> None:
         """Makes ready for the first round of a request (prefill)."""
 
-    def draft(self, prepared: PreparedPolicy, gamma: int, limit: int | None = None) -> Drafted:
+    def draft(self, prepared: Plan, gamma: int, limit: int | None = None) -> Drafted:
         """Drafts at most ``gamma`` > 0 levels from the current end of the text; HeteroSpec may go on up to ``limit``."""
 
     def verify(self, drafted: Drafted | None) -> Verified:
@@ -89,7 +89,7 @@ class Backend(Protocol):
 class PolicySource(Protocol):
     """Where the loop looks for its policy, once a round; must answer at once."""
 
-    def current(self) -> PreparedPolicy:
+    def current(self) -> Plan:
         """The policy in force. A different object than last time is a swap."""
 
 
@@ -97,9 +97,9 @@ class PolicySource(Protocol):
 class StaticSource:
     """One policy for ever."""
 
-    prepared: PreparedPolicy
+    prepared: Plan
 
-    def current(self) -> PreparedPolicy:
+    def current(self) -> Plan:
         return self.prepared
 
 
@@ -126,7 +126,7 @@ def decode_rounds(
     name the candidate that it chose.
     """
 
-    def decoding(found: PreparedPolicy) -> PreparedPolicy:
+    def decoding(found: Plan) -> Plan:
         return found if found.chooser is None else backend.choose(request, found)
 
     in_force = source.current()

@@ -17,7 +17,7 @@ from runtime.loading import LoadedPair
 from runtime.loop import DecodeRequest
 from runtime.pacing import Pacer, around
 from runtime.policies.document import Policy
-from runtime.policies.prepared import PreparedPolicy, prepare
+from runtime.policies.plan import Plan, prepare
 from traces.schema import CostCurve, Sampling
 
 LAGS = (1, 2, 3, 5, 9, 17, 33)
@@ -100,10 +100,10 @@ class Bench:
 class Turns:
     """A policy source whose policy is set before every round."""
 
-    def __init__(self, prepared: PreparedPolicy) -> None:
+    def __init__(self, prepared: Plan) -> None:
         self.prepared = prepared
 
-    def current(self) -> PreparedPolicy:
+    def current(self) -> Plan:
         return self.prepared
 
 

@@ -37,7 +37,7 @@ from runtime.policies.document import (
     Policy,
     Stop,
 )
-from runtime.policies.prepared import prepare
+from runtime.policies.plan import prepare
 from runtime.sampling import gumbel_row
 from runtime.shortlist_profiler import measure_shortlists
 from runtime.tree_profiler import KINDS as TREE_KINDS

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from runtime.policies.document import Policy
-from runtime.policies.prepared import PreparedPolicy
+from runtime.policies.plan import Plan
 from traces.errors import SpectuneError
 from traces.text import one_line
 
@@ -50,9 +50,9 @@ class WatchedSource:
 
     def __init__(
         self,
-        initial: PreparedPolicy,
+        initial: Plan,
         fetch: Callable[[], Published | None],
-        prepare: Callable[[Policy, int], PreparedPolicy],
+        prepare: Callable[[Policy, int], Plan],
         acknowledge: Acknowledge,
         *,
         interval_s: float = 1.0,
@@ -70,7 +70,7 @@ class WatchedSource:
         self.last_error = ""
         self.left = ""
 
-    def current(self) -> PreparedPolicy:
+    def current(self) -> Plan:
         return self._current
 
     def poll(self) -> bool:

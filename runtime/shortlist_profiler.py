@@ -19,7 +19,7 @@ from runtime.head_drafts import HeadDraft
 from runtime.measuring import Bench, curve
 from runtime.policies.document import ClustersShortlist, FixedWindow, FrequencyShortlist, Policy
 from runtime.policies.dynaspec import Clusters, Frequencies, Router, Routing
-from runtime.policies.prepared import PreparedPolicy, prepare
+from runtime.policies.plan import Plan, prepare
 from runtime.shortlists import ShortlistRule
 from traces.schema import CostCurve
 
@@ -43,7 +43,7 @@ def measure_shortlists(bench: Bench, name: str) -> Mapping[str, CostCurve]:
     policy = Policy(draft=name, window=FixedWindow(gamma=gamma))
     full = prepare(policy, pair.draft_names)
     sizes = sorted({max(1, rows // share) for share in SHARES})
-    variants: dict[tuple[str, int], PreparedPolicy] = {("full", 0): full}
+    variants: dict[tuple[str, int], Plan] = {("full", 0): full}
     vocab = np.arange(model.vocab_size)
     frequencies = Frequencies(np.concatenate([output.ids, np.setdiff1d(vocab, output.ids)]).astype(np.int64))
     routing = _routing(model.hidden_size, int(model.embedded(torch.zeros(1, dtype=torch.int64, device=pair.device)).shape[-1]), rows)
@@ -73,7 +73,7 @@ def measure_shortlists(bench: Bench, name: str) -> Mapping[str, CostCurve]:
     return curves
 
 
-def _with(bench: Bench, full: PreparedPolicy, rule: ShortlistRule) -> PreparedPolicy:
+def _with(bench: Bench, full: Plan, rule: ShortlistRule) -> Plan:
     """A policy with a shortlist that is ready, so that what is timed is passes alone."""
     return replace(full, shortlist=rule, shortlists=warmed_shortlists(bench.pair, full, rule))
 

@@ -33,7 +33,7 @@ from runtime.loop import DecodeRequest, Drafted, StaticSource, Verified, decode_
 from runtime.measuring import PROMPTS, Bench, Turns, center, curve, errors
 from runtime.policies.c2t import beta_code
 from runtime.policies.document import GAMMA_LIMIT, EntropyStop, FixedWindow, Policy, Select, StaticGrowth, TopKGrowth
-from runtime.policies.prepared import PreparedPolicy, prepare
+from runtime.policies.plan import Plan, prepare
 from traces.schema import TREE_SCALE, CostCurve, LatencyProfile, Sampling, Step, TreeProfile
 
 NODES = (1, 2, 3, 4, 6, 7, 8, 10, 11, 12, 14, 15, 16, 18, 24, 31, 32, 48, 60, 64, 96)
@@ -49,7 +49,7 @@ MIDDLE = 4
 WIDE = 10
 """Depth and width of the trees that are verified with more or fewer nodes."""
 KINDS = ("static", "classifier", "stratify", "stop")
-"""Blocks that draft otherwise than EAGLE-2 (:func:`runtime.policies.prepared.tree_kinds`)."""
+"""Blocks that draft otherwise than EAGLE-2 (:func:`runtime.policies.plan.tree_kinds`)."""
 ROUNDS = 64
 """More than a group of cells has."""
 KIND_WIDTH = 6
@@ -330,7 +330,7 @@ def _measure_group(
 
     near = cells.near.setdefault((name, hot, context), NearTies())
 
-    def once(ready: PreparedPolicy, levels: int, lag: int = 1, kind: str = "") -> tuple[float, float, int]:
+    def once(ready: Plan, levels: int, lag: int = 1, kind: str = "") -> tuple[float, float, int]:
         """Drafting with committing and verification, in passes (:attr:`Bench.usual_s`), and the nodes verified."""
         nonlocal length
         if backend.length > length:
@@ -376,7 +376,7 @@ def _measure_group(
     del backend.commit
 
 
-def _other_kinds(name: str, known: Collection[str]) -> dict[str, PreparedPolicy]:
+def _other_kinds(name: str, known: Collection[str]) -> dict[str, Plan]:
     """A policy of each of :data:`KINDS`. The classifier's confidence is the joint probability; the stop never triggers."""
     usual = tree_policy(name, KIND_WIDTH, MIDDLE, 24)
     paths = tuple((first, *(0,) * deeper) for first in range(KIND_WIDTH) for deeper in range(MIDDLE))

@@ -46,7 +46,7 @@ from runtime.loading import load_pair
 from runtime.pair import read_pair
 from runtime.policies.document import parse_policy
 from runtime.policies.draft_choice import DRAFT_CHOOSER, Chooser, LinearAccuracy, PromptFeatures
-from runtime.policies.prepared import prepare
+from runtime.policies.plan import prepare
 from runtime.policies.tree_rules import BINS, CLASSIFIER, STATIC_TREE, Fitted
 from traces.codec import _HEADERS, CODEC, SCHEMA_VERSION, Chunk, CodecError, unpack
 from traces.errors import SpectuneError

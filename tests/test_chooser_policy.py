@@ -35,7 +35,7 @@ from runtime.loop import DecodeRequest, StaticSource
 from runtime.pair import read_pair
 from runtime.policies.document import AUTOREGRESSIVE, ChooserPolicy, Policy, differences, parse_policy, policy_schema
 from runtime.policies.draft_choice import DRAFT_CHOOSER, Chooser, LinearAccuracy, Prompt, prompt_reader
-from runtime.policies.prepared import PreparedPolicy, prepare
+from runtime.policies.plan import Plan, prepare
 from runtime.policies.tree_rules import Fitted
 from traces.errors import PolicyError, TraceError
 from traces.schema import LatencyProfile, Request, Sampling, Step, Workload
@@ -166,7 +166,7 @@ def planted(pair: LoadedPair, prompts: Any, candidates: Mapping[str, Policy], **
     return Chooser(features, weights, dict(candidates), **fields)
 
 
-def decoded(pair: LoadedPair, ready: PreparedPolicy, source: ChooserSource) -> list[tuple[list[int], tuple[Step, ...]]]:
+def decoded(pair: LoadedPair, ready: Plan, source: ChooserSource) -> list[tuple[list[int], tuple[Step, ...]]]:
     decoder, out = Decoder(pair, StaticSource(ready)), []
     for t in source.trace.trajectories:
         request = decoder.request(Request(t.request_id, "a", ("x",)), t.prompt_ids.tolist(), t.sampling, t.max_new_tokens)

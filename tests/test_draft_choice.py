@@ -45,7 +45,7 @@ from runtime.policies.draft_choice import (
     read_prompt,
     theorem_3,
 )
-from runtime.policies.prepared import window_costs
+from runtime.policies.plan import window_costs
 from traces.errors import PolicyError, TraceError
 from traces.schema import AGREE_NONE, AGREE_YES, ChainPanorama, Sampling, Step
 

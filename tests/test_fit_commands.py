@@ -26,7 +26,7 @@ from optimizer.serving import last_good, watch
 from runtime.loading import LoadedPair, load_pair
 from runtime.pair import read_pair
 from runtime.policies.document import Policy, parse_policy
-from runtime.policies.prepared import prepare
+from runtime.policies.plan import prepare
 from traces.errors import PolicyError, TraceError
 from traces.schema import TreePanorama
 from traces.store import TraceStore

@@ -25,7 +25,7 @@ from runtime.loop import PolicySource, Round, StaticSource
 from runtime.measuring import Bench
 from runtime.pair import read_pair
 from runtime.policies.document import Policy, parse_policy
-from runtime.policies.prepared import PreparedPolicy, prepare
+from runtime.policies.plan import Plan, prepare
 from traces.schema import Request, Sampling, Workload
 
 TOKENS = 16
@@ -382,10 +382,10 @@ def test_growing_forgets_graphs_and_a_request_captures_what_it_needs(twins: Twin
 class Swapped:
     """Another policy from round ``at`` on, prepared aside at the round before, while the text is being decoded."""
 
-    def __init__(self, first: PreparedPolicy, make: Callable[[], PreparedPolicy], at: int) -> None:
+    def __init__(self, first: Plan, make: Callable[[], Plan], at: int) -> None:
         self.now, self.make, self.at, self.asked = first, make, at, 0
 
-    def current(self) -> PreparedPolicy:
+    def current(self) -> Plan:
         self.asked += 1
         if self.asked == self.at + 1:
             self.now = self.make()
@@ -400,7 +400,7 @@ def test_a_policy_prepared_aside_is_captured_before_its_first_round(twins: Twins
         policy, rounds = parse_policy(then), []
         for pair in (twins.plain, twins.fast):
 
-            def make(pair: LoadedPair = pair, policy: Policy = policy) -> PreparedPolicy:
+            def make(pair: LoadedPair = pair, policy: Policy = policy) -> Plan:
                 return prepare_for(pair, policy, artifacts=artifacts(policy.draft), sampling=sampling)
 
             rounds.append(decoded(pair, Swapped(prepare(first, pair.draft_names), make, 4), sampling))

@@ -22,7 +22,7 @@ from runtime.loading import LoadedPair, load_pair
 from runtime.loop import StaticSource
 from runtime.pair import read_pair
 from runtime.policies.document import Policy, parse_policy
-from runtime.policies.prepared import PreparedPolicy, prepare
+from runtime.policies.plan import Plan, prepare
 from runtime.tree_panorama import record_tree_panorama
 from traces.errors import PolicyError
 from traces.schema import Request, Sampling, Workload
@@ -124,10 +124,10 @@ def test_near_ties_after_the_same_tokens_share_the_targets_pass(pair: LoadedPair
 class Alternating:
     """Another policy every round."""
 
-    def __init__(self, policies: list[PreparedPolicy]) -> None:
+    def __init__(self, policies: list[Plan]) -> None:
         self.policies, self.asked = policies, 0
 
-    def current(self) -> PreparedPolicy:
+    def current(self) -> Plan:
         self.asked += 1
         return self.policies[self.asked // 2 % len(self.policies)]
 

@@ -157,7 +157,7 @@ def test_switched_rounds_are_the_runtimes(pair: Any, temperature: float) -> None
     from runtime.decoder import Decoder
     from runtime.loop import StaticSource
     from runtime.panorama import record_panorama
-    from runtime.policies.prepared import prepare
+    from runtime.policies.plan import prepare
     from traces.schema import Request
 
     sampling = Sampling(temperature, seed=3)

@@ -28,7 +28,7 @@ from runtime.loading import LoadedPair, load_pair
 from runtime.loop import DecodeRequest, Round, StaticSource
 from runtime.pair import read_pair
 from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
-from runtime.policies.prepared import prepare
+from runtime.policies.plan import prepare
 from runtime.reload import Published, WatchedSource
 from traces.catalog import Artifact
 from traces.errors import PolicyError

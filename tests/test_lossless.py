@@ -16,7 +16,7 @@ from runtime.loading import LoadedPair, load_pair
 from runtime.loop import StaticSource
 from runtime.pair import read_pair
 from runtime.policies.document import Policy, parse_policy
-from runtime.policies.prepared import prepare
+from runtime.policies.plan import prepare
 from traces.schema import LatencyProfile, Request, Sampling, Trajectory
 
 PROMPTS = [

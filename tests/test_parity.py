@@ -23,7 +23,7 @@ from runtime.loop import StaticSource
 from runtime.pair import read_pair
 from runtime.panorama import record_panorama
 from runtime.policies.document import Policy, parse_policy
-from runtime.policies.prepared import prepare
+from runtime.policies.plan import prepare
 from traces.errors import PolicyError
 from traces.schema import ChainPanorama, Request, Sampling, Step, Trajectory
 from traces.store import TraceStore

@@ -24,7 +24,7 @@ from runtime.loop import DecodeRequest, StaticSource, decode_rounds
 from runtime.measuring import ACCEPTED_ERROR, Bench
 from runtime.pair import read_pair
 from runtime.policies.document import GAMMA_LIMIT, Policy, parse_policy
-from runtime.policies.prepared import prepare, window_costs
+from runtime.policies.plan import prepare, window_costs
 from runtime.profiler import (
     _bends,
     _Cells,

@@ -19,7 +19,7 @@ from optimizer.cost import CostModel
 from optimizer.oracle import replay_rounds
 from optimizer.replay import ReplayTrace, replay, replay_many, run_replay
 from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
-from runtime.policies.prepared import prepare
+from runtime.policies.plan import prepare
 from runtime.policies.windows import WindowController, export_q_table
 from traces.errors import PolicyError, TraceError
 from traces.schema import (

@@ -32,7 +32,7 @@ from runtime.pair import read_pair
 from runtime.panorama import record_panorama
 from runtime.policies.document import Policy, parse_policy
 from runtime.policies.dynaspec import ROUTER
-from runtime.policies.prepared import prepare
+from runtime.policies.plan import prepare
 from runtime.policies.trees import TreeRule
 from runtime.tree_panorama import record_tree_panorama
 from traces.errors import PolicyError, TraceError

@@ -21,7 +21,7 @@ from runtime.pair import read_pair
 from runtime.panorama import record_panorama
 from runtime.policies.document import Policy, parse_policy
 from runtime.policies.dynaspec import FREQUENCIES, Frequencies
-from runtime.policies.prepared import prepare
+from runtime.policies.plan import prepare
 from runtime.policies.tree_rules import Artifacts, Fitted
 from runtime.tree_panorama import record_tree_panorama
 from traces.errors import PolicyError, TraceError

@@ -33,7 +33,7 @@ from runtime.loop import DecodeRequest, Round, StaticSource
 from runtime.pair import read_pair
 from runtime.policies.document import Policy, parse_policy
 from runtime.policies.dynaspec import Clusters, Frequencies, Router, Routing
-from runtime.policies.prepared import PreparedPolicy, prepare
+from runtime.policies.plan import Plan, prepare
 from runtime.policies.stops import compile_stop
 from runtime.policies.tree_rules import Artifacts, Fitted
 from runtime.sampling import Noise, log_law
@@ -117,7 +117,7 @@ def artifacts(pair: LoadedPair) -> Artifacts:
     return lambda name: found[name]
 
 
-def ready(pair: LoadedPair, document: dict[str, Any]) -> PreparedPolicy:
+def ready(pair: LoadedPair, document: dict[str, Any]) -> Plan:
     return prepare(parse_policy(document), pair.draft_names, artifacts=artifacts(pair), head_hashes=output_hashes(pair))
 
 
@@ -128,7 +128,7 @@ def requests(pair: LoadedPair, decoder: Decoder, sampling: Sampling, tokens: int
 
 
 def texts(
-    pair: LoadedPair, prepared: PreparedPolicy, sampling: Sampling, tokens: int = TOKENS
+    pair: LoadedPair, prepared: Plan, sampling: Sampling, tokens: int = TOKENS
 ) -> tuple[list[list[int]], list[Step]]:
     """Output ids of all prompts, and all steps."""
     decoder = Decoder(pair, StaticSource(prepared))
@@ -317,7 +317,7 @@ class Reference:
 
 
 def followed(
-    pair: LoadedPair, prepared: PreparedPolicy, sampling: Sampling, tokens: int = SHORT
+    pair: LoadedPair, prepared: Plan, sampling: Sampling, tokens: int = SHORT
 ) -> Iterator[tuple[list[int], Round, Noise | None, list[set[int]]]]:
     """Every round of all prompts: the text before it, the round, the request's noise, and the shortlists it used."""
     decoder = Decoder(pair, StaticSource(prepared))

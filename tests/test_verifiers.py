@@ -18,7 +18,7 @@ from runtime.loop import DecodeRequest, StaticSource, Verified
 from runtime.models import CausalModel
 from runtime.pair import PairSpec
 from runtime.policies.document import parse_policy
-from runtime.policies.prepared import prepare
+from runtime.policies.plan import prepare
 from runtime.sampling import Noise, choose, gumbel_row, log_law, stream_key, uniform
 from runtime.verification import verify_coupled, verify_rejection
 from traces.schema import Sampling, Verifier

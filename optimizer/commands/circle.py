@@ -120,7 +120,7 @@ def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         from optimizer.record import RecordRequest, begun_as, retrace, retrace_trees
         from optimizer.record import record as do_record
         from runtime.loop import StaticSource
-        from runtime.policies.prepared import prepare
+        from runtime.policies.plan import prepare
 
         with Meter() as meter:
             begun = None

@@ -22,7 +22,7 @@ from optimizer.replay import ReplayTrace, run_replay
 from runtime.loading import LoadedPair
 from runtime.policies.document import AUTOREGRESSIVE, ChooserPolicy, Policy
 from runtime.policies.draft_choice import DRAFT_CHOOSER, NO_DRAFT, Chooser, Prompt, Rule, prompt_reader
-from runtime.policies.prepared import prepare
+from runtime.policies.plan import prepare
 from runtime.policies.prepared_chooser import PREDICTED, prompt_key
 from traces.errors import PolicyError, TraceError
 from traces.schema import LatencyProfile

@@ -37,7 +37,7 @@ from runtime.policies.draft_choice import (
     raw_scalars,
     read_prompt,
 )
-from runtime.policies.prepared import PreparedPolicy, QTables, prepare
+from runtime.policies.plan import Plan, QTables, prepare
 from runtime.policies.tree_rules import Artifacts
 from traces.errors import PolicyError, TraceError
 from traces.schema import AGREE_NONE, AGREE_YES, PROB_SCALE, LatencyProfile, Trajectory
@@ -394,7 +394,7 @@ def fit_chooser(
 
 def _prepared(
     candidates: Mapping[str, Policy], profile: LatencyProfile, q_tables: QTables | None, artifacts: Artifacts | None
-) -> dict[str, PreparedPolicy]:
+) -> dict[str, Plan]:
     return {d: prepare(p, [p.draft], profile=profile, q_tables=q_tables, artifacts=artifacts) for d, p in candidates.items()}
 
 

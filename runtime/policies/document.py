@@ -536,7 +536,7 @@ class OlsDraft(_Block):
 class ChooserPolicy(Policy):
     """The policy of ``"draft": {"kind": "ols", "artifact": ID}``: each request is decoded under one of the artifact's candidates.
 
-    Its blocks are theirs, which only :func:`runtime.policies.prepared.prepare` finds out; those it has itself are never run. ``draft`` is
+    Its blocks are theirs, which only :func:`runtime.policies.plan.prepare` finds out; those it has itself are never run. ``draft`` is
     ``ols:ID``, which no pair has, so that whoever takes it for a plain policy fails.
     """
 

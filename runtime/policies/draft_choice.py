@@ -25,7 +25,7 @@ import numpy.typing as npt
 from runtime.ngram import NgramIndex
 from runtime.policies.document import MALFORMED, ChooserPolicy, FixedWindow, Policy, parse_policy
 from runtime.policies.estimators import best_window
-from runtime.policies.prepared import REFERENCE_CONTEXT, PreparedPolicy, window_costs
+from runtime.policies.plan import REFERENCE_CONTEXT, Plan, window_costs
 from runtime.policies.windows import WindowCosts
 from traces.errors import PolicyError
 from traces.schema import NAT_SCALE, CostCurve, LatencyProfile, Step
@@ -268,7 +268,7 @@ class Option:
 
     @classmethod
     def of(
-        cls, draft: str, policy: Policy, profile: LatencyProfile, *, sampled: bool = False, ready: PreparedPolicy | None = None
+        cls, draft: str, policy: Policy, profile: LatencyProfile, *, sampled: bool = False, ready: Plan | None = None
     ) -> Option:
         """The costs of one policy by a profile; ``sampled``: the temperature is above 0. ``ready`` is the policy prepared, needed where
         artifacts say what its trees or its shortlist are.
@@ -433,7 +433,7 @@ class Chooser:
         return self.features.reader if self.chooses and self.features.reads else None
 
     def options(
-        self, profile: LatencyProfile, *, sampled: bool = False, ready: Mapping[str, PreparedPolicy] | None = None
+        self, profile: LatencyProfile, *, sampled: bool = False, ready: Mapping[str, Plan] | None = None
     ) -> tuple[Option, ...]:
         """The drafts with their costs on a device, in the order of :attr:`drafts`. Raises PolicyError as :meth:`Option.of`."""
         known = ready or {}

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from runtime.policies.document import FixedWindow, Policy
 from runtime.policies.draft_choice import DRAFT_CHOOSER, TARGET, Chooser, Option, Prompt, finite_array
-from runtime.policies.prepared import PreparedPolicy, QTables, prepare
+from runtime.policies.plan import Plan, QTables, prepare
 from runtime.policies.stops import compile_stop
 from runtime.policies.windows import WindowController, compile_window
 from traces.errors import PolicyError, TraceError
@@ -44,15 +44,15 @@ class PreparedChooser:
     """
 
     chooser: Chooser
-    candidates: Mapping[str, PreparedPolicy]
+    candidates: Mapping[str, Plan]
     options: tuple[tuple[Option, ...], ...]
     predicted: Mapping[str, npt.NDArray[np.float64]]
 
-    def of_prompt(self, prompt: Prompt, new_tokens: int, sampling: Sampling) -> PreparedPolicy:
+    def of_prompt(self, prompt: Prompt, new_tokens: int, sampling: Sampling) -> Plan:
         """The candidate for a prompt that is to be answered with up to ``new_tokens`` tokens."""
         return self._decided(self.chooser.accuracies(self.chooser.features.transform([prompt])), prompt.tokens, new_tokens, sampling)
 
-    def of_recorded(self, ids: Sequence[int] | npt.NDArray[np.integer], new_tokens: int, sampling: Sampling) -> PreparedPolicy:
+    def of_recorded(self, ids: Sequence[int] | npt.NDArray[np.integer], new_tokens: int, sampling: Sampling) -> Plan:
         """The same for a prompt of the recording that the chooser was fitted to. Raises TraceError for any other."""
         if not self.chooser.chooses:
             return self.candidates[self.chooser.single]
@@ -64,7 +64,7 @@ class PreparedChooser:
             )
         return self._decided(found[None], len(ids), new_tokens, sampling)
 
-    def _decided(self, alphas: npt.NDArray[np.float64], tokens: int, new_tokens: int, sampling: Sampling) -> PreparedPolicy:
+    def _decided(self, alphas: npt.NDArray[np.float64], tokens: int, new_tokens: int, sampling: Sampling) -> Plan:
         options = self.options[int(not sampling.greedy)]
         return self.candidates[self.chooser.drafts[int(self.chooser.decide(alphas, options, [tokens], [new_tokens])[0])]]
 
@@ -103,8 +103,8 @@ def prepare_chooser(
     q_tables: QTables | None = None,
     artifacts: Artifacts | None = None,
     head_hashes: HeadHashes | None = None,
-) -> PreparedPolicy:
-    """:func:`runtime.policies.prepared.prepare` for a chooser: every candidate that may decode is prepared.
+) -> Plan:
+    """:func:`runtime.policies.plan.prepare` for a chooser: every candidate that may decode is prepared.
 
     Raises PolicyError where the artifact is missing or no chooser, a candidate cannot be prepared, the pair lacks the draft that reads
     prompts, or there is no profile to weigh the drafts by.
@@ -117,7 +117,7 @@ def prepare_chooser(
         )
     if chooser.chooses and profile is None:
         raise PolicyError("draft.ols weighs drafts by measured costs: run `profile` for this pair and device first")
-    ready: dict[str, PreparedPolicy] = {}
+    ready: dict[str, Plan] = {}
     for name, candidate in chooser.used.items():
         try:
             ready[name] = prepare(
@@ -135,7 +135,7 @@ def prepare_chooser(
     if chooser.chooses:
         assert profile is not None
         options = tuple(chooser.options(profile, sampled=sampled, ready=ready) for sampled in (False, True))
-    return PreparedPolicy(
+    return Plan(
         policy=policy,
         policy_id=policy.id,
         controller=WindowController(compile_window(FixedWindow(gamma=0), None)),
@@ -147,7 +147,7 @@ def prepare_chooser(
     )
 
 
-def with_candidates(prepared: PreparedPolicy, candidates: Mapping[str, PreparedPolicy]) -> PreparedPolicy:
+def with_candidates(prepared: Plan, candidates: Mapping[str, Plan]) -> Plan:
     """A prepared chooser with its candidates replaced, by draft."""
     assert prepared.chooser is not None
     return replace(prepared, chooser=replace(prepared.chooser, candidates=dict(candidates)))

@@ -29,7 +29,7 @@ LEAST = 1e-9
 
 
 @dataclass(frozen=True)
-class PreparedPolicy:
+class Plan:
     """What the loop swaps: immutable but for the controller's state, which belongs to the decoding session."""
 
     policy: Policy
@@ -47,7 +47,7 @@ class PreparedPolicy:
     """Set where each request is decoded under a candidate of a chooser; then nothing else here is run."""
 
     @property
-    def candidates(self) -> tuple[PreparedPolicy, ...]:
+    def candidates(self) -> tuple[Plan, ...]:
         """The policies that may decode: a chooser's candidates, or this one."""
         return (self,) if self.chooser is None else tuple(self.chooser.candidates.values())
 
@@ -175,7 +175,7 @@ def prepare(
     q_tables: QTables | None = None,
     artifacts: Artifacts | None = None,
     head_hashes: HeadHashes | None = None,
-) -> PreparedPolicy:
+) -> Plan:
     """Compiles a policy for a pair whose drafts are ``drafts``.
 
     ``q_tables`` finds stored Q-tables for windows that name an artifact, ``artifacts`` whatever trees and shortlists need. With
@@ -197,7 +197,7 @@ def prepare(
     costs = window_costs(profile, policy, rules, shortlist) if policy.needs_profile and profile is not None else None
     if policy.needs_profile and costs is None:
         raise PolicyError(f"window.{policy.window.kind} needs measured costs: run `profile` for this pair and device first")
-    return PreparedPolicy(
+    return Plan(
         policy=policy,
         policy_id=policy.id,
         controller=WindowController(compile_window(policy.window, costs, q_table=_q_table(policy, q_tables))),
