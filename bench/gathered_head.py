@@ -6,8 +6,8 @@
 For output matrices of several sizes, 1 to 10 hidden states and unions of 1% to 50% of the vocabulary, microseconds (medians) of
 
 - head: the plain product with the whole matrix, which is what a draft without a shortlist pays;
-- over: a union of random tokens, by every way; clusters: the same number of tokens as whole clusters of a permuted matrix;
-- trimmed: a fixed shortlist, a matrix of its own; padded: a buffer with a count (CUDA).
+- over: a union of random tokens, by every way;
+- trimmed: a fixed shortlist, a matrix of its own.
 
 Ways take turns, round after round, so that slow moments of the machine hit all alike. On the CPU a turn is two calls on different
 unions, of which the second counts: the cache then holds what this way leaves there, and not the rows wanted. On CUDA a turn is a
@@ -61,14 +61,6 @@ UNIONS = 4
 Call = Callable[[int], object]
 
 
-def clusters_of(vocab: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """A random partition into clusters of 64 tokens on average, of unequal sizes."""
-    generator = torch.Generator().manual_seed(1)
-    cuts = torch.randperm(vocab - 1, generator=generator)[: vocab // 64 - 1].sort().values + 1
-    offsets = torch.cat([torch.tensor([0]), cuts, torch.tensor([vocab])])
-    return torch.randperm(vocab, generator=generator).to(device), offsets.to(device)
-
-
 def calls_of(heads: dict[str, GatheredHead], rows: int, share: float, seed: int) -> tuple[int, dict[str, Call]]:
     """Tokens of a union, and each way as a call that takes the number of a union."""
     head = heads["over chosen"]
@@ -77,35 +69,13 @@ def calls_of(heads: dict[str, GatheredHead], rows: int, share: float, seed: int)
     hidden = torch.randn(rows, head.hidden_size, generator=generator).to(device, head.dtype)
     count = max(1, int(vocab * share))
     unions = [torch.randperm(vocab, generator=generator)[:count].sort().values.to(device) for _ in range(UNIONS)]
-    blocks = [partition(head, count, generator) for _ in range(UNIONS)]
-    weight = head._every.weight
+    weight = head.weight
     calls: dict[str, Call] = {"head": lambda _: F.linear(hidden, weight).float()}
     for name, owner in heads.items():
-        kind = name.split()[0]
-        if kind == "over":
-            calls[name] = partial(lambda owner, i: owner.over(hidden, unions[i]), owner)
-        elif kind == "clusters":
-            calls[name] = partial(lambda owner, i: owner.blocks(hidden, blocks[i]), owner)
-    calls["trimmed"] = lambda i: head.trimmed(hidden, share, unions[0])
-    if device.type == "cuda":
-        used = torch.tensor([count], device=device)
-        capacity = min(vocab, -(-count * 5 // 4 // 64) * 64)
-        buffers = [F.pad(u, (0, max(0, capacity - count))) for u in unions]
-        calls["padded"] = lambda i: head.padded(hidden, buffers[i], used)
+        calls[name] = partial(lambda owner, i: owner.over(hidden, unions[i]), owner)
+    trimmed = GatheredHead(weight[unions[0]])
+    calls["trimmed"] = lambda _: trimmed.full(hidden)
     return count, calls
-
-
-def partition(head: GatheredHead, count: int, generator: torch.Generator) -> list[int]:
-    """Random clusters that hold ``count`` tokens or a few more."""
-    sizes = head._sizes
-    found: list[int] = []
-    total = 0
-    for c in torch.randperm(len(sizes), generator=generator).tolist():
-        if total >= count:
-            break
-        found.append(c)
-        total += sizes[c]
-    return found
 
 
 def replayed(call: Call, device: torch.device) -> Callable[[], float]:
@@ -150,14 +120,8 @@ def measure(
     """The cells of one matrix."""
     generator = torch.Generator().manual_seed(0)
     weight = (torch.randn(vocab, d, generator=generator) / d**0.5).to(device, dtype)
-    members, offsets = clusters_of(vocab, device)
-    clusters = {"members": members, "offsets": offsets}
-    plain = GatheredHead(weight, **clusters)
-    heads = {"over chosen": plain, "clusters chosen": plain}
-    for way in plain._every.ways:
-        heads[f"over {way}"] = GatheredHead(weight, way=way)
-    forced = GatheredHead(weight, **clusters, way="products")
-    heads["clusters products"] = forced
+    plain = GatheredHead(weight)
+    heads = {"over chosen": plain} | {f"over {way}": GatheredHead(weight, way=way) for way in plain.ways["over"]}
     found = []
     for n in rows:
         for share in SHARES:
@@ -184,12 +148,10 @@ def measure(
                     "us": micros,
                     "iqr_us": {name: 1e6 * spread(values) for name, values in taken.items()},
                     "chosen": chosen,
-                    "chosen_clusters": plain.fastest(n, count, "blocks"),
                     "loss": ways[f"over {chosen}"] / min(ways.values()) - 1,
                     "speedup": micros["head"] / micros["over chosen"],
                 }
             )
-            plain._trimmed.clear()
     return found
 
 

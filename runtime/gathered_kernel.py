@@ -65,37 +65,32 @@ def gathered_logits(
     ids: Tensor,
     *,
     bias: Tensor | None = None,
-    count: Tensor | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
     """Selects and multiplies in one Triton kernel: float32 logits [n, len(ids)] of ``hidden`` [n, d] and ``weight`` [vocab, d], both
     contiguous and of one dtype, ``ids`` int64, ``bias`` [vocab]; sums are float32. Nothing is checked.
 
-    ``count`` (one int32 or int64 element on the device): columns from there on are -inf, and what ``ids`` holds there is not used. Tensors
-    lie on CUDA, or on the CPU under Triton's interpreter (``TRITON_INTERPRET=1``). ``tile`` overrides :func:`tile_for`.
+    Tensors lie on CUDA, or on the CPU under Triton's interpreter (``TRITON_INTERPRET=1``). ``tile`` overrides :func:`tile_for`.
     """
-    n, hidden_size = hidden.shape
-    capacity = len(ids)
-    out = torch.empty(n, capacity, dtype=torch.float32, device=weight.device)
-    if not n or not capacity:
+    (n, hidden_size), count = hidden.shape, len(ids)
+    out = torch.empty(n, count, dtype=torch.float32, device=weight.device)
+    if not n or not count:
         return out
     if tile is None:
-        tile = tile_for(n, capacity, hidden_size, weight.element_size(), _processors(weight.device))
+        tile = tile_for(n, count, hidden_size, weight.element_size(), _processors(weight.device))
     kernel = gathered_kernel(_interpreted())
-    grid = (-(-capacity // tile.ids), -(-n // tile.rows))
+    grid = (-(-count // tile.ids), -(-n // tile.rows))
     with torch.cuda.device(weight.device) if weight.device.type == "cuda" else contextlib.nullcontext():
         kernel[grid](
             hidden,
             weight,
             ids.contiguous(),
             ids if bias is None else bias,
-            ids if count is None else count,
             out,
             n,
-            capacity,
+            count,
             hidden_size,
             HAS_BIAS=bias is not None,
-            HAS_COUNT=count is not None,
             RAGGED=hidden_size % tile.d != 0,
             WIDEN=_interpreted() and weight.dtype == torch.bfloat16,  # the interpreter has no bfloat16 arithmetic
             ROWS=tile.rows,
@@ -129,13 +124,11 @@ def gathered_kernel(interpreted: bool) -> Any:
         weight,
         ids,
         bias,
-        count,
         out,
         n,
-        capacity,
+        count,
         hidden_size,
         HAS_BIAS: tl.constexpr,
-        HAS_COUNT: tl.constexpr,
         RAGGED: tl.constexpr,
         WIDEN: tl.constexpr,
         ROWS: tl.constexpr,
@@ -144,20 +137,14 @@ def gathered_kernel(interpreted: bool) -> Any:
     ):
         columns = tl.program_id(0) * IDS + tl.arange(0, IDS)
         rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-        used = capacity
-        if HAS_COUNT:
-            used = tl.minimum(tl.load(count), capacity).to(tl.int32)
-        wanted = columns < used
+        wanted = columns < count
         real = rows < n
         token = tl.load(ids + columns, mask=wanted, other=0)
         inner = tl.arange(0, D)
         left = hidden + rows[:, None] * hidden_size + inner[None, :]
         right = weight + token[None, :] * hidden_size + inner[:, None]
         total = tl.full((ROWS, IDS), 0.0, tl.float32)
-        stop = hidden_size
-        if HAS_COUNT:
-            stop = tl.where(tl.program_id(0) * IDS < used, hidden_size, 0)
-        for at in range(0, stop, D):
+        for at in range(0, hidden_size, D):
             if RAGGED:
                 within = inner < hidden_size - at
                 x = tl.load(left, mask=real[:, None] & within[None, :], other=0.0)
@@ -172,9 +159,7 @@ def gathered_kernel(interpreted: bool) -> Any:
             right += D
         if HAS_BIAS:
             total += tl.load(bias + token, mask=wanted, other=0.0).to(tl.float32)[None, :]
-        if HAS_COUNT:
-            total = tl.where(wanted[None, :], total, float("-inf"))
-        place = out + rows[:, None].to(tl.int64) * capacity + columns[None, :]
-        tl.store(place, total, mask=real[:, None] & (columns < capacity)[None, :])
+        place = out + rows[:, None].to(tl.int64) * count + columns[None, :]
+        tl.store(place, total, mask=real[:, None] & wanted[None, :])
 
     return triton.jit(gathered)
