@@ -18,6 +18,8 @@ class TraceBackend:
     Raises TraceError when a stop would read beyond the window that was recorded.
     """
 
+    canonical_passes = 0
+
     def __init__(self, trajectory: Trajectory, panorama: ChainPanorama | None) -> None:
         self.output = trajectory.output_ids.tolist()
         self.panorama = panorama

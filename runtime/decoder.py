@@ -63,6 +63,11 @@ class ModelBackend:
         self._shortlists: dict[ShortlistRule, Shortlists] = {}
         self._read_ahead: tuple[DecodeRequest, str] | None = None
 
+    @property
+    def canonical_passes(self) -> int:
+        """Canonical passes that its language models have made for near ties so far (a head's are mostly the target's)."""
+        return sum(model.canonical_passes for model in (self.pair.target, *self.pair.drafts.values()))
+
     def choose(self, request: DecodeRequest, prepared: Plan) -> Plan:
         """The candidate for a request's prompt. The draft that reads the perplexity has then read the prompt, and needs no prefill."""
         assert prepared.chooser is not None

@@ -68,7 +68,10 @@ class Verified:
 
 
 class Backend(Protocol):
-    """Where drafts and verdicts come from."""
+    """Where drafts and verdicts come from. ``canonical_passes``: how many passes near ties have cost so far."""
+
+    @property
+    def canonical_passes(self) -> int: ...
 
     def choose(self, request: DecodeRequest, prepared: Plan) -> Plan:
         """The candidate of a chooser under which the request is decoded. Called before ``begin``, or between two rounds."""
@@ -106,7 +109,7 @@ class StaticSource:
 @dataclass(frozen=True)
 class Round:
     """One round as the loop yields it: its step, the tokens it emitted, what was drafted, how the text ended, if it did, and the
-    tree with the accepted nodes' numbers in it, where one was drafted."""
+    tree with the accepted nodes' numbers in it, where one was drafted. ``canonical_passes``: of drafting and of verification."""
 
     step: Step
     tokens: list[int]
@@ -114,6 +117,7 @@ class Round:
     finish: Finish | None
     tree: GrownTree | None = None
     path: list[int] = field(default_factory=list)
+    canonical_passes: tuple[int, int] = (0, 0)
 
 
 def decode_rounds(
@@ -147,11 +151,12 @@ def decode_rounds(
             seen = {*request.prompt_ids, *output} if prepared.needs_cache else set()
         start = len(output)
         limit = request.max_new_tokens - start - 1
+        passes = backend.canonical_passes
         gamma = min(controller.choose(), limit)
         drafted = backend.draft(prepared, gamma, limit) if gamma > 0 else None
-        draft_done = clock()
+        draft_done, passes_drafting = clock(), backend.canonical_passes - passes
         verdict = backend.verify(drafted)
-        verify_done = clock()
+        verify_done, passes_verifying = clock(), backend.canonical_passes - passes - passes_drafting
         tokens, finish = _cut(request, output, verdict.tokens)
         emitted, accepted = len(tokens), min(verdict.accepted, len(tokens))
         backend.commit(tokens, accepted, drafted)
@@ -182,7 +187,8 @@ def decode_rounds(
         read = min(accepted, steps - 1) if verdict.read is None else verdict.read
         lag = emitted - read if steps else step.lag + emitted
         tree = drafted.tree if drafted else None
-        yield Round(step, tokens, drafted.tokens if drafted else [], finish, tree, verdict.path[:accepted])
+        canonical = passes_drafting, passes_verifying
+        yield Round(step, tokens, drafted.tokens if drafted else [], finish, tree, verdict.path[:accepted], canonical)
         if finish is not None:
             return
 

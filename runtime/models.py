@@ -64,10 +64,11 @@ class _Tapped(threading.local):
 class CausalModel:
     """One loaded model. Logits are float32 whatever the weights' dtype.
 
-    ``graphs`` replays the passes that it has captured (:mod:`runtime.graphs`); None: all run eagerly.
+    ``graphs`` replays the passes that it has captured (:mod:`runtime.graphs`); None: all run eagerly. ``canonical_passes`` counts.
     """
 
     graphs: PassGraphs | None = None
+    canonical_passes = 0
 
     def __init__(self, model: Any, name: str, fingerprint: str) -> None:
         attention.register()
@@ -277,6 +278,7 @@ class CausalModel:
 
     def _canonical(self, prefix: list[int]) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """Last hidden states [len(prefix), hidden_size] and those of the taps, in one pass without cache."""
+        self.canonical_passes += 1
         ids = torch.tensor([prefix], device=self.device)
         n = ids.shape[1]
         mask = torch.ones(n, n, dtype=torch.bool, device=self.device).tril()[None, None]
