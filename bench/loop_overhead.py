@@ -21,8 +21,9 @@ from db.database import open_database
 from optimizer.execute import DecodeOptions, encode, warm
 from optimizer.inputs import load_workload
 from optimizer.record import RecordRequest, record
-from runtime import drafts, verification
+from runtime import verification
 from runtime.decoder import Decoder
+from runtime.drafts import language_model
 from runtime.loading import LoadedPair, load_pair
 from runtime.loop import StaticSource
 from runtime.models import CausalModel
@@ -74,7 +75,7 @@ class SamplingClock:
     def __init__(self) -> None:
         self.seconds = 0.0
         self._inside = 0
-        for owner, name in ((drafts, "choose"), (verification, "choose"), (Noise, "row"), (Noise, "rows")):
+        for owner, name in ((language_model, "choose"), (verification, "choose"), (Noise, "row"), (Noise, "rows")):
             setattr(owner, name, self._timed(getattr(owner, name)))
 
     def _timed(self, call: Any) -> Any:

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 import runtime.decoder
-import runtime.drafts
+import runtime.drafts.language_model
 import runtime.laws
 import runtime.tree_drafts
 from optimizer.execute import DecodeOptions, encode, warm
@@ -114,8 +114,8 @@ def watch(pair: LoadedPair, clock: Callable[[], float]) -> Parts:
     parts.wrap(Noise, "rows", "vocabulary")
     parts.wrap(runtime.tree_drafts, "read_laws", "codes")
     parts.wrap(runtime.decoder, "grow", "tree")
-    parts.wrap(runtime.drafts.LanguageModelReader, "root", "draft_tensors")
-    parts.wrap(runtime.drafts.LanguageModelReader, "level", "draft_tensors")
+    parts.wrap(runtime.drafts.language_model.LanguageModelReader, "root", "draft_tensors")
+    parts.wrap(runtime.drafts.language_model.LanguageModelReader, "level", "draft_tensors")
     parts.wrap(runtime.decoder.ModelBackend, "_verify_tree", "verify_tensors")
     parts.wrap(runtime.decoder, "verify_tree", "walk")
     parts.wrap(runtime.decoder.ModelBackend, "commit", "commit")

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from runtime.drafts import TREE_SLOTS, Chain, ChainContext, Draft, LanguageModelDraft, NgramDraft
+from runtime.drafts.eagle import Features, HeadDraft
+from runtime.drafts.language_model import TREE_SLOTS, Chain, ChainContext, Draft, LanguageModelDraft, NgramDraft
 from runtime.graphs import prepare_graphs
-from runtime.head_drafts import Features, HeadDraft
 from runtime.loading import LoadedPair
 from runtime.loop import DecodeRequest, Drafted, PolicySource, Round, Verified, decode_rounds
 from runtime.models import ids_tensor

@@ -99,7 +99,7 @@ class GatheredHead:
         found = _measured.get(key)
         if found is None:
             if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                return next(way for way in ("kernel", "gather", "linear") if way in ways)
+                return str(next(way for way in ("kernel", "gather", "linear") if way in ways))
             found = _measured[key] = quickest(self._trials(what, ways, rows, count), self.device)
         self._fastest[what, rows, count] = found
         return found

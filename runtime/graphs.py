@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from runtime.cache import SlotCache, SlotLayer
-from runtime.drafts import LONG_LAG, TREE_SLOTS
+from runtime.drafts.language_model import LONG_LAG, TREE_SLOTS
 from runtime.policies.document import NODE_LIMIT, WIDTH_LIMIT, AnalyticWindow, CacheFsmWindow, FsmWindow, Policy, QLearningWindow
 from runtime.policies.trees import TreeRule
 from runtime.sampling import filters
@@ -100,7 +100,7 @@ class Recorder(Protocol):
 
 
 class Replayed(Protocol):
-    """A model whose passes may be captured: :class:`runtime.models.CausalModel`, :class:`runtime.heads.EagleHead`."""
+    """A model whose passes may be captured: :class:`runtime.models.CausalModel`, :class:`runtime.drafts.eagle_head.EagleHead`."""
 
     name: str
     device: torch.device
@@ -336,7 +336,7 @@ EVERY: Final = PassSizes(
     later=frozenset(r for r in RUNGS if r <= WIDTH_LIMIT),
     drafted=TREE_SLOTS,
 )
-"""What any policies can make of rounds that take turns, a round's first pass up to :data:`runtime.drafts.LONG_LAG` tokens."""
+"""What any policies can make of rounds that take turns, a round's first pass up to :data:`LONG_LAG` tokens."""
 
 
 def pass_sizes(prepared: Plan, vocab_size: int, sampling: Sampling | None = None, *, head: bool = False) -> PassSizes:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
+from runtime.drafts.eagle_formats import load_head
+from runtime.drafts.eagle_head import EagleHead
 from runtime.graphs import CudaRecorder, use_graphs, wanted
-from runtime.head_formats import load_head
-from runtime.heads import EagleHead
 from runtime.models import CausalModel, load_model, pick_device, pick_dtype
 from runtime.pair import PairSpec, check_threads, expanded, is_head, is_local, translated
 from traces.errors import PairError

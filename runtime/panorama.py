@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from runtime.cache import VIEW_STEP
-from runtime.drafts import canonical_codes
+from runtime.drafts.language_model import canonical_codes
+from runtime.drafts.ngram import NgramIndex
 from runtime.loading import LoadedPair
 from runtime.models import CHUNK, CausalModel, view_of
-from runtime.ngram import NgramIndex
 from runtime.sampling import (
     Noise,
     canonical_choice,

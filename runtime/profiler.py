@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from runtime.decoder import Decoder
-from runtime.drafts import LanguageModelDraft
-from runtime.head_drafts import HeadDraft
+from runtime.drafts.eagle import HeadDraft
+from runtime.drafts.language_model import LanguageModelDraft
 from runtime.loading import LoadedPair
 from runtime.loop import DecodeRequest, Drafted, StaticSource, decode_rounds
 from runtime.measuring import LAGS, PROMPTS, Bench, Progress, Turns, center, curve, errors

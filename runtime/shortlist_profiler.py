@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from runtime.decoder import shortlisted_model, warmed_shortlists
-from runtime.head_drafts import HeadDraft
+from runtime.drafts.eagle import HeadDraft
 from runtime.measuring import Bench, curve
 from runtime.policies.document import ClustersShortlist, FixedWindow, FrequencyShortlist, Policy
 from runtime.policies.dynaspec import Clusters, Frequencies, Router, Routing

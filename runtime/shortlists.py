@@ -122,7 +122,7 @@ class OutputHead:
 
 
 class ShortlistedModel(Protocol):
-    """What a shortlist needs of a draft: :class:`runtime.models.CausalModel` and :class:`runtime.heads.EagleHead` are such."""
+    """What a shortlist needs of a draft: :class:`runtime.models.CausalModel` and :class:`runtime.drafts.eagle_head.EagleHead` are such."""
 
     name: str
     device: torch.device

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from runtime.head_drafts import CanonicalPasses, columns
-from runtime.heads import EagleHead
+from runtime.drafts.eagle import CanonicalPasses, columns
+from runtime.drafts.eagle_head import EagleHead
 from runtime.laws import read_laws
 from runtime.loading import LoadedPair
 from runtime.models import CHUNK, CausalModel, view_of

@@ -27,8 +27,8 @@ import torch
 from numpy.typing import NDArray
 
 from runtime.decoder import Decoder, ModelBackend
-from runtime.drafts import LanguageModelDraft
-from runtime.head_drafts import HeadDraft
+from runtime.drafts.eagle import HeadDraft
+from runtime.drafts.language_model import LanguageModelDraft
 from runtime.loop import DecodeRequest, Drafted, StaticSource, Verified, decode_rounds
 from runtime.measuring import PROMPTS, Bench, Turns, center, curve, errors
 from runtime.policies.c2t import beta_code

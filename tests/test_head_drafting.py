@@ -17,7 +17,7 @@ from test_tree_parity import artifacts, covers, decode, shape, tree_policies
 from optimizer.execute import DecodeOptions, encode, run
 from optimizer.replay import ReplayTrace, run_replay
 from runtime.decoder import Decoder
-from runtime.head_drafts import CanonicalPasses
+from runtime.drafts.eagle import CanonicalPasses
 from runtime.loading import LoadedPair, load_pair
 from runtime.loop import StaticSource
 from runtime.pair import read_pair

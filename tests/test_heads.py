@@ -18,8 +18,8 @@ from torch import Tensor
 
 from demo.prompts import demo_workload
 from demo.train_head import Head, Unroller, begin_as_target
-from runtime.head_formats import default_taps, load_head
-from runtime.heads import EagleHead, HeadNet, HeadShape
+from runtime.drafts.eagle_formats import default_taps, load_head
+from runtime.drafts.eagle_head import EagleHead, HeadNet, HeadShape
 from runtime.loading import load_pair
 from runtime.models import FINAL, CausalModel
 from runtime.pair import identity, is_head, read_pair

@@ -104,7 +104,7 @@ def test_replay_is_the_runtime_round_by_round(pair: LoadedPair, sampling: Sampli
 def test_panorama_is_the_drafts_own_chain(pair: LoadedPair) -> None:
     """Every start's chain, as the panorama tells it, is what the draft proposes when asked there, one start at a time."""
     from optimizer.oracle import TraceBackend
-    from runtime.drafts import ChainContext, LanguageModelDraft, canonical_codes
+    from runtime.drafts.language_model import ChainContext, LanguageModelDraft, canonical_codes
     from runtime.policies.document import NoStop
     from runtime.policies.stops import compile_stop
     from runtime.sampling import Noise

@@ -26,7 +26,7 @@ from runtime import gathered_head
 from runtime import laws as runtime_laws
 from runtime import shortlists as shortlisting
 from runtime.decoder import Decoder, output_hashes, prepare_for
-from runtime.drafts import Chain, ChainContext, LanguageModelDraft
+from runtime.drafts.language_model import Chain, ChainContext, LanguageModelDraft
 from runtime.laws import codes, read_laws
 from runtime.loading import LoadedPair, load_pair
 from runtime.loop import DecodeRequest, Round, StaticSource

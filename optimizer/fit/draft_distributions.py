@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from optimizer.shortlist_ranks import UNKNOWN_CODE
 from runtime.decoder import shortlisted_model
-from runtime.head_drafts import columns
+from runtime.drafts.eagle import columns
 from runtime.loading import LoadedPair
 from runtime.models import CHUNK
 from runtime.sampling import CHOICE_MARGIN, Noise, filters, log_law, scaled

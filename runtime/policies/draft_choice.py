@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from runtime.ngram import NgramIndex
+from runtime.drafts.ngram import NgramIndex
 from runtime.policies.document import MALFORMED, ChooserPolicy, FixedWindow, Policy, parse_policy
 from runtime.policies.estimators import best_window
 from runtime.policies.plan import REFERENCE_CONTEXT, Plan, window_costs
@@ -72,7 +72,7 @@ class Prompt:
 
 
 def lookup_share(ids: Sequence[int]) -> float:
-    """The share of a prompt's tokens after the first that prompt lookup (:class:`runtime.ngram.NgramIndex`) proposes from those before; 0
+    """The share of a prompt's tokens after the first that prompt lookup (:class:`NgramIndex`) proposes from those before; 0
     for fewer than two tokens. It is the accuracy of the draft ``ngram`` on the prompt itself."""
     index, hits = NgramIndex(), 0
     for at, token in enumerate(ids):

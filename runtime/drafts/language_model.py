@@ -11,8 +11,8 @@ from typing import Protocol
 
 import torch
 
+from runtime.drafts.ngram import NgramIndex
 from runtime.models import CausalModel, ids_tensor, view_of
-from runtime.ngram import NgramIndex
 from runtime.policies.document import EXPANDED_LIMIT
 from runtime.policies.draft_choice import log_perplexity
 from runtime.policies.stops import STOP_ENTROPY, STOP_JOINT_PROB, STOP_MAX_PROB, STOP_NONE, CompiledStop, should_stop

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from runtime.heads import EagleHead, HeadNet, HeadShape
+from runtime.drafts.eagle_head import EagleHead, HeadNet, HeadShape
 from runtime.models import FINAL, CausalModel
 from runtime.pair import architectures, expanded, head_config, identity, is_local, translated
 from traces.errors import PairError

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from runtime.heads import EagleHead
+from runtime.drafts.eagle_head import EagleHead
 from runtime.models import CHUNK, CausalModel, view_of
 from runtime.shortlists import Beam, Shortlists, States, Support
 
@@ -81,7 +81,12 @@ class HeadDraft:
 
     def reader(self, text: list[int], shortlists: Shortlists | None = None) -> HeadReader:
         """Passes over a tree that grows from the end of ``text``; with ``shortlists`` their logits are of shortlisted tokens alone."""
-        if shortlists is not None and shortlists.routed and self._read == len(text) - 1 > 1 and self._states.at(len(text) - 2) is None:
+        if (
+            shortlists is not None
+            and shortlists.routed
+            and self._read == len(text) - 1 > 1
+            and self._states.at(len(text) - 2) is None
+        ):
             self._read -= 1  # rounds without a router do not keep states: that token is read again
         return HeadReader(self, text, shortlists)
 

@@ -6,7 +6,7 @@ output of the slot before. EAGLE-1 and 2 read the target's last state, after its
 norm and an output matrix of its own, and often a shorter vocabulary, whose other tokens get a logit of -inf. EAGLE-3.1 may norm each
 of the three before they are fused, and feed the head its output after the norm rather than before.
 
-:mod:`runtime.head_formats` reads published checkpoints; RoPE being relative, the slot convention changes nothing.
+:mod:`runtime.drafts.eagle_formats` reads published checkpoints; RoPE being relative, the slot convention changes nothing.
 """
 
 from __future__ import annotations
@@ -218,7 +218,9 @@ class EagleHead:
         width = ids.shape[0]
         if self.graphs is not None and start > 0:
             slots = self._positions[start : start + width]
-            found = self._replayed(ids, hidden, slots, slots, self._causal[start : start + width], own, bool(logits), start + width)
+            found = self._replayed(
+                ids, hidden, slots, slots, self._causal[start : start + width], own, bool(logits), start + width
+            )
             if found is not None:
                 return found.logits[max(0, width - logits) :].clone(), found.states.clone()
         out = self.read(ids, hidden, start, own=own)
