@@ -15,11 +15,15 @@ from doors import Door, write_workload
 from synthetic import flat_profile
 from tree_reference import Law, Node, Stratify, TopK, build, cheapest_first, verify
 
-import optimizer.fit.shared as fits
 from db import open_database
 from db.models import ArtifactRow
 from optimizer.artifacts import fitted
-from optimizer.fit.recorded_trees import RecordedTrees, bin_rounds, classifier_examples, rank_acceptance, score_laws
+from optimizer.fit.c2t import classifier_examples
+from optimizer.fit.heterospec import bin_rounds
+from optimizer.fit.recorded_trees import RecordedTrees
+from optimizer.fit.score import score_examples
+from optimizer.fit.sequoia import DEPTH as STATIC_DEPTH
+from optimizer.fit.sequoia import rank_acceptance
 from optimizer.record import split
 from optimizer.replay import ReplayTrace, run_replay
 from optimizer.serving import last_good, watch
@@ -128,14 +132,14 @@ def recorded(store: TraceStore, which: int, draft: str = "near") -> Recorded:
 def test_rounds_and_nodes_are_the_references(shared: TraceStore, which: int) -> None:
     r = recorded(shared, which)
     trees = RecordedTrees.of(r.trace, "near")
-    rounds = bin_rounds(trees, width=WIDTH, depth=DEPTH, top_n=TOP_N, count=10**6)
+    rounds = bin_rounds(trees, WIDTH, DEPTH, TOP_N, count=10**6)
     starts = trees.pick(DEPTH, 10**6, 0)
     assert (
         len(rounds.phi)
         == len(starts)
         == sum(max(0, min(len(t.output_ids), TOKENS - 1) - DEPTH + 1) for t in r.loaded.trajectories)
     )
-    examples = classifier_examples(trees, width=WIDTH, depth=DEPTH, count=10**6)
+    examples = classifier_examples(trees, WIDTH, DEPTH, count=10**6)
     assert len(np.unique(examples.tree)) == len(trees.pick(1, 10**6, 0))
     for at, position in list(enumerate(starts.tolist()))[::7]:
         candidates, accepted, phi, text = r.tree(position)
@@ -146,14 +150,14 @@ def test_rounds_and_nodes_are_the_references(shared: TraceStore, which: int) -> 
         got = zip(mine.joint_code.tolist(), mine.entropy_code.tolist(), mine.depth.tolist(), mine.accepted.tolist(), strict=True)
         assert sorted(got) == expected
     assert {0, 1} < set(np.unique(rounds.tcr))
-    shallow = bin_rounds(trees, width=WIDTH, depth=1, top_n=2, count=10**6)
+    shallow = bin_rounds(trees, WIDTH, 1, 2, count=10**6)
     np.testing.assert_array_equal(shallow.fully_accepted, shallow.tcr > 0)
     assert shallow.fully_accepted.any()
 
 
 def test_nodes_end_with_the_text(shared: TraceStore) -> None:
     r = recorded(shared, 1)  # one of its texts ends by itself, the others with the budget
-    examples = classifier_examples(RecordedTrees.of(r.trace, "near"), width=WIDTH, depth=DEPTH, count=10**6)
+    examples = classifier_examples(RecordedTrees.of(r.trace, "near"), WIDTH, DEPTH, count=10**6)
     ends = np.repeat(r.trace.offsets[1:], np.diff(r.trace.offsets))
     assert (examples.tree + examples.depth <= ends[examples.tree]).all()
     assert (examples.tree + examples.depth == ends[examples.tree]).any()
@@ -180,7 +184,7 @@ def test_acceptance_by_level_and_rank(shared: TraceStore) -> None:
 def test_laws_of_the_score_are_the_texts_own(shared: TraceStore, which: int) -> None:
     r = recorded(shared, which)
     trees = RecordedTrees.of(r.trace, "near")
-    laws = score_laws(trees, width=3, depth=DEPTH, count=10**6)
+    laws = score_examples(trees, 3, DEPTH, count=10**6)
     expected = []
     for offset, t, p in zip(r.trace.offsets[:-1].tolist(), r.loaded.trajectories, r.trees, strict=True):
         for i in range(min(p.positions, t.max_new_tokens - 1)):
@@ -190,7 +194,7 @@ def test_laws_of_the_score_are_the_texts_own(shared: TraceStore, which: int) -> 
     assert [tuple(map(int, row)) for row in zip(*found, strict=True)] == expected
     assert {0, 1, -1} <= set(laws.taken.tolist())
     assert laws.q[:, 0].max() <= 1
-    few = score_laws(trees, width=WIDTH, depth=1, count=9, seed=4)
+    few = score_examples(trees, WIDTH, 1, count=9, seed=4)
     assert few.start.tolist() == trees.pick(1, 9, 4).tolist()
 
 
@@ -198,15 +202,15 @@ def test_a_heads_laws_are_followed_along_the_text(shared: TraceStore) -> None:
     """Laws that depend on their start are read level by level; where they do not, a later start's are the same."""
     r = recorded(shared, 1)
     trees = RecordedTrees.of(r.trace, "near")
-    single = score_laws(trees, width=WIDTH, depth=1, count=10**6)
+    single = score_examples(trees, WIDTH, 1, count=10**6)
     apart = replace(trees, forest=replace(trees.forest, shared=False))
-    deep = score_laws(apart, width=WIDTH, depth=3, count=10**6)
+    deep = score_examples(apart, WIDTH, 3, count=10**6)
     taken = dict(zip(single.start.tolist(), single.taken.tolist(), strict=True))
     expected = []
     for level in range(3):
         for start in taken:
             walked = [taken.get(start + i, -1) for i in range(level)]
-            if trees.left[start] > level and min(walked, default=0) >= 0:
+            if trees.levels[start] > level and min(walked, default=0) >= 0:
                 expected.append((start, taken[start + level]))
     assert list(zip(deep.start.tolist(), deep.taken.tolist(), strict=True)) == expected
     assert len(single) < len(deep) < 3 * len(single)
@@ -303,7 +307,7 @@ def test_a_static_tree_by_costs(door: Door, shared: TraceStore, pair: LoadedPair
     assert "--nodes N --depth D" in said(door, *static, "--profile", without, "--nodes", 3, "--depth", 2)
     shared.put_profile(profile)
     cheap = fit(door, "static-tree", "--nodes", 12)
-    assert cheap["limits"] == {"nodes": 12, "depth": fits.STATIC_DEPTH}
+    assert cheap["limits"] == {"nodes": 12, "depth": STATIC_DEPTH}
     assert cheap["profile"] == shared.latest_profile(pair.id, "cpu").id  # type: ignore[union-attr]
     assert 1 < cheap["expected_tokens"] < 13
     assert cheap["expected_tokens_per_s"] > 0
@@ -368,7 +372,7 @@ def test_what_cannot_be_fitted(door: Door, shared: TraceStore, tmp_path: Path) -
         ("there is no artifact 'ffffff'", (*classifier, "--from", "ffffff")),
         ("leave --hidden and --features out", (*classifier, "--from", bins, "--hidden", 12)),
         ("give --from as well", (*classifier, "--fraction", 0.5)),
-        ("at least two trees", (*classifier, "--starts", 1)),
+        ("at least two, there are 1", (*classifier, "--starts", 1)),
         ("no tree of 200 nodes", ("fit", "static-tree", "--draft", "near", "--nodes", 200, "--depth", 1)),
     ):
         if "--hidden" in arguments:

@@ -52,7 +52,10 @@ sample_options = together(
 )
 
 
-def _emit_fit(as_json: bool, made: StoredFit, view: Callable[[dict[str, Any]], Any]) -> None:
+View = Callable[[dict[str, Any]], Any]
+
+
+def _emit_fit(as_json: bool, made: StoredFit, view: View) -> None:
     """Shows what was fitted, and the policy to begin with unless that is a draft alone."""
     data = made.to_json()
     emit(as_json, data, lambda: view(data))
@@ -61,14 +64,14 @@ def _emit_fit(as_json: bool, made: StoredFit, view: Callable[[dict[str, Any]], A
         click.echo(f"artifact {made.artifact}" + (f"; a policy with it: {start}" if start else ""))
 
 
-def _fitted(ctx: click.Context, as_json: bool, which: str, kw: dict[str, Any], view: Callable[[dict[str, Any]], Any]) -> None:
-    """Runs one of optimizer.fit.shared's functions on what was asked for and shows what came of it."""
-    with open_store(ctx, create=False) as store, Meter() as meter:
-        import optimizer.fit.shared as fits
+def _fit_trees(ctx: click.Context, as_json: bool, fit: Callable[..., StoredFit], kw: dict[str, Any], view: View) -> None:
+    """Runs a fit of trees on what was asked for and shows what came of it."""
+    from optimizer.fit.recorded_trees import tree_source
 
+    with open_store(ctx, create=False) as store, Meter() as meter:
         recording = store.resolve_recording(kw.pop("recording"))
-        given = {key: value for key, value in kw.items() if value is not None}
-        made = getattr(fits, which)(store, recording, given.pop("draft"), progress=meter, **given)
+        source = tree_source(store, recording, kw.pop("draft"), kw.pop("proposals"))
+        made = fit(source, progress=meter, **{key: value for key, value in kw.items() if value is not None})
     _emit_fit(as_json, made, view)
 
 
@@ -85,9 +88,10 @@ def fit_bins(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     \b
     Example:  cli.py fit bins --draft small --depth 5
     """
+    from optimizer.fit.heterospec import fit_heterospec
     from optimizer.report import bins_table
 
-    _fitted(ctx, as_json, "fit_bins_artifact", kw, bins_table)
+    _fit_trees(ctx, as_json, fit_heterospec, kw, bins_table)
 
 
 @fit.command("classifier")
@@ -117,12 +121,13 @@ def fit_classifier(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     Example:  cli.py fit classifier --draft small
               cli.py fit classifier --draft medium --from 3f2a
     """
+    from optimizer.fit.c2t import fit_c2t
     from optimizer.report import classifier_table
     from traces.errors import PolicyError
 
     if kw["fraction"] is not None and kw["carried"] is None:
         raise PolicyError("--fraction says how much is fine-tuned on: give --from as well")
-    _fitted(ctx, as_json, "fit_classifier_artifact", kw, classifier_table)
+    _fit_trees(ctx, as_json, fit_c2t, kw, classifier_table)
 
 
 @fit.command("score")
@@ -131,16 +136,17 @@ def fit_classifier(ctx: click.Context, as_json: bool, **kw: Any) -> None:
 @sample_options
 @json_option
 @with_context
-def fit_score(ctx: click.Context, as_json: bool, **kw: Any) -> None:
+def score(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     """The `sharpness` of the score `coupled`: how far a gap between siblings lowers the estimate that a node is accepted.
 
     \b
     Example:  cli.py fit score --draft small
               cli.py fit score --recording latest --draft head --width 6
     """
+    from optimizer.fit.score import fit_score
     from optimizer.report import score_table
 
-    _fitted(ctx, as_json, "fit_score_artifact", kw, score_table)
+    _fit_trees(ctx, as_json, fit_score, kw, score_table)
 
 
 @fit.command("static-tree")
@@ -158,9 +164,10 @@ def fit_static_tree(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     Example:  cli.py fit static-tree --draft small
               cli.py fit static-tree --draft small --nodes 16 --depth 6
     """
+    from optimizer.fit.sequoia import fit_sequoia
     from optimizer.report import static_tree_table
 
-    _fitted(ctx, as_json, "fit_static_tree_artifact", kw, static_tree_table)
+    _fit_trees(ctx, as_json, fit_sequoia, kw, static_tree_table)
 
 
 def _shortlist_fit(ctx: click.Context, as_json: bool, kw: dict[str, Any], which: str, *, drafted: bool) -> None:

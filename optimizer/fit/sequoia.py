@@ -1,9 +1,10 @@
-"""The best fixed tree for acceptance by rank, as Sequoia finds it: a dynamic program over nodes and depth, and of its trees the
-one that measured costs make fastest.
+"""Sequoia's static tree (section 3.1): the best fixed tree for acceptance by rank, by a dynamic
+program over nodes and depth; of its trees the one that measured costs make fastest.
 
-p[l, r] is the probability that the target takes the child of rank r of a node at level l (the root's is 0), given that it took
-the node. Children of one node exclude each other, so a row sums to at most 1, and a tree's expected accepted length is the sum
-over its nodes of the product of p along the path.
+p[l, r] is the probability that the target takes the child of rank r of a node at level l (the
+root's is 0), given that it took the node. Children of one node exclude each other, so a row sums to
+at most 1, and a tree's expected accepted length is the sum over its nodes of the product of p along
+the path.
 """
 
 from __future__ import annotations
@@ -11,34 +12,135 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+
+from optimizer.cost import BUCKET, TreeCosts
+from optimizer.fit.recorded_trees import RecordedTrees, TreeSource, unusual
+from optimizer.fit.shared import Progress, StoredFit, profile_of, silent
+from runtime.policies.document import GAMMA_LIMIT, NODE_LIMIT, WIDTH_LIMIT
+from runtime.policies.tree_rules import STATIC_TREE
+from traces.errors import PolicyError, TraceError
 
 FloatArray = npt.NDArray[np.float64]
 
 Path = tuple[int, ...]
 """Ranks from the root down to a node."""
 
+NODES: Final = 64
+DEPTH: Final = 16
+"""Limits of a tree where nobody says."""
+MIN_PARENTS: Final = 200
+"""Nodes on the text that a level needs for figures of its own; deeper levels are taken to be like
+the last that has them."""
+LAG: Final = 2
+"""Tokens that the draft's first pass of a round reads, where one number has to do: the bonus token,
+and often the last accepted one."""
+
+
+def fit_sequoia(
+    source: TreeSource,
+    *,
+    nodes: int | None = None,
+    depth: int | None = None,
+    profile: str | None = None,
+    progress: Progress = silent,
+) -> StoredFit:
+    """Finds and stores the best fixed tree for the acceptance by level and rank that was recorded.
+
+    With ``nodes`` and ``depth`` and no ``profile``: the tree of so many nodes and at most so many
+    levels that accepts most. Else the tree that is fastest by the costs of a profile (the latest of
+    the recording's pair and device by default) within these limits. Raises TraceError when the
+    profile has no costs of trees or too little was recorded.
+    """
+    for flag, value, limit in (("--nodes", nodes, NODE_LIMIT), ("--depth", depth, GAMMA_LIMIT)):
+        if value is not None and not 1 <= value <= limit:
+            raise PolicyError(f"{flag} {value}: from 1 to {limit} is possible")
+    forest = source.trees.forest
+    costs = (
+        _costs(source, profile) if profile is not None or nodes is None or depth is None else None
+    )
+    # Where a distribution is a function of the prefix, the text's own ranks say all, at any depth.
+    deepest, most = (
+        depth or (DEPTH if forest.shared and forest.full else forest.depth),
+        nodes or NODES,
+    )
+    progress("acceptance", 0, 1)
+    acceptance = rank_acceptance(source.trees, deepest)
+    tree = _tree(acceptance, most, deepest, costs)
+    progress("acceptance", 1, 1)
+    levels = max(len(p) for p in tree.paths)
+    document = source.document() | {
+        "paths": [list(path) for path in tree.paths],
+        "nodes": len(tree.paths),
+        "depth": levels,
+        "expected_tokens": tree.expected_emitted,
+        "expected_tokens_per_s": None if costs is None else tree.expected_tokens_per_s,
+        "limits": {"nodes": most, "depth": deepest},
+        "profile": None if costs is None else costs.profile_id,
+        "acceptance": [[round(float(p), 6) for p in row] for row in acceptance.chance],
+        "parents": acceptance.parents.tolist(),
+    }
+    artifact = source.keep(STATIC_TREE, document, {}, (acceptance.chance, acceptance.parents))
+    growth = {"kind": "static", "artifact": artifact, **unusual(source)}
+    policy = {"draft": forest.draft, "window": {"kind": "fixed", "gamma": levels}, "growth": growth}
+    return StoredFit(artifact, STATIC_TREE, document, policy)
+
+
+@dataclass(frozen=True, eq=False)
+class RankAcceptance:
+    """``chance`` float64 [levels, k]: P(the child of a rank is the text's token | its parent, at
+    that level, is on the text), the root's level first. ``parents`` int64 [levels]: how many nodes
+    each row counts."""
+
+    chance: FloatArray
+    parents: npt.NDArray[np.int64]
+
+
+def rank_acceptance(
+    trees: RecordedTrees, depth: int, *, least: int = MIN_PARENTS
+) -> RankAcceptance:
+    """Acceptance by level and rank over all starts (Sequoia has it by rank alone), for at most
+    ``depth`` levels and only as deep as ``least`` parents go. A row is of the parents that the
+    recorded children led to: those that a wide enough tree would have accepted."""
+    forest = trees.forest
+    node, levels = forest.root[trees.starts], trees.levels[trees.starts]
+    chance: list[FloatArray] = []
+    parents: list[int] = []
+    for level in range(1, depth + 1):
+        alive = (node >= 0) & (levels >= level)
+        node, levels = node[alive], levels[alive]
+        if len(node) < (least if chance else 1):
+            break
+        chance.append(
+            np.bincount(forest.text_slot[node], minlength=256)[: forest.width] / len(node)
+        )
+        parents.append(len(node))
+        node = trees.along_text(node)
+    if not chance:
+        raise TraceError(
+            "no text of the recording goes on for a token under a budget that allows drafting; record longer ones"
+        )
+    return RankAcceptance(np.stack(chance), np.array(parents, dtype=np.int64))
+
 
 @dataclass(frozen=True)
 class StaticTree:
-    """A tree's ``paths``, one per node: level by level, parents before children, siblings by rank. ``expected_emitted`` tokens
-    a round, the target's own included, at ``expected_tokens_per_s``."""
+    """A tree's ``paths``, one per node: level by level, parents before children, siblings by rank.
+    ``expected_emitted`` tokens a round, the target's own included, at ``expected_tokens_per_s``."""
 
     paths: tuple[Path, ...]
     expected_emitted: float
     expected_tokens_per_s: float
 
-    def as_lists(self) -> list[list[int]]:
-        """The paths as a policy document has them."""
-        return [list(path) for path in self.paths]
-
 
 @dataclass(frozen=True, eq=False)
 class BestTrees:
-    """``accepted`` float64 [max_nodes + 1, max_depth + 1]: the most accepted tokens to expect of a tree of exactly n nodes beside
-    the root and at most d levels; -inf where there is no such tree, 0 without nodes."""
+    """``accepted`` float64 [max_nodes + 1, max_depth + 1]: the most accepted tokens to expect of a
+    tree of exactly n nodes beside the root and at most d levels; -inf where there is no such tree,
+    0 without nodes."""
 
     accepted: FloatArray
     _choice: tuple[npt.NDArray[np.int16], ...] = field(repr=False)
@@ -46,7 +148,9 @@ class BestTrees:
     def paths(self, nodes: int, depth: int) -> tuple[Path, ...]:
         """A tree that reaches ``accepted[nodes, depth]``. Raises ValueError where there is none."""
         rows, columns = self.accepted.shape
-        if not (0 <= nodes < rows and 0 <= depth < columns) or not np.isfinite(self.accepted[nodes, depth]):
+        if not (0 <= nodes < rows and 0 <= depth < columns) or not np.isfinite(
+            self.accepted[nodes, depth]
+        ):
             raise ValueError(f"there is no tree of {nodes} nodes and at most {depth} levels here")
         found: list[Path] = []
         below: list[tuple[Path, int]] = [((), nodes)]
@@ -65,20 +169,25 @@ class BestTrees:
         return tuple(sorted(found, key=lambda p: (len(p), p)))
 
 
-def best_static_tree(rank_acceptance: npt.ArrayLike, *, max_nodes: int, max_depth: int) -> BestTrees:
-    """Sequoia's program for every number of nodes up to ``max_nodes`` and every depth up to ``max_depth``.
+def best_static_tree(
+    rank_acceptance: npt.ArrayLike, *, max_nodes: int, max_depth: int
+) -> BestTrees:
+    """Sequoia's program for every number of nodes up to ``max_nodes`` and every depth up to
+    ``max_depth``.
 
-    ``rank_acceptance``: p [k], or [levels, k] by the parent's level, the last row holding below. With G_l[n] the most to expect
-    below a node at level l from n descendants, and H_{l,b} the same from its first b ranks,
+    ``rank_acceptance``: p [k], or [levels, k] by the parent's level, the last row holding below.
+    With G_l[n] the most to expect below a node at level l from n descendants, and H_{l,b} the same
+    from its first b ranks,
 
-        H_{l,b}[n] = max(H_{l,b-1}[n], max_s H_{l,b-1}[n - s] + p[l, b-1] (1 + G_{l+1}[s - 1])),   G_l = H_{l,k}
+    H_{l,b}[n] = max(H_{l,b-1}[n], max_s H_{l,b-1}[n - s] + p[l, b-1] (1 + G_{l+1}[s - 1])),   G_l =
+    H_{l,k}
 
-    Sequoia's T has no first term, as its acceptance never grows with rank; measured acceptance may, and then a rank is left out.
-    A node never is worth more than its parent, so with d >= n this is the n most probable nodes of all. Ties keep lower ranks.
-
-    Raises ValueError for no ranks, numbers that are no probabilities, and limits below 1.
+    Sequoia's T has no first term, as its acceptance never grows with rank; measured acceptance may,
+    and then a rank is left out. A node never is worth more than its parent, so with d >= n this is
+    the n most probable nodes of all. Ties keep lower ranks.
     """
-    p = _acceptance(rank_acceptance, max_nodes, max_depth)
+    p = np.atleast_2d(np.asarray(rank_acceptance, dtype=np.float64))
+    p = p[np.minimum(np.arange(max_depth), len(p) - 1)]
     ranks = p.shape[1]
     accepted = np.full((max_nodes + 1, max_depth + 1), -np.inf)
     accepted[0] = 0.0
@@ -116,14 +225,15 @@ def choose(
     max_nodes: int,
     max_depth: int,
 ) -> StaticTree:
-    """Of :func:`best_static_tree`'s trees with at least one node, that with the fewest seconds per token. As Sequoia, with costs
-    as measured: a token takes
+    """Of :func:`best_static_tree`'s trees with at least one node, that with the fewest seconds per
+    token. As Sequoia, with costs as measured: a token takes
 
-        (overhead_s + verify_s(nodes + 1) + sum over levels l of draft_level_s(l, width_l)) / (1 + accepted)
+    (overhead_s + verify_s(nodes + 1) + sum over levels l of draft_level_s(l, width_l)) / (1 +
+    accepted)
 
-    where width_l counts the nodes that are expanded to make level l = 1..depth: 1 (the root) at first, then those of level l - 1
-    that have children. Ties go to fewer nodes, then fewer levels. Raises ValueError as :func:`best_static_tree` does, and for
-    costs that are not positive.
+    where width_l counts the nodes that are expanded to make level l = 1..depth: 1 (the root) at
+    first, then those of level l - 1 that have children. Ties go to fewer nodes, then fewer levels.
+    Raises ValueError where a round takes no time, or there is no tree within the limits.
     """
     trees = best_static_tree(rank_acceptance, max_nodes=max_nodes, max_depth=max_depth)
     level_s: dict[tuple[int, int], float] = {}
@@ -156,16 +266,74 @@ def frontier_widths(paths: Sequence[Path]) -> list[int]:
     return [parents[level] for level in range(len(parents))]
 
 
-def _acceptance(rank_acceptance: npt.ArrayLike, max_nodes: int, max_depth: int) -> FloatArray:
-    """p [max_depth, k], checked."""
-    p = np.asarray(rank_acceptance, dtype=np.float64)
-    if p.ndim not in (1, 2) or not p.size:
-        raise ValueError(f"rank acceptance must be [k] or [levels, k] with at least one rank, not {list(p.shape)}")
-    if not (np.isfinite(p).all() and (p >= 0).all() and (p.sum(axis=-1) <= 1 + 1e-6).all()):
-        raise ValueError(
-            "rank acceptance must be probabilities of children that exclude each other: at least 0, at most 1 in sum"
+@dataclass(frozen=True)
+class _Costs:
+    """A profile's costs of trees with one draft, in the middle of the recording's contexts,
+    seconds; ``token_s`` is an emitted one's."""
+
+    profile_id: str
+    first_s: float
+    level_s: FloatArray
+    verify_s: FloatArray
+    overhead_s: float
+    token_s: float
+
+    def draft_level_s(self, level: int, width: int) -> float:
+        """Seconds of the pass that makes a level, from ``width`` nodes; beyond the widths measured
+        as the last ones go on."""
+        if level == 1:
+            return self.first_s
+        beyond = max(0, width - WIDTH_LIMIT) * (
+            self.level_s[WIDTH_LIMIT] - self.level_s[WIDTH_LIMIT - 1]
         )
-    if max_nodes < 1 or max_depth < 1:
-        raise ValueError(f"max_nodes and max_depth must be at least 1, not {max_nodes} and {max_depth}")
-    p = np.atleast_2d(p)
-    return p[np.minimum(np.arange(max_depth), len(p) - 1)]
+        return float(self.level_s[min(width, WIDTH_LIMIT)] + max(0.0, beyond))
+
+    def verification_s(self, tokens: int) -> float:
+        """Seconds of the target's pass over root and nodes."""
+        return float(self.verify_s[tokens - 1])
+
+
+def _costs(source: TreeSource, profile: str | None) -> _Costs:
+    otherwise = "or give --nodes N --depth D to choose by acceptance alone"
+    device, draft = str(source.info.options.get("device", "cpu")), source.trees.forest.draft
+    measured, profile_id = profile_of(
+        source.store, source.info.pair_id, device, profile, f", {otherwise}"
+    )
+    if measured.trees is None or draft not in measured.trees.level:
+        raise TraceError(
+            f"profile {profile_id} has no costs of trees for draft {draft!r}: run `profile` again, name another with --profile ID, "
+            f"{otherwise}"
+        )
+    trace = source.trace
+    costs = TreeCosts.of(
+        measured, draft, trace.max_context, width=1, kinds=("static",)
+    )  # of which passes are read, not bends
+    lengths = np.diff(trace.offsets)[trace.order]
+    context = float((trace.prompts[trace.order] + lengths / 2).mean())
+    sampled, bucket = int(source.sampled), min(int(context) // BUCKET, costs.level_s.shape[1] - 1)
+    return _Costs(
+        profile_id,
+        float(costs.first_s[sampled, bucket, LAG]),
+        costs.level_s[sampled, bucket],
+        costs.verify_s[sampled, bucket],
+        costs.overhead_s,
+        float(costs.token_s[sampled]),
+    )
+
+
+def _tree(acceptance: RankAcceptance, nodes: int, depth: int, costs: _Costs | None) -> StaticTree:
+    try:
+        if costs is None:
+            best = best_static_tree(acceptance.chance, max_nodes=nodes, max_depth=depth)
+            return StaticTree(
+                best.paths(nodes, depth), 1.0 + float(best.accepted[nodes, depth]), 0.0
+            )
+        limits = {"max_nodes": nodes, "max_depth": depth}
+        chosen = choose(
+            acceptance.chance, costs.draft_level_s, costs.verification_s, costs.overhead_s, **limits
+        )
+    except ValueError as error:
+        raise TraceError(f"no static tree: {error}") from None
+    # Noise and near ties are paid for each token emitted, whatever the tree.
+    rate = 1.0 / (1.0 / chosen.expected_tokens_per_s + costs.token_s)
+    return StaticTree(chosen.paths, chosen.expected_emitted, rate)

@@ -11,8 +11,8 @@ from optimizer.fit.cluster_ranks import cluster_ranks
 from optimizer.fit.clusters import default_clusters
 from optimizer.fit.dynaspec import EPOCHS, HIDDEN, LABELS
 from optimizer.fit.frequency_ranks import frequency_ranks
+from optimizer.fit.shared import Progress
 from optimizer.fit.shortlist_fits import LeftOut, fit_frequencies_artifact, fit_router_artifact, search_texts
-from optimizer.fit.tuning import Progress
 from optimizer.shortlist_ranks import Ranks
 from optimizer.spaces import Fold, ShortlistLimit
 from runtime.decoder import shortlisted_model
