@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from interleaved import compare
 from pairs import make_pair
 from scipy.stats import kendalltau
 
 from db.database import open_database
-from optimizer.execute import Comparison, DecodeOptions, Encoded, compare, encode, race, run
+from optimizer.execute import Comparison, DecodeOptions, Encoded, encode, race, run
 from optimizer.inputs import load_workload
 from optimizer.record import RecordRequest, record
 from optimizer.replay import Replay, ReplayTrace, run_replay
@@ -418,7 +419,6 @@ def regret(state: Path) -> dict[str, Any]:
             budget_s=90,
             clock=CLOCK,
         )
-        assert compared.timings is not None
         fixed = [p.id for p in exhaustive if p.id in compared.survivors] or [compared.timings.leader([p.id for p in exhaustive])]
         best = policies[max(fixed, key=lambda p: compared.ratio(p, winner.id, projected=True)[0])]
         # Its own prompts are what a policy was tuned for; how it does on others of the kind, for comparison.
@@ -465,7 +465,6 @@ def regret(state: Path) -> dict[str, Any]:
 
 def _passes(compared: Comparison, policy_id: str) -> float:
     """How often a policy was executed, on the average of all requests."""
-    assert compared.timings is not None
     seconds = compared.timings.seconds[policy_id]
     return float((~np.isnan(seconds)).sum() / len(seconds))
 

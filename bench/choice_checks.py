@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from checks import CATEGORIES, GAMMA_MAX, demo, stored, typical_s
+from interleaved import compare
 
 from optimizer.artifacts import fitted
-from optimizer.execute import DecodeOptions, Encoded, Timings, compare, encode, run
+from optimizer.execute import DecodeOptions, Encoded, Timings, encode, run
 from optimizer.fit.chooser_fits import ChooserSource, fit_source, keep_chooser
-from optimizer.fit.on_the_fly import Measured, read_prompts
-from optimizer.hedge import hedge_requests
+from optimizer.fit.on_the_fly import read_prompts
 from optimizer.inputs import load_workload
 from optimizer.record import split
 from optimizer.replay import ReplayTrace, run_replay
@@ -26,7 +26,7 @@ from runtime.loading import LoadedPair
 from runtime.loop import StaticSource
 from runtime.panorama import record_panorama
 from runtime.policies.document import AUTOREGRESSIVE, ChooserPolicy, Policy, parse_policy
-from runtime.policies.draft_choice import Chooser, Option
+from runtime.policies.draft_choice import Chooser
 from runtime.policies.plan import prepare
 from traces.schema import LatencyProfile, Request, Sampling, Workload
 from traces.store import TraceStore
@@ -136,7 +136,6 @@ def _workload(store: TraceStore, pair: LoadedPair, encoded: Encoded, profile: La
         "held_out": len(held_out),
         "texts_differ": differ,
         **figures(timed, typical),
-        "hedge": _hedged(trace, held_out, profile),
         "replayed": {n: float(s / predicted[guarded.single]) for n, s in predicted.items()},
         "cause": _cause(guarded),
     }
@@ -178,16 +177,6 @@ def _apart(seconds: Seconds, single: int) -> float | None:
     rows = np.arange(len(seconds))
     spent = sum(float(seconds[rows, (k + 1) % passes, seconds[:, k].argmin(1)].sum()) for k in range(passes))
     return float(seconds[:, :, single].sum()) / spent - 1.0
-
-
-def _hedged(trace: ReplayTrace, held_out: Sequence[int], profile: LatencyProfile) -> dict[str, float | None]:
-    """What exponential weights across requests save of what the oracle saves, by replay."""
-    of = Measured.of(trace.select(held_out), CANDIDATES, profile)
-    options = tuple(Option.of(d, p, profile, sampled=of.sampled) for d, p in CANDIDATES.items())
-    _, by_weights, led = hedge_requests(of, options)
-    best, oracle = float(of.seconds.sum(0).min()), float(of.seconds.min(1).sum())
-    found = {"weights": by_weights, "leader": led}
-    return {name: (best - float(s.sum())) / (best - oracle) if best > oracle else None for name, s in found.items()}
 
 
 def _cause(chooser: Chooser) -> dict[str, Any]:

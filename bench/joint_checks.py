@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 from checks import typical_s
+from interleaved import compare
 from numpy.typing import NDArray
 from tree_checks import CATEGORIES, stored
 
 from demo.prompts import demo_workload
 from optimizer.artifacts import fitted, q_tables
-from optimizer.execute import DROP_LEVEL, Comparison, DecodeOptions, Encoded, Timings, compare, encode
+from optimizer.execute import DROP_LEVEL, Comparison, DecodeOptions, Encoded, Timings, encode
 from optimizer.fit.chooser_fits import ChooserSource, fit_source, keep_chooser
 from optimizer.fit.on_the_fly import read_prompts
 from optimizer.fit.shortlist_tuning import fit_shortlists, ranks_for
@@ -285,11 +286,9 @@ def _executed(
     first, second = stages
     print(f"  {category}: {len(policies)} policies on {len(first.items)} requests", flush=True)
     compared = paced(pair, list(policies.values()), first, how)
-    assert compared.timings is not None
     contenders = _contenders(_finalists(JOINT, chosen), compared.timings)
     print(f"  {category}: {len(contenders)} of them on {len(second.items)} more", flush=True)
     further = paced(pair, [policies[c] for c in contenders], second, how)
-    assert further.timings is not None
     nowhere = np.full((len(second.items), 1), np.nan)
     timings = Timings({p: np.concatenate([s, further.timings.seconds.get(p, nowhere)]) for p, s in compared.timings.seconds.items()})
     differ = compared.texts_differ + further.texts_differ
@@ -343,7 +342,7 @@ def _executed(
 
 def paced(pair: LoadedPair, policies: Sequence[Policy], encoded: Encoded, how: Mapping[str, Any]) -> Comparison:
     """A comparison whose timings are each request's seconds at the machine's usual pace (:mod:`runtime.pacing`), [requests, 1]: policies in
-    random order, each executed once. ``how``: further arguments of :func:`optimizer.execute.compare`."""
+    random order, each executed once. ``how``: further arguments of :func:`interleaved.compare`."""
     pacer = Pacer(pair)
     executed: dict[tuple[str, str], list[Decoded]] = {}
     pace: dict[tuple[str, str], list[FloatArray]] = {}
@@ -416,7 +415,6 @@ def _ahead(compared: Comparison, joint: Policy, other: Policy) -> str:
     ``open``."""
     if joint.id == other.id:
         return "same"
-    assert compared.timings is not None
     _, low, high = compared.timings.ratio(joint.id, other.id, level=DROP_LEVEL)
     return "yes" if low > 1.0 else "no" if high < 1.0 else "open"
 

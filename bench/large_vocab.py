@@ -29,6 +29,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 from acceptance import STATE, environment
+from interleaved import compare
 from safetensors.torch import load_file, save_file
 from shortlist_tables import (
     RECORDED,
@@ -47,7 +48,7 @@ from shortlist_tables import (
 from tree_checks import CATEGORIES, stored
 
 from optimizer.artifacts import fitted
-from optimizer.execute import DecodeOptions, Encoded, compare, encode, run
+from optimizer.execute import DecodeOptions, Encoded, encode, run
 from optimizer.fit.fr_spec import count_tokens, fit_frequencies
 from optimizer.fit.shortlist_fits import fit_frequencies_artifact, fit_router_artifact
 from optimizer.inputs import load_workload

@@ -14,10 +14,10 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import torch
+from papers import dynaspec
 from shortlist_tables import NEW_TOKENS, Document, FloatArray, Lab, clusters_block, drafting, laboratory, rounds_of
 from tree_checks import CATEGORIES
 
-from optimizer import overlap
 from optimizer.execute import DecodeOptions, encode
 from runtime.decoder import output_hashes, shortlisted_model
 from runtime.loop import Round
@@ -157,7 +157,7 @@ def theory(state: Path) -> dict[str, Any]:
             shortlists[f"{k} clusters"] = k, routed
             frequency = {"kind": "frequency", "size": size, "artifact": lab.frequencies}
             shortlists[f"{size} frequent tokens"] = k, masks(lab, draft, laws, frequency)
-        proposals = {name: overlap.restricted(laws.q, mask) for name, (_, mask) in shortlists.items()}
+        proposals = {name: dynaspec.restricted(laws.q, mask) for name, (_, mask) in shortlists.items()}
         together = coupled(laws.p, proposals)
         for name, (k, mask) in shortlists.items():
             rows += _theory_rows(lab, draft, laws, name, k, mask, proposals[name], together[name], seed=len(rows))
@@ -202,16 +202,16 @@ def _theory_rows(
     seed: int,
 ) -> list[dict[str, Any]]:
     """What is known of one shortlist, by category, and over all of them last."""
-    chance, together_chance = overlap.overlap(laws.p, q), overlap.coupled_acceptance(laws.p, q)
-    bound, sharp = overlap.overlap_bound(laws.p, laws.q, mask), overlap.sharp_overlap_bound(laws.p, laws.q, mask)
+    chance, together_chance = dynaspec.overlap(laws.p, q), dynaspec.coupled_acceptance(laws.p, q)
+    bound, sharp = dynaspec.overlap_bounds(laws.p, laws.q, mask)
     rate, verified = sampled(laws.p, q, np.random.default_rng(seed)), called(laws, q, seed)
     # Where a chance is nearly 0 or 1 its variance says nothing of so few draws: one draw's worth at least.
     one = np.sqrt(np.maximum(chance * (1 - chance), 1 / DRAWS) / DRAWS)
     rule = compile_shortlist(drafting(draft, "chain", clusters_block(lab.routers[draft], k, k, k)), lab.find)
     assert rule is not None
     assert rule.routing is not None
-    regret = overlap.routing_regret(laws.p, mask, rule.routing.clusters, k)
-    kept = overlap.kept_mass(laws.p, mask)
+    regret = dynaspec.routing_regret(laws.p, mask, rule.routing.clusters, k)
+    kept = dynaspec.kept_mass(laws.p, mask)
     rows = []
     for category in (*CATEGORIES, "all"):
         here = (laws.categories == category) | (category == "all")
@@ -285,8 +285,8 @@ def executed_chains(lab: Lab, draft: str, block: Document | None) -> dict[str, A
     return {
         "rounds": rounds,
         "looked_at": len(a),
-        "expected": float(overlap.expected_accepted([float(np.mean(c)) for c in chances])),
-        "accepted": float(overlap.expected_accepted([float(np.mean(c)) for c in kept])),
+        "expected": dynaspec.expected_accepted([float(np.mean(c)) for c in chances]),
+        "accepted": dynaspec.expected_accepted([float(np.mean(c)) for c in kept]),
         "overlap_by_step": [float(np.mean(c)) for c in chances],
         "z": float((b - a).sum() / math.sqrt((a * (1 - a)).sum())),
     }
@@ -313,8 +313,8 @@ def _overlaps(
             mask = np.zeros(q.shape, dtype=np.bool_)
             for i in range(len(fed)):
                 mask[i, supports[i].ids.numpy()] = True
-            q = overlap.restricted(q, mask)
-        found.append((item.drafted, item.step.accepted, overlap.overlap(p, q).tolist()))
+            q = dynaspec.restricted(q, mask)
+        found.append((item.drafted, item.step.accepted, dynaspec.overlap(p, q).tolist()))
     return found
 
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 from checks import CATEGORIES, Interleaved, fidelity_report, stored
+from interleaved import compare
 from pairs import make_pair
 
 from optimizer.artifacts import fitted
-from optimizer.execute import DecodeOptions, Encoded, compare, encode, run
+from optimizer.execute import DecodeOptions, Encoded, encode, run
 from optimizer.fit.tuning import fit_trees
 from optimizer.inputs import load_workload
 from optimizer.record import RecordRequest, cover_of, record, retrace_trees

@@ -180,76 +180,18 @@ class Timings:
 @dataclass(frozen=True)
 class Comparison:
     """Policies executed on the same requests in interleaved blocks. ``texts_differ`` counts requests whose tokens were not equal
-    under every policy: 0 unless arithmetic is of low precision. ``timings`` has every execution and ``survivors`` the policies
-    that a race did not drop, both empty where there was none."""
+    under every policy: 0 unless arithmetic is of low precision. ``timings`` has every execution, ``survivors`` the policies
+    that a race did not drop."""
 
     outcomes: dict[str, Outcome]
     policies: dict[str, Policy]
     texts_differ: int
-    timings: Timings | None = None
-    survivors: tuple[str, ...] = ()
+    timings: Timings
+    survivors: tuple[str, ...]
 
     def ratio(self, policy_id: str, base_id: str, *, projected: bool = False) -> tuple[float, float, float]:
         """(speed-up of one policy over another, 95% interval), as :meth:`Timings.ratio`."""
-        timings = self.timings
-        if timings is None:
-            timings = Timings({k: np.array([[r.counts.seconds] for r in o.per_request]) for k, o in self.outcomes.items()})
-        return timings.ratio(policy_id, base_id, projected=projected)
-
-
-def compare(
-    pair: LoadedPair,
-    policies: Sequence[Policy],
-    encoded: Encoded,
-    *,
-    profile: LatencyProfile | None = None,
-    repeats: int = 1,
-    budget_s: float | None = None,
-    clock: Callable[[], float] = time.perf_counter,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-    q_tables: QTables | None = None,
-    artifacts: Artifacts | None = None,
-    between: Callable[[int], None] = lambda done: None,
-    each: Callable[[Policy, Decoded], None] = lambda policy, decoded: None,
-    after_round: Callable[[], None] | None = None,
-    seed: int = 0,
-) -> Comparison:
-    """Executes every policy on every request, request by request in an order drawn anew (by ``seed``), so that a slow minute of the
-    machine falls on all of them alike, and a slow second on any.
-
-    With ``repeats`` a request's seconds are its fastest. Windows that carry state keep one controller for the whole comparison.
-    ``between`` is called after every request, with how many are done (to measure costs in the same minutes, say), ``each`` with every
-    execution. ``after_round`` is called after every round, and is in nobody's seconds.
-    After ``budget_s`` no further request is begun (at least one is executed). Raises PolicyError if a policy cannot run.
-    """
-    warm(pair, encoded)
-    unique = list({p.id: p for p in policies}.values())
-    decoders = _decoders(pair, unique, encoded, profile, q_tables, artifacts, clock)
-    for decoder in decoders.values():
-        decoder.after_round = after_round
-    collected: dict[str, list[RequestOutcome]] = {p.id: [] for p in unique}
-    rng = np.random.default_rng(seed)
-    began, differ = clock(), 0
-    for n, (item, request) in enumerate(encoded.items):
-        if n and budget_s is not None and clock() - began > budget_s:
-            break
-        best: dict[str, tuple[float, Decoded]] = {}
-        for _ in range(repeats):
-            for policy in (unique[i] for i in rng.permutation(len(unique))):
-                decoded = decoders[policy.id].decode(request, item.category, encoded.options.stop_strings)
-                each(policy, decoded)
-                before = best.get(policy.id)
-                if before is None or decoded.seconds < before[0]:
-                    best[policy.id] = (decoded.seconds, decoded)
-        texts = {tuple(d.trajectory.output_ids.tolist()) for _, d in best.values()}
-        differ += len(texts) > 1
-        for policy in unique:
-            seconds, decoded = best[policy.id]
-            collected[policy.id].append(RequestOutcome(item.id, item.category, counts_of(decoded.steps, seconds)))
-        progress(n + 1, len(encoded.items))
-        between(n + 1)
-    outcomes = {p.id: Outcome(p.label(), "executed", tuple(collected[p.id])) for p in unique}
-    return Comparison(outcomes, {p.id: p for p in unique}, differ)
+        return self.timings.ratio(policy_id, base_id, projected=projected)
 
 
 BLOCK = 4
@@ -331,7 +273,7 @@ def race(
     pacer = Pacer(pair, clock) if (pair.device.type == "cpu" if paced is None else paced) else None
     passes_s: list[float] = []
     unique = {p.id: p for p in policies}
-    decoders = _decoders(pair, list(unique.values()), encoded, profile, q_tables, artifacts, clock)
+    decoders = decoders_for(pair, list(unique.values()), encoded, profile, q_tables, artifacts, clock)
     for decoder in decoders.values():
         decoder.after_round = pacer
     counts: dict[str, dict[int, Counts]] = {p: {} for p in unique}
@@ -375,7 +317,7 @@ def race(
     return Comparison(outcomes, unique, sum(len(t) > 1 for t in texts), timings, survivors)
 
 
-def _decoders(
+def decoders_for(
     pair: LoadedPair,
     policies: Sequence[Policy],
     encoded: Encoded,
@@ -384,6 +326,7 @@ def _decoders(
     artifacts: Artifacts | None,
     clock: Callable[[], float],
 ) -> dict[str, Decoder]:
+    """A decoder by policy id, each with one controller for all requests. Raises PolicyError if a policy cannot run."""
     sampling = encoded.options.sampling
     prepared = {p.id: prepare_for(pair, p, profile=profile, q_tables=q_tables, artifacts=artifacts, sampling=sampling) for p in policies}
     for one in prepared.values():

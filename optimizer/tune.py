@@ -622,7 +622,6 @@ def _candidates(
     tables: QTables,
     artifacts: Artifacts,
 ) -> list[Candidate]:
-    assert compared.timings is not None
     leader = compared.timings.leader(compared.survivors)
     return [
         Candidate(

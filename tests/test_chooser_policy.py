@@ -20,7 +20,7 @@ from test_lossless import PROMPTS
 
 from db import open_database
 from optimizer.artifacts import fitted
-from optimizer.execute import DecodeOptions, compare, encode, encode_recorded, race
+from optimizer.execute import DecodeOptions, encode, encode_recorded, race
 from optimizer.export import engine_settings
 from optimizer.fit.chooser_fits import ChooserSource, fit_chooser_artifact, keep_chooser
 from optimizer.fit.on_the_fly import Measured, evaluate, fit_chooser, fit_features, read_prompts
@@ -234,7 +234,7 @@ def test_trees_and_heads_change_no_text(
     encoded = encode(pair, workload(), DecodeOptions(sampling, TOKENS))
     prompts = [Prompt.of(pair.text(r.prompt_ids), r.prompt_ids, 2.0) for _, r in encoded.items]
     artifacts = memory(planted(pair, prompts, TREES))
-    done = compare(pair, [AUTOREGRESSIVE, parse_policy(OLS)], encoded, profile=profile, artifacts=artifacts)
+    done = race(pair, [AUTOREGRESSIVE, parse_policy(OLS)], encoded, passes=1, profile=profile, artifacts=artifacts)
     assert done.texts_differ == 0
     ready = prepare_for(pair, parse_policy(OLS), profile=profile, artifacts=artifacts)
     used = set()
@@ -255,7 +255,7 @@ def test_the_target_reads_where_no_draft_can(pair: LoadedPair, profile: LatencyP
     prompts = [Prompt.of(pair.text(r.prompt_ids), r.prompt_ids, 2.0) for _, r in encoded.items]
     chooser = planted(pair, prompts, CHAINS)
     chooser = replace(chooser, features=replace(chooser.features, reader="target"))
-    done = compare(pair, [AUTOREGRESSIVE, parse_policy(OLS)], encoded, profile=profile, artifacts=memory(chooser))
+    done = race(pair, [AUTOREGRESSIVE, parse_policy(OLS)], encoded, passes=1, profile=profile, artifacts=memory(chooser))
     assert done.texts_differ == 0
     assert chooser.reading_seconds(profile, [9], ["near"])[0] == profile.prefill.at(8, 0)
 

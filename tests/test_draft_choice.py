@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from pairs import TEXT
+from papers.on_the_fly import acceptance_rate, expected_emitted, larger_draft_condition, optimal_window, throughput
 from synthetic import flat_profile
 from trace_values import a_panorama, a_trajectory
 
@@ -29,7 +30,6 @@ from optimizer.fit.on_the_fly import (
     read_prompts,
 )
 from optimizer.replay import ReplayTrace, run_replay
-from optimizer.throughput import acceptance_rate, expected_emitted, larger_draft_condition, optimal_window, throughput
 from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from runtime.policies.draft_choice import (
     ACC_MAX,

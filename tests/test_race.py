@@ -139,7 +139,6 @@ def test_a_race_is_run_at_one_pace(tiny_pair: Path) -> None:
             return now[0]
 
         compared = race(pair, policies, encoded, whole={p.id for p in policies}, passes=1, clock=clock, paced=paced)
-        assert compared.timings is not None
         assert compared.texts_differ == 0
         return np.concatenate([compared.timings.seconds[p.id][:, 0] for p in policies])
 
@@ -164,7 +163,8 @@ def won(seconds: list[tuple[Policy, np.ndarray]]) -> Policy:
         )
         for p, took in seconds
     }
-    compared = Comparison(outcomes, {p.id: p for p, _ in seconds}, 0)
+    timings = Timings({p.id: took[:, None] for p, took in seconds})
+    compared = Comparison(outcomes, {p.id: p for p, _ in seconds}, 0, timings, tuple(outcomes))
     rows = [Candidate("", p, outcomes[p.id], outcomes[p.id], (1.0, 1.0, 1.0)) for p, _ in seconds]
     return _winner(rows, compared).policy
 
