@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from runtime.policies.plan import QTables
 
 from optimizer.execute import Comparison, Encoded, Timings, counts_of, decoders_for, warm
 from runtime.decoder import Decoded
 from runtime.loading import LoadedPair
 from runtime.policies.document import Policy
+from runtime.policies.plan import QTables
 from runtime.policies.tree_rules import Artifacts
 from traces.schema import LatencyProfile, Outcome, RequestOutcome
 
