@@ -1,0 +1,429 @@
+"""Writes docs/results.md, its plots and README's three results from bench/results.
+
+python bench/report.py
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from html import escape
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
+DOCS = ROOT / "docs"
+BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+COLOURS = ("#3b6fb6", "#c8552b", "#3f8f5f", "#8a5bb0", "#9a8a1f", "#666666")
+Figures = dict[str, Any]
+
+
+class Check(NamedTuple):
+    """A row of the table: ``met`` None where there is no target, only a comparison."""
+
+    name: str
+    title: str
+    target: str
+    figure: Callable[[Figures], str]
+    met: Callable[[Figures], bool] | None
+    leaves_out: str
+
+
+def said(d: Figures) -> str:
+    """The summary as the check wrote it."""
+    return str(d["summary"])
+
+
+def holds(d: Figures) -> bool:
+    return bool(d["holds"])
+
+
+def _fidelity(d: Figures) -> str:
+    return (
+        f"median {100 * d['median_error']:.1f}%, 90th percentile {100 * d['p90_error']:.1f}%, Kendall tau {d['kendall_tau']:.3f} over "
+        f"{len(d['rows'])} policies (one run against the next {d['kendall_tau_measured_again']:.3f})"
+    )
+
+
+def _faithful(d: Figures) -> bool:
+    return bool(d["median_error"] <= 0.03 and d["p90_error"] <= 0.06)
+
+
+NOISY = "two shared cores; policies that lie closer than the noise are not told apart"
+FIDELITY = "median 3%, 90th percentile 6%"
+CHECKS = (
+    Check("lossless", "text against autoregression and transformers", "0 differences", said, holds, "float32 on a CPU"),
+    Check("trees-lossless", "the same, trees", "0 differences", said, holds, "float32 on a CPU"),
+    Check("shortlists-lossless", "the same, shortlists", "0 differences", said, holds, "float32 on a CPU"),
+    Check("parity", "replay against execution, round by round", "0 mismatches", said, holds, "greedy and coupled chains"),
+    Check("trees-parity", "the same, trees", "0 mismatches", said, holds, "policies that the recording covers"),
+    Check(
+        "shortlists-parity",
+        "the same, shortlists",
+        "0 mismatches; tau within 0.5% where replay is approximate",
+        said,
+        lambda d: bool(d["holds"] and d["tau_target_met"]),
+        "stops, trees and heads under a shortlist are approximate",
+    ),
+    Check("fidelity", "predicted against executed speed, chains", FIDELITY, _fidelity, _faithful, NOISY),
+    Check("trees-fidelity", "the same, trees", FIDELITY, _fidelity, _faithful, NOISY),
+    Check("shortlists-fidelity", "the same, shortlists", FIDELITY, _fidelity, _faithful, NOISY),
+    Check(
+        "regret",
+        "published winner against all 36 fixed windows, executed",
+        "98% of the best",
+        lambda d: (
+            "; ".join(
+                f"{r['workload']} {r['share_of_best']:.3f}"
+                + (" (the winner is that window)" if r["winner"] == r["best_fixed"] else "")
+                for r in d["rows"]
+            )
+            + f"; without a gain `tune` published {d['no_gain']['published']}"
+        ),
+        holds,
+        "chains alone; a winner compared with itself shows no regret",
+    ),
+    Check("joint", "all papers together against the best single one", "0.99 on unseen requests", said, holds, "three workloads"),
+    Check(
+        "ablation",
+        "each paper alone, in pairs, together",
+        "none faster beyond noise",
+        said,
+        holds,
+        "28 requests executed a workload",
+    ),
+    Check("trees-papers", "the tree papers' methods", "", said, None, "the papers' models are a thousand times larger"),
+    Check(
+        "trees-sampled",
+        "trees above temperature 0",
+        "1.4 of EAGLE's tau at temperature 1",
+        said,
+        holds,
+        "tau, not speed: see below",
+    ),
+    Check(
+        "shortlist-recovered",
+        "tau recovered by shortlists",
+        "",
+        said,
+        None,
+        "4096 tokens; the papers' vocabularies are 30 times larger",
+    ),
+    Check("shortlist-theory", "DynaSpec's theorems", "0 violations beyond 4 standard errors", said, holds, "recorded contexts"),
+    Check(
+        "shortlist-speed",
+        "shortlists on 32768 tokens",
+        "",
+        said,
+        None,
+        "padded with tokens that never occur, so a shortlist misses none of them",
+    ),
+    Check(
+        "draft-choice",
+        "a draft for each prompt",
+        "0.97 of the oracle's gain",
+        said,
+        lambda d: bool(d["holds"] and d["reaches_share"]),
+        "prompt lookup is best nearly everywhere here: there is little to choose",
+    ),
+    Check("verifiers", "distributions of the verifiers", "all tests pass", said, holds, ""),
+    Check(
+        "kills",
+        "kill -9 of record and tune",
+        "0 problems",
+        lambda d: f"{d['count']} kills in {len(d['kills'])} phases, {len(d['problems'])} problems",
+        holds,
+        "SQLite on one disk",
+    ),
+    Check("schedules", "schedules", "all tests pass", said, holds, ""),
+    Check("borders", "malformed input of every kind", "our errors alone", said, holds, ""),
+    Check("chaos", "kills, outages and garbage at once", "0 failures", said, holds, "databases are not recreated"),
+)
+
+
+def load(name: str) -> Figures | None:
+    """A result, or None where it was not measured."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    """Lines of a Markdown table."""
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    return [*lines, *("| " + " | ".join(str(cell) for cell in row) + " |" for row in rows), ""]
+
+
+class Plot:
+    """A scatter or line plot as SVG, readable on light and dark ground; ``x`` and ``y`` are the labels of its ticks."""
+
+    WIDTH, HEIGHT, BOTTOM = 640, 400, 50
+
+    def __init__(self, x: dict[float, str], y: dict[float, str], names: tuple[str, str], left: int = 60) -> None:
+        self.x, self.y, self.left, self.parts = ((min(x), max(x)), (min(y), max(y)), left, list[str]())
+        self.names: list[tuple[str, str]] = []
+        for value, label in x.items():
+            across, bottom = self.at(value, self.y[0])
+            self.parts.append(f'<path d="M{across:.1f} {bottom:.1f}V20" stroke="#8884"/>')
+            self.text(across, bottom + 18, label)
+        for value, label in y.items():
+            _, up = self.at(self.x[0], value)
+            self.parts.append(f'<path d="M{left} {up:.1f}H{self.WIDTH - 20}" stroke="#8884"/>')
+            self.text(left - 8, up + 4, label, "end")
+        self.text(self.WIDTH / 2, self.HEIGHT - 8, names[0])
+        self.text(left, 13, names[1], "start")
+
+    def at(self, x: float, y: float) -> tuple[float, float]:
+        """Pixels of a point."""
+        across = (x - self.x[0]) / (self.x[1] - self.x[0])
+        up = (y - self.y[0]) / (self.y[1] - self.y[0])
+        return (
+            self.left + across * (self.WIDTH - self.left - 20),
+            self.HEIGHT - self.BOTTOM - up * (self.HEIGHT - self.BOTTOM - 20),
+        )
+
+    def text(self, x: float, y: float, words: str, anchor: str = "middle") -> None:
+        self.parts.append(f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>')
+
+    def series(self, name: str, points: Sequence[tuple[float, float]], *, joined: bool = False, named: bool = True) -> None:
+        """Points of one colour, with a name in the legend."""
+        colour = COLOURS[len(self.names) % len(COLOURS)] if named else "#888"
+        found = [self.at(*point) for point in points]
+        if joined:
+            path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in found)
+            self.parts.append(f'<path d="{path}" stroke="{colour}" stroke-width="1.5" fill="none"/>')
+        if named:
+            self.parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/>' for x, y in found]
+            self.names.append((name, colour))
+
+    def write(self, path: Path) -> None:
+        for i, (name, colour) in enumerate(self.names):
+            x, y = self.WIDTH - 100, 36 + 18 * i
+            self.parts.append(f'<circle cx="{x}" cy="{y - 4}" r="5" fill="{colour}"/>')
+            self.text(x + 12, y, name, "start")
+        style = "text{font:12px sans-serif;fill:#555}@media(prefers-color-scheme:dark){text{fill:#bbb}}"
+        head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.WIDTH} {self.HEIGHT}"><style>{style}</style>'
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(head + "\n" + "\n".join(self.parts) + "\n</svg>\n")
+
+
+def plot_predictions(path: Path) -> bool:
+    """Predicted against executed tokens/s."""
+    found = {
+        n: load(f"acceptance-{k}")
+        for n, k in (("chains", "fidelity"), ("trees", "trees-fidelity"), ("shortlists", "shortlists-fidelity"))
+    }
+    points = {
+        n: [(r["measured_tokens_per_s"], r["predicted_tokens_per_s"]) for r in d["rows"]]
+        for n, d in found.items()
+        if d is not None
+    }
+    if not points:
+        return False
+    step = 50
+    top = step * math.ceil(max(v for each in points.values() for p in each for v in p) / step)
+    axis = {float(v): str(v) for v in range(0, top + 1, step)}
+    plot = Plot(axis, axis, ("executed, tokens/s", "predicted, tokens/s"))
+    plot.series("", [(0, 0), (top, top)], joined=True, named=False)
+    for name, each in points.items():
+        plot.series(name, each)
+    plot.write(path)
+    return True
+
+
+def plot_acceptance(path: Path) -> bool:
+    """Share of rounds whose chain's i-th token is accepted: what one more drafted token adds to the mean accepted length."""
+    found = load("acceptance-fidelity")
+    if found is None:
+        return False
+    plot = Plot(
+        {float(g): str(g) for g in range(0, 17, 2)},
+        {i / 5: f"{i / 5:g}" for i in range(6)},
+        ("position in the draft", "share of rounds that accept it"),
+    )
+    for draft in ("ngram", "small", "medium"):
+        taus = {0: 1.0}
+        for row in found["rows"]:
+            if (
+                row["policy"].startswith(f"{draft} fixed(gamma=")
+                and row["policy"].endswith(")")
+                and row["policy"].count("(") == 1
+            ):
+                taus[int(row["policy"].split("=")[1][:-1])] = row["tau"]
+        gammas = [g for g in sorted(taus) if g <= 16]
+        points = [(high, (taus[high] - taus[low]) / (high - low)) for low, high in pairwise(gammas)]
+        plot.series(draft, points, joined=True)
+    plot.write(path)
+    return True
+
+
+def plot_methods(path: Path) -> bool:
+    """Speed over autoregression by method and workload."""
+    found = load("acceptance-ablation")
+    if found is None:
+        return False
+    rows = [r for r in found["rows"] if r["space"].count("+") != 1]
+    spaces = list(dict.fromkeys(r["space"] for r in rows))[::-1]
+    low, high = (end(10 * of(r["speedup"] for r in rows)) for end, of in ((math.floor, min), (math.ceil, max)))
+    labels = {float(i): "all together" if "+" in space else space for i, space in enumerate(spaces)}
+    ticks = {t / 10: f"{t / 10:g}" for t in range(low, high + 2)}
+    plot = Plot(ticks, {-0.5: "", **labels, len(spaces) - 0.5: ""}, ("speed over autoregression", ""), left=120)
+    for workload in dict.fromkeys(r["workload"] for r in rows):
+        plot.series(workload, [(r["speedup"], spaces.index(r["space"])) for r in rows if r["workload"] == workload])
+    plot.write(path)
+    return True
+
+
+def _predictions(name: str, title: str) -> list[str]:
+    found = load(name)
+    if found is None:
+        return []
+    rows = (
+        (
+            r["policy"],
+            f"{r['tau']:.2f}",
+            f"{r['predicted_tokens_per_s']:.0f}",
+            f"{r['measured_tokens_per_s']:.0f}",
+            f"{100 * r['error']:+.1f}%",
+        )
+        for r in found["rows"]
+    )
+    return [f"### {title}", "", *table(("policy", "tau", "predicted tokens/s", "executed tokens/s", "error"), rows)]
+
+
+def _range(values: Iterable[float]) -> str:
+    """The smallest and the largest, over workloads."""
+    sorted_values = sorted(values)
+    low, high = f"{sorted_values[0]:.2f}", f"{sorted_values[-1]:.2f}"
+    return low if low == high else f"{low} to {high}"
+
+
+def _grouped(rows: list[Figures], *keys: str) -> dict[tuple[Any, ...], list[Figures]]:
+    groups: dict[tuple[Any, ...], list[Figures]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[k] for k in keys), []).append(row)
+    return groups
+
+
+def _papers() -> list[str]:
+    found = load("acceptance-trees-papers")
+    if found is None:
+        return []
+    base = {(r["draft"], r["workload"]): r["verified_tokens"] for r in found["rows"] if r["method"] == "EAGLE-2"}
+    rows = [
+        (
+            draft,
+            method,
+            _range(r["tau"] for r in own),
+            _range(r["verified_tokens"] / base[draft, r["workload"]] for r in own),
+            _range(r["speedup"] for r in own),
+        )
+        for (draft, method), own in _grouped(found["rows"], "draft", "method").items()
+    ]
+    columns = ("draft", "method", "tau", "verified tokens over EAGLE-2's", "speed over autoregression")
+    return ["### The tree papers' methods, greedy, smallest to largest over workloads", "", *table(columns, rows)]
+
+
+def _sampled() -> list[str]:
+    found = load("acceptance-trees-sampled")
+    if found is None:
+        return []
+    rows = [
+        (f"{temperature:g}", draft, method, *(_range(r[k] for r in own) for k in ("tau", "calls_per_100_tokens", "speedup")))
+        for (temperature, draft, method), own in _grouped(found["rows"], "temperature", "draft", "method").items()
+    ]
+    columns = ("temperature", "draft", "method", "tau", "target passes per 100 tokens", "speed over autoregression")
+    return ["### Temperatures above 0, smallest to largest over workloads", "", *table(columns, rows)]
+
+
+def checks() -> list[str]:
+    """The table of checks, each said met, not met or compared."""
+    rows = []
+    for check in CHECKS:
+        d = load(f"acceptance-{check.name}")
+        if d is not None:
+            verdict = "compared" if check.met is None else "met" if check.met(d) else "**not met**"
+            rows.append((check.title, check.target, check.figure(d), verdict, check.leaves_out))
+    return table(("check", "target", "figure", "verdict", "what it leaves out"), rows)
+
+
+def _speeds() -> list[str]:
+    """Replay, recording and the loop: measured, without a target of their own."""
+    rows: list[tuple[str, str]] = []
+    if replay := load("replay_speed"):
+        speeds = replay["million_rounds_per_s"].values()
+        rows.append(("replay of chains, one core", f"{min(speeds):.0f} to {max(speeds):.0f} million rounds/s by window"))
+        rows.append(("a search", f"{replay['trials']} trials over {replay['tokens']} tokens in {replay['trials_s']:.0f} s"))
+    if trees := load("tree_replay_speed"):
+        rounds = [r["replayed_million_rounds_per_s"] for r in trees["rows"]]
+        grown = [n / 1000 for r in trees["rows"] for n in r["tabulated_trees_per_s"].values()]
+        rows.append(("replay of trees, one core", f"{min(rounds):.1f} to {max(rounds):.1f} million rounds/s"))
+        rows.append(("tabulating trees, once per growth", f"{min(grown):.0f} to {max(grown):.0f} thousand trees/s"))
+    if loop := load("loop_overhead"):
+        shares = [100 * r["loop_share"] for r in loop["rounds"]]
+        rows.append(("loop, window and bookkeeping", f"{min(shares):.1f} to {max(shares):.1f}% of a round"))
+        rows.append(("recording", f"{100 * loop['recording_share']:.1f}% of a decode"))
+    return ["## Speed of the tool", "", *table(("what", "figure"), rows)] if rows else []
+
+
+def results() -> str:
+    """docs/results.md."""
+    plots = DOCS / "results"
+    pictures = [
+        ("Predicted against executed speed, a point a policy; on the line they are equal.", "predictions", plot_predictions),
+        ("Speed over autoregression by method and workload, executed; 28 requests a workload.", "methods", plot_methods),
+        (
+            "Acceptance by position: greedy chains, all workloads; the increment of the mean accepted length.",
+            "acceptance",
+            plot_acceptance,
+        ),
+    ]
+    lines = [
+        "# Results",
+        "",
+        "Written by `python bench/report.py` from `bench/results/` (`make acceptance`, `make bench`). Two CPU cores shared with others,",
+        "float32, the demo pair (7 M target, 1.9 M and 0.6 M drafts, an EAGLE-3 head), one request at a time.",
+        "",
+        *checks(),
+    ]
+    for caption, name, draw in pictures:
+        if draw(plots / f"{name}.svg"):
+            lines += [f"![{caption}](results/{name}.svg)", "", f"*{caption}*", ""]
+    lines += _speeds() + _papers() + _sampled()
+    lines += _predictions("acceptance-fidelity", "Every policy of the fidelity run of chains")
+    lines += _predictions("acceptance-trees-fidelity", "Every policy of the fidelity run of trees")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def highlights() -> str:
+    """README's results: speed per workload, and what makes them worth believing."""
+    lines: list[str] = []
+    if regret := load("acceptance-regret"):
+        rows = []
+        for r in regret["rows"]:
+            speed = r["tokens_per_s"]
+            rows.append(
+                (
+                    r["workload"],
+                    f"{speed['autoregressive']:.0f}",
+                    f"{r['winner']}: {speed[r['winner']]:.0f}",
+                    f"{r['speedup'][0]:.2f}",
+                )
+            )
+        lines += table(("workload", "autoregressive, tokens/s", "published policy, tokens/s", "speed-up"), rows)
+    names = ("lossless", "fidelity", "chaos")
+    lines += [f"- {c.title}: {c.figure(d)}" for c in CHECKS if c.name in names and (d := load(f"acceptance-{c.name}"))]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    (DOCS / "results.md").write_text(results())
+    readme = ROOT / "README.md"
+    head, rest = readme.read_text().split(BEGIN)
+    readme.write_text(f"{head}{BEGIN}\n{highlights()}\n{END}{rest.split(END)[1]}")
+
+
+if __name__ == "__main__":
+    main()
