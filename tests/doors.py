@@ -54,6 +54,13 @@ class Door:
         assert found.exit_code == 0, found.output
         return one_object(found.stdout)
 
+    def refused(self, *arguments: object) -> str:
+        """The line that a command is refused with; asserts exit code 2, that line on stderr, and nothing else."""
+        found = self.call(*arguments)
+        assert (found.exit_code, found.stdout, found.stderr.count("\n")) == (2, "", 1), found.output
+        assert found.stderr.startswith("error: ")
+        return found.stderr
+
     def start(self, *arguments: object, **how: Any) -> subprocess.Popen[str]:
         """The command as a process of its own, its outputs as pipes."""
         return subprocess.Popen(

@@ -112,8 +112,9 @@ class Driver:
         self.workload = str(write_workload(folder / "work.jsonl", requests))
 
     def command(self, name: str, database: str, seed: int) -> Callable[[], None]:
-        shared = ["--pair", self.pair, "--workload", self.workload, "--max-new-tokens", "24", "--gamma-max", "8"]
-        quick = ["--trials", "40", "--finalists", "2", "--budget", "2s"] if name == "tune" else []
+        shared = ["--pair", self.pair, "--workload", self.workload, "--max-new-tokens", "16", "--gamma-max", "4"]
+        trees = ["--tree-width", "2", "--tree-depth", "2"]
+        quick = ["--trials", "4", "--finalists", "1", "--budget", "1s", *trees] if name == "tune" else []
         arguments = ["--db", str(self.folder / database), name, *shared, *quick, "--seed", str(seed), "--device", "cpu"]
 
         def work() -> None:

@@ -38,16 +38,6 @@ def door(tmp_path: Path, tiny_pair: Path, monkeypatch: pytest.MonkeyPatch) -> Do
     return Door("spectune.db", str(tiny_pair))
 
 
-def one_line(door: Door, *arguments: object) -> str:
-    """What a command is refused with: one line of reasonable length, and nothing else."""
-    found = door.call(*arguments)
-    assert found.exit_code == 2, found.output
-    assert found.stdout == ""
-    assert found.stderr.startswith("error: ")
-    assert found.stderr.count("\n") == 1
-    return found.stderr
-
-
 # --- JSON from users
 
 
@@ -58,11 +48,11 @@ def one_line(door: Door, *arguments: object) -> str:
 )
 def test_nested_json_is_one_line_wherever_it_is_read(door: Door, text: str) -> None:
     Path("bad.json").write_text(text)
-    assert "--policy bad.json: not JSON" in one_line(door, "policies", "show", "bad.json", "--pair", door.pair)
+    assert "--policy bad.json: not JSON" in door.refused("policies", "show", "bad.json", "--pair", door.pair)
     if text.startswith("{"):
-        assert "--policy: not JSON" in one_line(door, "policies", "show", text, "--pair", door.pair)
-    assert "bad.json: not JSON" in one_line(door, "policies", "show", "--pair", "bad.json")
-    assert "bad.json:1: not JSON" in one_line(door, "run", "--pair", door.pair, "--workload", "bad.json")
+        assert "--policy: not JSON" in door.refused("policies", "show", text, "--pair", door.pair)
+    assert "bad.json: not JSON" in door.refused("policies", "show", "--pair", "bad.json")
+    assert "bad.json:1: not JSON" in door.refused("run", "--pair", door.pair, "--workload", "bad.json")
     Path("model").mkdir()
     Path("model/config.json").write_text(text)
     with pytest.raises(PairError, match=r"config\.json: not JSON"):
@@ -73,12 +63,12 @@ def test_nested_json_is_one_line_wherever_it_is_read(door: Door, text: str) -> N
 def test_text_that_no_database_keeps_is_refused_where_it_is_read(door: Door, word: str) -> None:
     Path("bad.json").write_text(f'{{"draft": "a{word}", "target": "{door.pair}/target"}}')
     for arguments in (("bad.json", "--pair", door.pair), ("autoregressive", "--pair", "bad.json")):
-        line = one_line(door, "policies", "show", *arguments)
+        line = door.refused("policies", "show", *arguments)
         assert "which is no text" in line
     good = '{"id": "a", "category": "b", "turns": ["x"]}'
     for line in (good.replace(f'"{letter}"', f'"{letter}{word}"') for letter in "abx"):
         Path("bad.jsonl").write_text('{"id": "first", "turns": ["x"]}\n' + line)
-        assert "bad.jsonl:2: " in one_line(door, "record", "--pair", door.pair, "--workload", "bad.jsonl")
+        assert "bad.jsonl:2: " in door.refused("record", "--pair", door.pair, "--workload", "bad.jsonl")
         with pytest.raises(WorkloadError, match=r"somewhere: .* which is no text"):
             make_workload("w", [("somewhere", json.loads(line))])
 
@@ -114,7 +104,7 @@ def test_names_that_no_file_can_have_are_one_line(door: Door) -> None:
         ("run", "--pair", door.pair, "--workload", LONG),
         ("run", "--pair", door.pair, "--workload", "good.jsonl", "--per-round", LONG),
     ):
-        assert len(one_line(door, *arguments)) < 600
+        assert len(door.refused(*arguments)) < 600
 
 
 def test_an_export_to_a_name_that_no_file_can_have_is_one_line() -> None:
@@ -123,7 +113,7 @@ def test_an_export_to_a_name_that_no_file_can_have_is_one_line() -> None:
 
 
 def test_a_drafts_name_fits_its_column(door: Door) -> None:
-    line = one_line(door, "policies", "show", "--target", "t", "--draft", f"{'d' * 129}=d")
+    line = door.refused("policies", "show", "--target", "t", "--draft", f"{'d' * 129}=d")
     assert "a draft's name has 129 characters, more than 128" in line
 
 
@@ -175,7 +165,7 @@ def test_a_link_is_judged_where_it_lies_as_it_is_replaced(tmp_path: Path) -> Non
 
 def test_what_is_no_regular_file_is_not_replaced(door: Door) -> None:
     os.mkfifo("pipe")
-    assert "no regular file" in one_line(door, "run", "--pair", door.pair, "--workload", "good.jsonl", "--per-round", "pipe")
+    assert "no regular file" in door.refused("run", "--pair", door.pair, "--workload", "good.jsonl", "--per-round", "pipe")
     with pytest.raises(SpectuneError, match="no regular file"):
         write_text("pipe", ["x"])
     assert stat.S_ISFIFO(Path("pipe").stat().st_mode)
@@ -239,5 +229,5 @@ def test_commands_steer_no_terminal_and_take_no_markup(door: Door, tmp_path: Pat
         assert "č" in found.output
         assert not set("\x1b\x07\x9b\u202e") & set(found.output)
     Path("bad.jsonl").write_text(json.dumps({"id": "a", "category": ESCAPE, "turns": ["x"]}))
-    line = one_line(door, "run", "--pair", door.pair, "--workload", "bad.jsonl", "--category", "none")
+    line = door.refused("run", "--pair", door.pair, "--workload", "bad.jsonl", "--category", "none")
     assert not set("\x1b\x07\x9b") & set(line)

@@ -106,10 +106,9 @@ def test_resume_finishes_what_was_begun(door: Door, store: TraceStore) -> None:
     assert texts[0] == texts[1]
     assert len(texts[0]) == 3
     assert store.get_recording(newer).n_requests == 0
-    refused = door.call("record", "--pair", door.pair, "--resume", other, "--gamma-max", 4)
-    assert refused.exit_code == 2
-    assert f"recording {other} is unfinished and was begun on cpu in bfloat16" in refused.stderr
-    assert "--device cpu --dtype bfloat16" in refused.stderr
+    line = door.refused("record", "--pair", door.pair, "--resume", other, "--gamma-max", 4)
+    assert f"recording {other} is unfinished and was begun on cpu in bfloat16" in line
+    assert "--device cpu --dtype bfloat16" in line
 
 
 def test_trees_are_widened_and_never_narrowed(door: Door, store: TraceStore) -> None:
@@ -314,11 +313,6 @@ def test_a_heads_chains_may_be_deeper_than_its_trees(
 @pytest.mark.parametrize("resume", [True, False])
 def test_mistakes_cost_one_line(door: Door, tmp_path: Path, arguments: tuple[object, ...], says: str, resume: bool) -> None:
     what = ("--resume", "latest") if resume else ("--workload", write_workload(tmp_path / "w.jsonl", 3))
-    found = door.call("record", "--pair", door.pair, *what, *SHORT, *arguments)
-    assert found.exit_code == 2, found.output
-    assert found.stdout == ""
-    assert found.stderr.startswith("error: ")
-    assert found.stderr.count("\n") == 1, found.stderr
-    assert says in found.stderr
+    assert says in door.refused("record", "--pair", door.pair, *what, *SHORT, *arguments)
     listed = door.json("traces", "list")["recordings"]
     assert [(r["n_requests"], r["trees"]) for r in listed] == [(3, {})]

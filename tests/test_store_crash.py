@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import signal
 import sqlite3
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -28,22 +27,18 @@ from traces.store import TraceStore
 from traces.writer import TrafficWriter
 
 KILLS = 6
-APPENDER = """
-import sys
-sys.path[:0] = [{root!r}, {tests!r}]
-from db import open_database
-from trace_values import a_panorama, a_trajectory, steps_of
-from traces.store import TraceStore
 
-store = TraceStore(open_database({url!r}))
-have = store.recorded_ordinals({recording!r})
-print("ready", flush=True)
-for i in range(100_000):
-    if i not in have:
-        store.append_trajectory({recording!r}, i, a_trajectory(i), steps_of(a_trajectory(i)))
-        store.put_panorama({recording!r}, i, a_panorama(a_trajectory(i), "small", seed=i))
-        print(i, flush=True)
-"""
+
+def append_for_ever(url: str, recording: str, said: int) -> None:
+    """Appends what is missing, and writes each number to the file descriptor ``said`` once it is stored."""
+    store = TraceStore(open_database(url))
+    have = store.recorded_ordinals(recording)
+    os.write(said, b"ready\n")
+    for i in range(100_000):
+        if i not in have:
+            store.append_trajectory(recording, i, a_trajectory(i), steps_of(a_trajectory(i)))
+            store.put_panorama(recording, i, a_panorama(a_trajectory(i), "small", seed=i))
+            os.write(said, b"%d\n" % i)
 
 
 def test_killed_at_random_moments_nothing_acknowledged_is_lost(url: str) -> None:
@@ -51,21 +46,23 @@ def test_killed_at_random_moments_nothing_acknowledged_is_lost(url: str) -> None
         store = TraceStore(database)
         store.put_pair(PAIR, "demo", {})
         recording = store.create_recording(PAIR, None, Sampling(), max_new_tokens=64).id
-    here = Path(__file__).parent
-    code = APPENDER.format(root=str(here.parent), tests=str(here), url=url, recording=recording)
     chance = random.Random(7)
     acknowledged: set[int] = set()
     for _ in range(KILLS):
-        child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-        assert child.stdout is not None
-        assert child.stdout.readline() == "ready\n"
-        # Counted, not timed alone: a slow machine acknowledges little in a given time.
-        said = "".join(child.stdout.readline() for _ in range(chance.randrange(2, 6)))
-        time.sleep(chance.uniform(0.0, 0.05))
-        os.kill(child.pid, signal.SIGKILL)
-        said += child.stdout.read()
-        acknowledged.update(int(line) for line in said.splitlines() if line.endswith(tuple("0123456789")))
-        child.wait()
+        reading, writing = os.pipe()
+        child = multiprocessing.get_context("fork").Process(target=append_for_ever, args=(url, recording, writing))
+        child.start()
+        os.close(writing)
+        with open(reading) as said:
+            assert said.readline() == "ready\n"
+            # Counted, not timed alone: a slow machine acknowledges little in a given time.
+            text = "".join(said.readline() for _ in range(chance.randrange(2, 6)))
+            time.sleep(chance.uniform(0.0, 0.05))
+            child.kill()
+            text += said.read()
+        child.join()
+        assert child.exitcode == -signal.SIGKILL
+        acknowledged.update(int(line) for line in text.split("\n")[:-1])
         report = check(url)
         assert report.ok, report.problems
     with open_database(url) as database:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
-from dataclasses import fields, replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -233,71 +234,31 @@ def test_trees_travel_with_their_recording_and_go_with_it(store: TraceStore, tmp
 def old_database(url: str) -> None:
     """A database at revision 0001 with a recording of one request and its chain panorama, written as that program did."""
     at_revision(url, "0001")
-    trajectory = a_trajectory(0)
-    moment = datetime(2026, 11, 20, 12, tzinfo=UTC)
-    tokens, chain = pack_tokens(trajectory.prompt_ids, trajectory.output_ids), pack_chain(a_panorama(trajectory, "small"))
-    sampling = '{"temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0}'
-    rows: list[tuple[str, dict[str, Any]]] = [
-        ("pair", {"id": PAIR, "name": "demo", "document": "{}", "created_at": moment}),
-        (
-            "recording",
-            {
-                "id": "rec-000001",
-                "pair_id": PAIR,
-                "source": "record",
-                "state": "complete",
-                "sampling": sampling,
-                "max_new_tokens": 64,
-                "verifier": "coupled",
-                "options": "{}",
-                "progress": "{}",
-                "spec_sha256": spec_hash(PAIR, None, Sampling(), 64, "coupled", {}, "record"),
-                "created_at": moment,
-            },
-        ),
-        (
-            "trajectory",
-            {
-                "recording_id": "rec-000001",
-                "ordinal": 0,
-                "request_id": trajectory.request_id,
-                "category": trajectory.category,
-                "sampling": sampling,
-                "max_new_tokens": 64,
-                "verifier": "coupled",
-                "finish": "length",
-                "stop_strings": "[]",
-                "n_prompt": len(trajectory.prompt_ids),
-                "n_output": len(trajectory.output_ids),
-                "rounds": 0,
-                "drafted": 0,
-                "accepted": 0,
-                "seconds": 0.0,
-                "created_at": moment,
-                **{f.name: getattr(tokens, f.name) for f in fields(tokens)},
-            },
-        ),
-        (
-            "panorama_chunk",
-            {
-                "recording_id": "rec-000001",
-                "ordinal": 0,
-                "draft": "small",
-                "kind": "chain",
-                "gamma_max": 16,
-                "n": 60,
-                "agree_count": 40,
-                "none_count": 0,
-                "acceptance": 0.5,
-                "at_risk": "[60]",
-                "survived": "[40]",
-                **{f.name: getattr(chain, f.name) for f in fields(chain)},
-            },
-        ),
-    ]
+    text = a_trajectory(0)
+    tokens, chain = pack_tokens(text.prompt_ids, text.output_ids), pack_chain(a_panorama(text, "small"))
+    now = {"created_at": datetime(2026, 11, 20, 12, tzinfo=UTC)}
+    asked = {"sampling": json.dumps(asdict(Sampling())), "max_new_tokens": 64, "verifier": "coupled"}
+    digest = spec_hash(PAIR, None, Sampling(), 64, "coupled", {}, "record")
+    request = {"recording_id": "rec-000001", "ordinal": 0}
+    counted = {"n_prompt": 17, "n_output": 60, "rounds": 0, "drafted": 0, "accepted": 0, "seconds": 0.0}
+    rows: dict[str, dict[str, Any]] = {
+        "pair": {"id": PAIR, "name": "demo", "document": "{}", **now},
+        "recording": {
+            "id": "rec-000001", "pair_id": PAIR, "source": "record", "state": "complete", "options": "{}", "progress": "{}",
+            "spec_sha256": digest, **asked, **now,
+        },
+        "trajectory": {
+            "request_id": text.request_id, "category": text.category, "finish": "length", "stop_strings": "[]",
+            **request, **asked, **now, **counted, **vars(tokens),
+        },
+        "panorama_chunk": {
+            "draft": "small", "kind": "chain", "gamma_max": 16, "n": 60, "agree_count": 40, "none_count": 0,
+            "acceptance": 0.5, "at_risk": "[60]", "survived": "[40]", **request, **vars(chain),
+        },
+    }  # fmt: skip
     engine = make_engine(parse_url(url), migrating=True)
     with engine.execution_options(**WRITES).connect() as connection, connection.begin():
-        for table, values in rows:
+        for table, values in rows.items():
             names = ", ".join(values)
             connection.execute(sa.text(f"INSERT INTO {table} ({names}) VALUES ({', '.join(':' + n for n in values)})"), values)
     engine.dispose()
