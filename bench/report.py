@@ -166,11 +166,11 @@ class Plot:
         self.names: list[tuple[str, str]] = []
         for value, label in x.items():
             across, bottom = self.at(value, self.y[0])
-            self.parts.append(f'<path d="M{across:.1f} {bottom:.1f}V20" stroke="#8884"/>')
+            self.parts.append(f'<path d="M{across:.1f} {bottom:.1f}V20" stroke="#888" stroke-opacity=".3"/>')
             self.text(across, bottom + 18, label)
         for value, label in y.items():
             _, up = self.at(self.x[0], value)
-            self.parts.append(f'<path d="M{left} {up:.1f}H{self.WIDTH - 20}" stroke="#8884"/>')
+            self.parts.append(f'<path d="M{left} {up:.1f}H{self.WIDTH - 20}" stroke="#888" stroke-opacity=".3"/>')
             self.text(left - 8, up + 4, label, "end")
         self.text(self.WIDTH / 2, self.HEIGHT - 8, names[0])
         self.text(left, 13, names[1], "start")
