@@ -9,9 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from db.errors import CorruptedChunkError, NotFoundError
-from runtime.policies.machines import Q_LEARNING
 from runtime.policies.plan import QTables
-from runtime.policies.windows import WindowController, export_q_table
+from runtime.policies.windows import WindowState
 from traces.catalog import Artifact
 from traces.errors import PolicyError
 from traces.store import TraceStore
@@ -71,15 +70,15 @@ def _stored(store: TraceStore, name: str, where: str) -> Artifact:
         raise PolicyError(f"{where}{error}") from None
 
 
-def q_table(controller: WindowController) -> npt.NDArray[np.float64]:
+def q_table(state: WindowState) -> npt.NDArray[np.float64]:
     """What a Q-learning window has learned, float64 [states, actions]. Raises PolicyError for a window that learns nothing."""
-    if controller.window.kind != Q_LEARNING:
+    if not state.learner.q.size:
         raise PolicyError("only a q_learning window learns a Q-table; this policy's window does not")
-    return export_q_table(controller.window, controller.state)
+    return state.learner.q
 
 
-def keep_q_table(store: TraceStore, controller: WindowController, pair_id: str, provenance: Mapping[str, Any]) -> str:
+def keep_q_table(store: TraceStore, state: WindowState, pair_id: str, provenance: Mapping[str, Any]) -> str:
     """Stores a :func:`q_table`; the artifact's id. Raises PolicyError as that does."""
-    table = q_table(controller)
+    table = q_table(state)
     document = {"states": table.shape[0], "actions": table.shape[1]}
     return store.put_artifact(Q_TABLE, document, {"values": table}, pair_id=pair_id, provenance=provenance)

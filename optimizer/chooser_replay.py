@@ -18,6 +18,7 @@ from runtime.policies.document import ChooserPolicy, FullShortlist, Policy
 from runtime.policies.plan import QTables, prepare
 from runtime.policies.prepared_chooser import stored_chooser
 from runtime.policies.tree_rules import Artifacts
+from runtime.policies.windows import init_state
 from traces.errors import PolicyError, TraceError
 from traces.recording import Skipped
 from traces.schema import LatencyProfile, Proposals, Step, TreePanorama
@@ -72,7 +73,7 @@ def ranks_of(store: TraceStore, recording: str, policy: Policy) -> Ranks | None:
 @dataclass(frozen=True, eq=False)
 class ChosenReplay(Replay):
     """A chooser's :class:`optimizer.replay.Replay`. ``parts``: which requests (places in the replayed order) each candidate decoded,
-    and its replay of them. ``controller`` is no candidate's: they are in the parts."""
+    and its replay of them. ``state`` is no candidate's: they are in the parts."""
 
     parts: tuple[tuple[npt.NDArray[np.int64], Replay], ...] = ()
 
@@ -134,7 +135,7 @@ def run_chosen(
         seconds += chooser.reading_seconds(profile, trace.prompts[trace.order], picks)
     rounds, round_s = _joined(parts) if per_round else (None, None)
     missing = sum(part.missing for _, part in parts)
-    return ChosenReplay(policy, trace, counts, seconds, ready.controller, rounds, round_s, missing, tuple(parts))
+    return ChosenReplay(policy, trace, counts, seconds, init_state(ready.window), rounds, round_s, missing, tuple(parts))
 
 
 def _joined(

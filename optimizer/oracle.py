@@ -8,6 +8,7 @@ from runtime.loop import DecodeRequest, Drafted, Round, StaticSource, Verified, 
 from runtime.policies.document import Policy
 from runtime.policies.plan import Plan
 from runtime.policies.stops import STOP_NONE, should_stop
+from runtime.session import Sessions
 from traces.errors import TraceError
 from traces.schema import AGREE_NO, AGREE_NONE, AGREE_YES, ChainPanorama, Trajectory, request_seed
 
@@ -98,9 +99,9 @@ class TraceBackend:
 
 
 def replay_rounds(
-    trajectory: Trajectory, panorama: ChainPanorama | None, policy: Policy, prepared: Plan
+    trajectory: Trajectory, panorama: ChainPanorama | None, policy: Policy, prepared: Plan, sessions: Sessions | None = None
 ) -> list[Round]:
-    """Every round of one request under one policy, by the plain loop. The controller's state is carried by ``prepared``."""
+    """Every round of one request under one policy, by the plain loop. ``sessions`` hold what windows carry on."""
     length = len(trajectory.output_ids)
 
     def ends_at(output: list[int], new: list[int]) -> int | None:
@@ -115,4 +116,4 @@ def replay_rounds(
         ends_at=ends_at,
     )
     backend = TraceBackend(trajectory, panorama if policy.speculates else None)
-    return list(decode_rounds(backend, request, StaticSource(prepared)))
+    return list(decode_rounds(backend, request, StaticSource(prepared), sessions=sessions))

@@ -22,12 +22,12 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-import runtime.policies.machines as machines
+import runtime.policies.splitmix as splitmix
 import runtime.policies.stops as stops
 import traces.schema as schema
 from runtime.policies.document import Policy
 from runtime.policies.jit import compiled
-from runtime.policies.machines import hash_uniform
+from runtime.policies.splitmix import hash_uniform
 from runtime.policies.stops import STOP_NONE, CompiledStop, compile_stop, should_stop
 from traces.errors import TraceError
 from traces.schema import AGREE_NO, AGREE_NONE, AGREE_YES, PROB_SCALE, ChainPanorama, Trajectory, request_seed
@@ -155,7 +155,7 @@ def first_occurrences(trajectory: Trajectory) -> npt.NDArray[np.int32]:
     return np.maximum(first[inverse][prompt:] - prompt, -1).astype(np.int32)
 
 
-@compiled(machines, schema)
+@compiled(splitmix, schema)
 def draw_agreement(offsets: Index, drawn: npt.NDArray[np.bool_], key: Index, accept: Codes, seed: int, agree: Bytes) -> None:
     """Draws, in place, which proposals the rejection verifier kept: position i of a request agrees iff u(seed, request, i) <
     accept[i].
@@ -167,7 +167,7 @@ def draw_agreement(offsets: Index, drawn: npt.NDArray[np.bool_], key: Index, acc
     for r in range(len(drawn)):
         if not drawn[r]:
             continue
-        stream = int(np.int64(machines.mix64(np.uint64(key[r]) + machines.mix64(np.uint64(seed)))))
+        stream = int(np.int64(splitmix.mix64(np.uint64(key[r]) + splitmix.mix64(np.uint64(seed)))))
         for p in range(offsets[r], offsets[r + 1]):
             if agree[p] != AGREE_NONE:
                 u = hash_uniform(stream, p - offsets[r])

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 import optimizer.cost as cost
-import runtime.policies.machines as machines
+import runtime.policies.windows as windows
 from optimizer.cost import BUCKET, LAG_LIMIT, CostModel, TreeCosts, request_seconds
 from optimizer.outcomes import Chains, Index, Words, check_reach, first_occurrences, join_chains, tabulate
 from optimizer.shortlist_ranks import RanksByPolicy
@@ -36,12 +36,11 @@ from optimizer.tree_outcomes import Forest, GrowthTable, join_trees, tabulate_gr
 from optimizer.tree_replay import TreeLimits, replay_trees, stop_levels
 from runtime.policies.document import GAMMA_LIMIT, ChooserPolicy, Policy
 from runtime.policies.jit import compiled
-from runtime.policies.machines import advance, reset
 from runtime.policies.plan import Plan, QTables, prepare, tree_kinds
 from runtime.policies.stops import CompiledStop
 from runtime.policies.tree_rules import Artifacts
 from runtime.policies.trees import TreeRule
-from runtime.policies.windows import WindowController
+from runtime.policies.windows import CompiledWindow, WindowState, advance, init_state, reset
 from runtime.shortlists import ShortlistRule
 from traces.errors import PolicyError, TraceError
 from traces.schema import NO_BIN, ChainPanorama, Counts, LatencyProfile, Outcome, RequestOutcome, Step, Trajectory, TreePanorama
@@ -285,7 +284,7 @@ class Replay:
 
     ``counts`` int64 [requests, 6] (rounds, emitted, accepted, drafted, draft steps, verified), ``seconds`` float64
     [requests] (0 without a profile). ``rounds`` int32 [rounds, 8] (:data:`ROUND_COLUMNS`) and ``round_s`` float64 [rounds,
-    3] (draft, verify, round), in order, are None unless asked for. ``controller`` is the window as it was left, a learned
+    3] (draft, verify, round), in order, are None unless asked for. ``state`` is the window's as it was left, a learned
     Q-table included. ``missing`` rounds read laws that were not recorded (0 unless approximate).
     """
 
@@ -293,7 +292,7 @@ class Replay:
     trace: ReplayTrace
     counts: npt.NDArray[np.int64]
     seconds: FloatArray
-    controller: WindowController
+    state: WindowState
     rounds: npt.NDArray[np.int32] | None = None
     round_s: FloatArray | None = None
     missing: int = 0
@@ -357,14 +356,14 @@ def run_replay(
     profile: LatencyProfile | None = None,
     *,
     per_round: bool = False,
-    controller: WindowController | None = None,
+    state: WindowState | None = None,
     q_tables: QTables | None = None,
     artifacts: Artifacts | None = None,
     approximate: bool = False,
 ) -> Replay:
     """:func:`replay` with arrays instead of values, and on request every round. Releases the GIL while it runs.
 
-    ``controller`` goes on from an earlier session's state (it is copied); by default the policy's window starts anew.
+    ``state`` goes on from an earlier session's (it is copied); by default the policy's window starts anew.
     ``q_tables`` finds the Q-table of a window that names an artifact, ``artifacts`` what trees need. A tree that would read laws which were
     not recorded raises TraceError, unless ``approximate``: then such nodes have no children, and ``Replay.missing`` counts the rounds. It
     also counts those whose shortlist holds none of the children recorded, where the proposal is taken to be wrong.
@@ -372,17 +371,17 @@ def run_replay(
     if isinstance(policy, ChooserPolicy):
         from optimizer.chooser_replay import run_chosen  # which replays the candidates by this function
 
-        if controller is not None:
-            raise ValueError("a chooser's candidates begin with windows of their own: replay one of them to go on from a controller")
+        if state is not None:
+            raise ValueError("a chooser's candidates begin with windows of their own: replay one of them to go on from a state")
         return run_chosen(
             trace, policy, profile, per_round=per_round, q_tables=q_tables, artifacts=artifacts, approximate=approximate
         )
     if profile is None and not policy.replays_exactly:
         raise PolicyError("window.costs 'recent' reads the clock, which a replay takes from a latency profile: give one")
     prepared = prepare(policy, [policy.draft], profile=profile, q_tables=q_tables, artifacts=artifacts)
-    window = (prepared.controller if controller is None else controller).fork()
+    state = init_state(prepared.window) if state is None else state.fork()
     if trace.uses_trees(policy):
-        return _run_trees(trace, policy, prepared, window, profile, per_round=per_round, approximate=approximate)
+        return _run_trees(trace, policy, prepared, state, profile, per_round=per_round, approximate=approximate)
     words = trace.outcomes(policy, prepared.stop, prepared.shortlist)
     model, before = (_FREE, np.zeros(len(trace.trajectories))) if profile is None else trace.costs(policy, profile, prepared.shortlist)
     counts = np.zeros((len(trace.order), 6), dtype=np.int64)
@@ -391,9 +390,8 @@ def run_replay(
     listed = per_round or len(doubtful) > 0
     size = trace.tokens if listed else 0
     rounds, round_s = np.zeros((size, len(ROUND_COLUMNS)), dtype=np.int32), np.zeros((size, 3))
-    w = window.window
     used = _replay(
-        w.kind, w.ints, w.floats, w.table, window.state,
+        prepared.window, state,
         trace.order, trace.offsets, trace.prompts, trace.budgets, trace.sampled, words,
         model.verify_s, model.first_s, model.step_s, model.bend_s, trace.shortlist_costs(policy, profile, prepared.shortlist),
         model.overhead_s, model.noise_s, model.sample_s, model.draft_sample_s,
@@ -403,15 +401,15 @@ def run_replay(
     known = doubtful[trace.offsets[trace.order[rounds[:, 0]]] + rounds[:, 1]] if len(doubtful) else rounds[:, 2]
     missing = int((known < rounds[:, 2]).sum())
     if not per_round:
-        return Replay(policy, trace, counts, seconds, window, missing=missing)
-    return Replay(policy, trace, counts, seconds, window, rounds, round_s, missing)
+        return Replay(policy, trace, counts, seconds, state, missing=missing)
+    return Replay(policy, trace, counts, seconds, state, rounds, round_s, missing)
 
 
 def _run_trees(
     trace: ReplayTrace,
     policy: Policy,
     prepared: Plan,
-    window: WindowController,
+    state: WindowState,
     profile: LatencyProfile | None,
     *,
     per_round: bool,
@@ -429,9 +427,8 @@ def _run_trees(
     size = trace.tokens if per_round else 0
     rounds, round_s = np.zeros((size, len(ROUND_COLUMNS)), dtype=np.int32), np.zeros((size, 3))
     forest = trace.forests[policy.draft, getattr(policy.growth, "proposals", "coupled")]
-    w = window.window
     used = replay_trees(
-        w.kind, w.ints, w.floats, w.table, window.state,
+        prepared.window, state,
         trace.order, trace.offsets, trace.prompts, trace.budgets, trace.sampled, trace._first_seen,
         growth.rank, growth.pool, growth.width, growth.read, growth.phi,
         stop_levels(growth, prepared.rules, hot), growth.end, growth.missing,
@@ -448,8 +445,8 @@ def _run_trees(
             "records them"
         )
     if not per_round:
-        return Replay(policy, trace, counts, seconds, window, missing=missing)
-    return Replay(policy, trace, counts, seconds, window, rounds[:used].copy(), round_s[:used].copy(), missing)
+        return Replay(policy, trace, counts, seconds, state, missing=missing)
+    return Replay(policy, trace, counts, seconds, state, rounds[:used].copy(), round_s[:used].copy(), missing)
 
 
 def replay_many(
@@ -460,13 +457,10 @@ def replay_many(
         return list(pool.map(lambda policy: run_replay(trace, policy, profile), policies))
 
 
-@compiled(machines, cost)
+@compiled(windows, cost)
 def _replay(
-    kind: int,
-    ints: npt.NDArray[np.int64],
-    floats: FloatArray,
-    table: FloatArray,
-    state: FloatArray,
+    window: CompiledWindow,
+    state: WindowState,
     order: Index,
     offsets: Index,
     prompts: Index,
@@ -496,12 +490,12 @@ def _replay(
         r = order[i]
         begin, length, budget, context = offsets[r], offsets[r + 1] - offsets[r], budgets[r], prompts[r] - 1
         noise, sample, draft_sample = noise_s * sampled[r], sample_s * sampled[r], draft_sample_s * sampled[r]
-        reset(kind, ints, state)
+        reset(window, state)
         start, lag = 0, 1
         n_rounds, n_accepted, n_drafted, n_steps, total_s = 0, 0, 0, 0, 0.0
         while start < length:
             word = int(words[begin + start])
-            gamma = max(0, min(int(state[0]), budget - start - 1))
+            gamma = max(0, min(int(state.gamma[0]), budget - start - 1))
             drafted = min(gamma, (word >> 8) & 255)
             steps = min(gamma, (word >> 16) & 255)
             accepted = min(word & 255, drafted)
@@ -518,7 +512,7 @@ def _replay(
                     slope = first_table[bucket, LAG_LIMIT + 1] - first_table[bucket, LAG_LIMIT]
                     draft_s += (lag - LAG_LIMIT) * slope
             verify_s = verify_table[bucket, drafted] + sample * (drafted + 1) + noise * emitted
-            advance(kind, ints, floats, table, state, drafted, accepted, 1 if (word >> 24) < accepted else 0, draft_s, verify_s)
+            advance(window, state, drafted, accepted, 1 if (word >> 24) < accepted else 0, draft_s, verify_s)
             if per_round:
                 rounds[used, 0] = i
                 rounds[used, 1] = start

@@ -11,14 +11,14 @@ import numpy.typing as npt
 
 import optimizer.cost as cost
 import optimizer.tree_tabulation as tree_tabulation
-import runtime.policies.machines as machines
+import runtime.policies.windows as windows
 import traces.schema as schema
 from optimizer.cost import BUCKET, LAG_LIMIT
 from optimizer.tree_outcomes import GrowthTable
 from optimizer.tree_tabulation import ABSENT, NEVER
 from runtime.policies.jit import compiled
-from runtime.policies.machines import advance, reset
 from runtime.policies.trees import TreeRule
+from runtime.policies.windows import CompiledWindow, WindowState, advance, reset
 from traces.schema import NO_BIN
 
 FloatArray = npt.NDArray[np.float64]
@@ -46,13 +46,10 @@ class TreeLimits:
         return cls(np.array(numbers, dtype=np.int64), np.array([*rule.thresholds, 0], dtype=np.int64)[: len(rule.thresholds)], kept)
 
 
-@compiled(machines, cost, tree_tabulation, schema)
+@compiled(windows, cost, tree_tabulation, schema)
 def replay_trees(
-    kind: int,
-    ints: Index,
-    floats: FloatArray,
-    table: FloatArray,
-    state: FloatArray,
+    window: CompiledWindow,
+    state: WindowState,
     order: Index,
     offsets: Index,
     prompts: Index,
@@ -102,13 +99,13 @@ def replay_trees(
         begin, length, budget, context = offsets[r], offsets[r + 1] - offsets[r], budgets[r], prompts[r] - 1
         hot = 1 if sampled[r] > 0 else 0
         per_token = token_s[hot]
-        reset(kind, ints, state)
+        reset(window, state)
         start, lag = 0, 1
         n_rounds, n_accepted, n_drafted, n_steps, n_missing, total_s = 0, 0, 0, 0, 0, 0.0
         while start < length:
             s = begin + start
             limit = budget - start - 1
-            gamma = max(0, min(int(state[0]), limit))
+            gamma = max(0, min(int(state.gamma[0]), limit))
             levels, steps, bin_, keep = 0, 0, NO_BIN, top_n
             if gamma > 0:
                 wanted = min(gamma, static)
@@ -169,7 +166,7 @@ def replay_trees(
                 if first_seen[s + level] < start:
                     near = 1
                     break
-            advance(kind, ints, floats, table, state, levels, accepted, near, draft_s, verify_s)
+            advance(window, state, levels, accepted, near, draft_s, verify_s)
             if per_round:
                 rounds[used, 0] = i
                 rounds[used, 1] = start

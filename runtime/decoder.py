@@ -22,6 +22,7 @@ from runtime.policies.plan import Plan, QTables, check_verifier, prepare
 from runtime.policies.prepared_chooser import with_candidates
 from runtime.policies.tree_rules import Artifacts
 from runtime.sampling import Noise, filters
+from runtime.session import Sessions
 from runtime.shortlists import HeadHashes, ShortlistedModel, ShortlistRule, Shortlists, head_hashes
 from runtime.tree_drafts import GrownTree, ModelLaws, Pruned, TreeContext, ancestors, grow
 from runtime.verification import verify_coupled, verify_rejection, verify_tree
@@ -267,6 +268,7 @@ class Decoder:
     clock: Callable[[], float] = time.perf_counter
     after_round: Callable[[], None] | None = None
     backend: ModelBackend = field(init=False)
+    sessions: Sessions = field(init=False, default_factory=Sessions)
 
     def __post_init__(self) -> None:
         self.backend = ModelBackend(self.pair)
@@ -297,7 +299,7 @@ class Decoder:
                 raise PolicyError(
                     f"draft {policy.draft!r} is a head, which the rejection verifier is not built for; use the coupled verifier"
                 )
-        return decode_rounds(self.backend, request, self.source, self.clock)
+        return decode_rounds(self.backend, request, self.source, self.clock, self.sessions)
 
     def decode(self, request: DecodeRequest, category: str = "", stop_strings: tuple[str, ...] = ()) -> Decoded:
         """Decodes a request to its end."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from runtime.policies.plan import Plan
+from runtime.session import Sessions
 from traces.schema import NO_BIN, Finish, Sampling, Step, Verifier
 
 if TYPE_CHECKING:
@@ -121,13 +122,17 @@ class Round:
 
 
 def decode_rounds(
-    backend: Backend, request: DecodeRequest, source: PolicySource, clock: Callable[[], float] = time.perf_counter
+    backend: Backend,
+    request: DecodeRequest,
+    source: PolicySource,
+    clock: Callable[[], float] = time.perf_counter,
+    sessions: Sessions | None = None,
 ) -> Iterator[Round]:
     """Decodes one request round by round.
 
     Each round: ask the window for gamma, clip it so that no drafted token can exceed the budget, draft, verify, cut at EOS or a stop
     string, tell the window. Yields until the text has ended. A chooser chooses once, for the prompt, when it comes into force; steps
-    name the candidate that it chose.
+    name the candidate that it chose. ``sessions`` hold what windows carry from request to request.
     """
 
     def decoding(found: Plan) -> Plan:
@@ -135,9 +140,9 @@ def decode_rounds(
 
     in_force = source.current()
     prepared = decoding(in_force)
-    controller = prepared.controller
-    controller.start_request()
-    seen = set(request.prompt_ids) if prepared.needs_cache else set()
+    sessions = Sessions() if sessions is None else sessions
+    session = sessions.of(prepared)
+    session.start(request.prompt_ids)
     output: list[int] = []
     lag = 1
     backend.begin(request, prepared)
@@ -146,13 +151,12 @@ def decode_rounds(
         newest = source.current()
         if newest is not in_force:
             in_force, prepared = newest, decoding(newest)
-            controller = prepared.controller
-            controller.start_request()
-            seen = {*request.prompt_ids, *output} if prepared.needs_cache else set()
+            session = sessions.of(prepared)
+            session.start([*request.prompt_ids, *output])
         start = len(output)
         limit = request.max_new_tokens - start - 1
         passes = backend.canonical_passes
-        gamma = min(controller.choose(), limit)
+        gamma = min(session.gamma, limit)
         drafted = backend.draft(prepared, gamma, limit) if gamma > 0 else None
         draft_done, passes_drafting = clock(), backend.canonical_passes - passes
         verdict = backend.verify(drafted)
@@ -161,12 +165,9 @@ def decode_rounds(
         emitted, accepted = len(tokens), min(verdict.accepted, len(tokens))
         backend.commit(tokens, accepted, drafted)
         count, steps = (drafted.count, drafted.steps) if drafted else (0, 0)
-        cached = sum(t in seen for t in tokens[:accepted]) if prepared.needs_cache else 0
-        if prepared.needs_cache:
-            seen.update(tokens)
         draft_s, verify_s = draft_done - started, verify_done - draft_done
         depth = drafted.depth if drafted else 0
-        controller.observe(depth, accepted, cached, draft_s, verify_s)
+        session.observe(depth, accepted, tokens, draft_s, verify_s)
         output.extend(tokens)
         step = Step(
             start=start,

@@ -24,6 +24,7 @@ from runtime.pair import read_pair
 from runtime.panorama import record_panorama
 from runtime.policies.document import Policy, parse_policy
 from runtime.policies.plan import prepare
+from runtime.session import Sessions
 from traces.errors import PolicyError
 from traces.schema import ChainPanorama, Request, Sampling, Step, Trajectory
 from traces.store import TraceStore
@@ -87,14 +88,14 @@ def test_replay_is_the_runtime_round_by_round(pair: LoadedPair, sampling: Sampli
     rounds = 0
     for policy in tried:
         decoder = Decoder(pair, StaticSource(prepare(policy, pair.draft_names, profile=profile)))
-        oracle = prepare(policy, pair.draft_names, profile=profile)
+        oracle, sessions = prepare(policy, pair.draft_names, profile=profile), Sessions()
         replayed = run_replay(trace, policy, profile, per_round=True).steps()
         for i, (prompt, trajectory) in enumerate(zip(PROMPTS, trajectories, strict=True)):
             request = decoder.request(Request(str(i), "c", (prompt,)), pair.encode(prompt), sampling, TOKENS)
             executed = decoder.decode(request)
             assert executed.trajectory == trajectory, policy.label()
             view = panoramas[policy.draft][i] if policy.speculates else None
-            plain = [shape(r.step) for r in replay_rounds(trajectory, view, policy, oracle)]
+            plain = [shape(r.step) for r in replay_rounds(trajectory, view, policy, oracle, sessions)]
             assert [shape(s) for s in executed.steps] == plain, policy.label()
             assert [shape(s) for s in replayed[i]] == plain, policy.label()
             rounds += len(plain)
@@ -195,7 +196,7 @@ def test_a_stored_q_table_is_where_the_next_session_begins(pair: LoadedPair, tmp
     near = next(iter(pair.drafts))
     trace = ReplayTrace(trajectories, panoramas)
     window = {"kind": "q_learning", "gamma_max": 6, "epsilon": 0.3}
-    learned = run_replay(trace, parse_policy({"draft": near, "window": window})).controller
+    learned = run_replay(trace, parse_policy({"draft": near, "window": window})).state
     with open_database(str(tmp_path / "a.db")) as database:
         store = TraceStore(database)
         store.put_pair(pair.id, "tiny", pair.spec.to_json())

@@ -20,7 +20,7 @@ from optimizer.oracle import replay_rounds
 from optimizer.replay import ReplayTrace, replay, replay_many, run_replay
 from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from runtime.policies.plan import prepare
-from runtime.policies.windows import WindowController, export_q_table
+from runtime.session import Session, Sessions
 from traces.errors import PolicyError, TraceError
 from traces.schema import (
     AGREE_NO,
@@ -125,16 +125,16 @@ class Toy:
 Timer = Callable[[int, Step], tuple[float, float, float]]
 
 
-def literal_request(toy: Toy, t: Trajectory, policy: Policy, window: WindowController, timer: Timer) -> list[Step]:
+def literal_request(toy: Toy, t: Trajectory, policy: Policy, session: Session, timer: Timer) -> list[Step]:
     """Decodes one request with the toy draft really running."""
     prompt, text = t.prompt_ids.tolist(), t.output_ids.tolist()
     stop: Any = policy.stop
     output: list[int] = []
     lag, steps_done = 1, []
-    window.start_request()
+    session.start(prompt)
     while len(output) < len(text):
         start = len(output)
-        gamma = min(window.choose(), t.max_new_tokens - start - 1)
+        gamma = min(session.gamma, t.max_new_tokens - start - 1)
         chain: list[int] = []
         passes, joint = 0, 0
         for _ in range(gamma):
@@ -160,14 +160,12 @@ def literal_request(toy: Toy, t: Trajectory, policy: Policy, window: WindowContr
             accepted += 1
         emitted = text[start : start + accepted + 1]
         accepted = min(accepted, len(emitted))
-        known = {*prompt, *output}
-        cached = sum(token in known for token in emitted[:accepted])
         step = Step(
             start, len(chain), len(chain) + 1, accepted, len(emitted), passes, lag, policy.draft, policy.id, depth=len(chain)
         )  # fmt: skip
         draft_s, verify_s, round_s = timer(len(prompt) + start - 1, step)
         steps_done.append(replace(step, draft_s=draft_s, verify_s=verify_s, round_s=round_s))
-        window.observe(len(chain), accepted, cached, draft_s, verify_s)
+        session.observe(len(chain), accepted, emitted, draft_s, verify_s)
         lag = len(emitted) - min(accepted, passes - 1) if passes else lag + len(emitted)
         output += emitted
     return steps_done
@@ -240,7 +238,7 @@ def toy_trace(toy: Toy, requests: int = 5, temperature: float = 0.0) -> ReplayTr
 
 
 def literal(toy: Toy, trace: ReplayTrace, policy: Policy, profile: LatencyProfile | None) -> list[list[Step]]:
-    window = prepare(policy, ["toy"], profile=profile).controller
+    session = Session(prepare(policy, ["toy"], profile=profile).window)
     out = []
     for r in trace.order.tolist():
         t = trace.trajectories[r]
@@ -251,7 +249,7 @@ def literal(toy: Toy, trace: ReplayTrace, policy: Policy, profile: LatencyProfil
         ) -> tuple[float, float, float]:
             return m.round_seconds(step, context, sampled=sampled)
 
-        out.append(literal_request(toy, t, policy, window, timer))
+        out.append(literal_request(toy, t, policy, session, timer))
     return out
 
 
@@ -299,8 +297,8 @@ def test_agrees_with_the_oracle(seed: int) -> None:
         policy = random_policy(rng)
         if not policy.replays_exactly:
             continue
-        prepared = prepare(policy, ["toy"], profile=PROFILE)
-        rounds = [replay_rounds(t, toy.panorama(t), policy, prepared) for t in trace.trajectories]
+        plan, sessions = prepare(policy, ["toy"], profile=PROFILE), Sessions()
+        rounds = [replay_rounds(t, toy.panorama(t), policy, plan, sessions) for t in trace.trajectories]
         expected = without_times([[r.step for r in request] for request in rounds])
         assert without_times(run_replay(trace, policy, PROFILE, per_round=True).steps()) == expected
 
@@ -369,18 +367,18 @@ def test_selected_requests_replay_as_alone_unless_the_window_carries() -> None:
     assert run_replay(part, heuristic, per_round=True).steps() == literal(toy, part, heuristic, None)
 
 
-def test_sessions_continue_from_a_controller() -> None:
+def test_sessions_continue_from_a_state() -> None:
     toy = Toy(6, 0.85)
     trace = toy_trace(toy, requests=6)
     policy = parse_policy({"draft": "toy", "window": {"kind": "q_learning", "gamma_max": 5, "epsilon": 0.4}})
     whole = run_replay(trace, policy)
     first = run_replay(trace.select([0, 1, 2]), policy)
-    before = first.controller.state.copy()
-    second = run_replay(trace.select([3, 4, 5]), policy, controller=first.controller)
+    before = first.state.learner.q.copy()
+    second = run_replay(trace.select([3, 4, 5]), policy, state=first.state)
     assert np.array_equal(np.concatenate([first.counts, second.counts]), whole.counts)
-    assert np.array_equal(second.controller.state, whole.controller.state)
-    assert np.array_equal(first.controller.state, before)
-    assert export_q_table(whole.controller.window, whole.controller.state).any()
+    assert np.array_equal(second.state.learner.q, whole.state.learner.q)
+    assert np.array_equal(first.state.learner.q, before)
+    assert whole.state.learner.q.any()
 
 
 def test_many_threads_agree_with_one() -> None:

@@ -1,4 +1,6 @@
-"""Windows: the contract all of them keep, and each against a plain reference written from the paper."""
+"""Windows: the contract all of them keep, and each against a plain reference written from the
+paper.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,14 @@ import pytest
 from scipy.optimize import minimize_scalar
 
 from runtime.policies.document import Policy, Window, parse_policy
-from runtime.policies.estimators import TABLE_KNOTS
+from runtime.policies.on_the_fly import TABLE_KNOTS
 from runtime.policies.windows import (
-    WindowController,
     WindowCosts,
-    choose,
+    WindowState,
+    advance,
     compile_window,
-    export_q_table,
     init_state,
-    load_q_table,
-    observe,
-    start_request,
+    reset,
 )
 from traces.errors import PolicyError
 
@@ -41,11 +40,27 @@ DOCUMENTS: list[dict[str, Any]] = [
     {"kind": "heuristic", "gamma_max": 7, "transient": True},
     {"kind": "heuristic", "gamma_max": 1, "gamma_initial": 0},
     {"kind": "q_learning"},
-    {"kind": "q_learning", "gamma_max": 5, "memory": 2, "epsilon": 0.5, "learning_rate": 0.3, "seed": 7, "gamma_min": 0},
+    {
+        "kind": "q_learning",
+        "gamma_max": 5,
+        "memory": 2,
+        "epsilon": 0.5,
+        "learning_rate": 0.3,
+        "seed": 7,
+        "gamma_min": 0,
+    },
     {"kind": "q_learning", "gamma_max": 3, "reward": "speed", "epsilon": 0.2, "seed": 2**70 + 5},
     {"kind": "q_learning", "gamma_max": 4, "learn": False, "epsilon": 1.0},
     *(
-        {"kind": "analytic", "estimator": e, "costs": c, "history": h, "gamma_max": g, "gamma_min": m, "acc_max": a}
+        {
+            "kind": "analytic",
+            "estimator": e,
+            "costs": c,
+            "history": h,
+            "gamma_max": g,
+            "gamma_min": m,
+            "acc_max": a,
+        }
         for e, c, (h, g, m, a) in itertools.product(
             ("ratio", "exact", "table"),
             ("profile", "recent"),
@@ -66,107 +81,126 @@ def name_of(document: dict[str, Any]) -> str:
 every_window = pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 
 
-def controller(document: dict[str, Any]) -> WindowController:
-    return WindowController(compile_window(window_of(document), COSTS))
+class Machine:
+    """A window and its state."""
+
+    def __init__(
+        self,
+        document: dict[str, Any],
+        state: WindowState | None = None,
+        *,
+        costs: WindowCosts | None = COSTS,
+        q_table: Any = None,
+    ) -> None:
+        self.window = compile_window(window_of(document), costs, q_table=q_table)
+        self.state = init_state(self.window) if state is None else state
+
+    @property
+    def gamma(self) -> int:
+        return int(self.state.gamma[0])
+
+    def reset(self) -> None:
+        reset(self.window, self.state)
+
+    def advance(self, *round_: Any) -> None:
+        advance(self.window, self.state, *round_)
 
 
-def random_rounds(seed: int, count: int = 120) -> Iterator[tuple[bool, float, float, float, float, float]]:
-    """(new request?, four uniforms, acceptance) of each round: acceptance drifts, so that windows go up and down."""
+def content(state: WindowState) -> list[Any]:
+    return [
+        state.gamma.tolist(),
+        *(a.tolist() for a in state.history),
+        *(a.tolist() for a in state.learner),
+    ]
+
+
+def random_rounds(
+    seed: int, count: int = 120
+) -> Iterator[tuple[bool, float, float, float, float, float]]:
+    """(new request?, four uniforms, acceptance) of each round: acceptance drifts, so that windows
+    go up and down.
+    """
     rng = np.random.default_rng(seed)
     for i in range(count):
-        yield (i > 0 and rng.random() < 0.06, *rng.random(4).tolist(), float(0.55 + 0.44 * math.sin(i / 9)))
+        yield (
+            i > 0 and rng.random() < 0.06,
+            *rng.random(4).tolist(),
+            float(0.55 + 0.44 * math.sin(i / 9)),
+        )
 
 
-def outcome_of(gamma: int, round_: tuple[bool, float, float, float, float, float]) -> tuple[int, int, int, float, float]:
-    """(drafted, accepted, cached, draft_s, verify_s) of a round with window ``gamma``: sometimes a stop or a budget cut it
-    short."""
+def outcome_of(
+    gamma: int, round_: tuple[bool, float, float, float, float, float]
+) -> tuple[int, int, int, float, float]:
+    """(drafted, accepted, cached, draft_s, verify_s) of a round with window ``gamma``: sometimes a
+    stop or a budget cut it short."""
     _, a, b, c, d, beta = round_
     drafted = gamma if a < 0.7 else int(gamma * b)
     accepted = min(drafted, int(math.log(max(c, 1e-9)) / math.log(beta)))
     cached = int((accepted + 1) * d) if d < 0.6 else 0
-    return drafted, accepted, min(cached, accepted), 0.31 * drafted * (0.8 + 0.4 * a), 1.0 + 0.05 * drafted * (0.8 + 0.4 * b)
+    return (
+        drafted,
+        accepted,
+        min(cached, accepted),
+        0.31 * drafted * (0.8 + 0.4 * a),
+        1.0 + 0.05 * drafted * (0.8 + 0.4 * b),
+    )
 
 
 # --- the contract -----------------------------------------------------------------------------------------------------------
 
 
-@every_window
-def test_choices_stay_within_bounds(document: dict[str, Any]) -> None:
-    policy = Policy(draft="small", window=window_of(document))
-    c = controller(document)
-    for seed in range(4):
-        c.start_request()
-        for r in random_rounds(seed):
-            assert 0 <= c.choose() <= policy.gamma_max
-            c.observe(*outcome_of(c.choose(), r))
+def started(document: dict[str, Any]) -> Machine:
+    """A window after fifty rounds."""
+    m = Machine(document)
+    for r in random_rounds(2, 50):
+        m.advance(*outcome_of(m.gamma, r))
+    return m
 
 
 @every_window
-def test_first_window_of_a_session_is_the_documents(document: dict[str, Any]) -> None:
-    window = window_of(document)
-    assert controller(document).choose() == (window.gamma if window.kind == "fixed" else window.first)
+def test_windows_begin_as_the_document_says_and_stay_within_bounds(
+    document: dict[str, Any],
+) -> None:
+    policy, m = Policy(draft="small", window=window_of(document)), Machine(document)
+    assert m.gamma == getattr(policy.window, "first", policy.gamma_max)
+    for r in random_rounds(1, 480):
+        if r[0]:
+            m.reset()
+        assert 0 <= m.gamma <= policy.gamma_max
+        m.advance(*outcome_of(m.gamma, r))
 
 
 @every_window
-def test_equal_rounds_give_equal_choices_and_asking_changes_nothing(document: dict[str, Any]) -> None:
-    one, two = controller(document), controller(document)
-    for r in random_rounds(1):
-        before = one.state.copy()
-        assert one.choose() == one.choose() == two.choose()
-        assert np.array_equal(one.state, before)
-        for c in (one, two):
-            if r[0]:
-                c.start_request()
-        step = outcome_of(one.choose(), r)
-        one.observe(*step)
-        two.observe(*step)
-    assert np.array_equal(one.state, two.state)
-
-
-@every_window
-def test_fork_has_the_same_future_and_leaves_the_original_alone(document: dict[str, Any]) -> None:
-    c = controller(document)
-    for r in random_rounds(2, 30):
-        c.observe(*outcome_of(c.choose(), r))
-    kept = c.state.copy()
-    fork, again = c.fork(), WindowController(c.window, kept.copy())
+def test_a_fork_has_the_same_future_and_leaves_the_original_alone(document: dict[str, Any]) -> None:
+    m = started(document)
+    before = content(m.state)
+    one, two = (Machine(document, m.state.fork()) for _ in range(2))
     for r in random_rounds(3, 40):
-        assert fork.choose() == again.choose()
-        step = outcome_of(fork.choose(), r)
-        fork.observe(*step)
-        again.observe(*step)
-    assert np.array_equal(c.state, kept)
+        assert one.gamma == two.gamma
+        step = outcome_of(one.gamma, r)
+        one.advance(*step)
+        two.advance(*step)
+    assert content(one.state) == content(two.state)
+    assert content(m.state) == before
 
 
 @every_window
 def test_a_new_request_forgets_all_but_what_carries(document: dict[str, Any]) -> None:
-    c = controller(document)
-    for r in random_rounds(4, 50):
-        c.observe(*outcome_of(c.choose(), r))
-    learned = c.state.copy()
-    c.start_request()
-    if not c.window.carries:
-        assert np.array_equal(c.state, init_state(c.window))
+    m = started(document)
+    learned = m.state.fork()
+    m.reset()
+    assert m.window.carries == (
+        document["kind"] == "q_learning"
+        or (document["kind"] == "heuristic" and "transient" not in document)
+    )
+    if not m.window.carries:
+        assert content(m.state) == content(init_state(m.window))
     elif document["kind"] == "heuristic":
-        assert np.array_equal(c.state, learned)
+        assert content(m.state) == content(learned)
     else:
-        assert np.array_equal(c.state[4:], learned[4:])
-        assert c.choose() == window_of(document).first
-
-
-@every_window
-def test_functions_equal_the_controller(document: dict[str, Any]) -> None:
-    c = controller(document)
-    state = init_state(c.window)
-    for r in random_rounds(5, 60):
-        if r[0]:
-            start_request(c.window, state)
-            c.start_request()
-        assert choose(c.window, state) == c.choose()
-        step = outcome_of(c.choose(), r)
-        observe(c.window, state, *step)
-        c.observe(*step)
-    assert np.array_equal(state, c.state)
+        assert np.array_equal(m.state.learner.q, learned.learner.q)
+        assert m.gamma == window_of(document).first  # type: ignore[union-attr]
 
 
 # --- references written from the paper ---------------------------------------------------------------------------------------
@@ -177,7 +211,9 @@ class Reference(Protocol):
     def allowed(self) -> set[int]:
         """Windows that are right now; more than one only where rounding may decide a tie."""
 
-    def observe(self, drafted: int, accepted: int, cached: int, draft_s: float, verify_s: float) -> None: ...
+    def observe(
+        self, drafted: int, accepted: int, cached: int, draft_s: float, verify_s: float
+    ) -> None: ...
 
 
 class Stepper:
@@ -194,7 +230,9 @@ class Stepper:
     def allowed(self) -> set[int]:
         return {self.gamma}
 
-    def observe(self, drafted: int, accepted: int, cached: int, draft_s: float, verify_s: float) -> None:
+    def observe(
+        self, drafted: int, accepted: int, cached: int, draft_s: float, verify_s: float
+    ) -> None:
         everything = accepted == drafted
         if self.w.kind == "fixed":
             return
@@ -213,7 +251,9 @@ class Stepper:
 
 
 class Analytic:
-    """Method 1, step by step: estimate beta, evaluate equation 1 for every window, take the best."""
+    """Method 1, step by step: estimate beta, evaluate equation 1 for every window, take the
+    best.
+    """
 
     def __init__(self, window: Any) -> None:
         self.w = window
@@ -222,23 +262,35 @@ class Analytic:
     def start(self) -> None:
         self.rounds: deque[tuple[int, int, float, float]] = deque(maxlen=self.w.history)
 
-    def observe(self, drafted: int, accepted: int, cached: int, draft_s: float, verify_s: float) -> None:
+    def observe(
+        self, drafted: int, accepted: int, cached: int, draft_s: float, verify_s: float
+    ) -> None:
         self.rounds.append((drafted, accepted, draft_s, verify_s))
 
     def allowed(self) -> set[int]:
         pairs = [(g, v) for g, v, _, _ in self.rounds if g > 0]
         if not pairs:
             return {self.w.first}
-        beta = min(self.w.acc_max, {"ratio": self.ratio, "exact": self.exact, "table": self.table}[self.w.estimator](pairs))
+        beta = min(
+            self.w.acc_max,
+            {"ratio": self.ratio, "exact": self.exact, "table": self.table}[self.w.estimator](
+                pairs
+            ),
+        )
         if self.w.costs == "profile":
             a, b = COSTS.draft_step_s, list(COSTS.verify_s)
         else:
             a = sum(d for g, _, d, _ in self.rounds if g) / sum(g for g, _ in pairs)
             shape = sum(COSTS.verify_s[g] for g, *_ in self.rounds)
             b = [v * sum(t for *_, t in self.rounds) / shape for v in COSTS.verify_s]
-        value = {g: (1 - beta ** (g + 1)) / ((1 - beta) * (g * a + b[g])) for g in range(self.w.gamma_min, self.w.gamma_max + 1)}
+        value = {
+            g: (1 - beta ** (g + 1)) / ((1 - beta) * (g * a + b[g]))
+            for g in range(self.w.gamma_min, self.w.gamma_max + 1)
+        }
         best = max(value.values())
-        tolerance = 1e-6 if self.w.estimator == "exact" else 1e-9  # the reference maximises a likelihood numerically
+        tolerance = (
+            1e-6 if self.w.estimator == "exact" else 1e-9
+        )  # the reference maximises a likelihood numerically
         return {g for g, v in value.items() if v >= best * (1 - tolerance)}
 
     @staticmethod
@@ -252,22 +304,33 @@ class Analytic:
 
         def loss(beta: float) -> float:
             return -sum(
-                math.log1p(-beta) + v * math.log(beta) - math.log(-math.expm1((g + 1) * math.log(beta))) for g, v in pairs
+                math.log1p(-beta)
+                + v * math.log(beta)
+                - math.log(-math.expm1((g + 1) * math.log(beta)))
+                for g, v in pairs
             )
 
         if not any(v for _, v in pairs):
             return 0.0
-        return float(minimize_scalar(loss, bounds=(1e-12, 1 - 1e-9), method="bounded", options={"xatol": 1e-12}).x)
+        return float(
+            minimize_scalar(
+                loss, bounds=(1e-12, 1 - 1e-9), method="bounded", options={"xatol": 1e-12}
+            ).x
+        )
 
     @staticmethod
     def table(pairs: list[tuple[int, int]]) -> float:
-        """Equation 12 (with its first coefficient mended) at the knots, summed over the rounds, inverted linearly."""
+        """Equation 12 (with its first coefficient mended) at the knots, summed over the rounds,
+        inverted linearly.
+        """
         knots = np.linspace(0, 1, TABLE_KNOTS)
 
         def mean(g: int, b: float) -> float:
             if b == 1:
                 return (g + 2) / 2
-            return ((g + 1) * b ** (g + 2) - (g + 2) * b ** (g + 1) + 1) / (b ** (g + 2) - b ** (g + 1) - b + 1)
+            return ((g + 1) * b ** (g + 2) - (g + 2) * b ** (g + 1) + 1) / (
+                b ** (g + 2) - b ** (g + 1) - b + 1
+            )
 
         sums = [sum(mean(g, b) for g, _ in pairs) for b in knots.tolist()]
         return float(np.interp(sum(v + 1 for _, v in pairs), sums, knots))
@@ -304,7 +367,9 @@ class QLearner:
     def value(self, state: tuple[int, ...], action: int) -> float:
         return self.q.get((state, action), 0.0)
 
-    def observe(self, drafted: int, accepted: int, cached: int, draft_s: float, verify_s: float) -> None:
+    def observe(
+        self, drafted: int, accepted: int, cached: int, draft_s: float, verify_s: float
+    ) -> None:
         actions = range(self.w.gamma_min, self.w.gamma_max + 1)
         now = (*self.past, self.gamma)[1:]
         if self.w.learn and self.chosen_in is not None:
@@ -332,15 +397,15 @@ def reference(window: Any) -> Reference:
 @every_window
 @pytest.mark.parametrize("seed", range(3))
 def test_agrees_with_the_reference(document: dict[str, Any], seed: int) -> None:
-    window, c = window_of(document), controller(document)
-    expected = reference(window)
+    m = Machine(document)
+    expected = reference(window_of(document))
     for r in random_rounds(100 + seed, 250):
         if r[0]:
-            c.start_request()
+            m.reset()
             expected.start()
-        assert c.choose() in expected.allowed()
-        step = outcome_of(c.choose(), r)
-        c.observe(*step)
+        assert m.gamma in expected.allowed()
+        step = outcome_of(m.gamma, r)
+        m.advance(*step)
         expected.observe(*step)
 
 
@@ -353,97 +418,100 @@ def test_windows_that_weigh_costs_say_how_to_get_them() -> None:
             compile_window(window_of(document))
         with pytest.raises(PolicyError, match="up to gamma 8"):
             compile_window(window_of(document), WindowCosts(0.1, (1.0, 1.1)))
-    compile_window(window_of({"kind": "analytic", "costs": "recent"}))
     with pytest.raises(PolicyError, match="no duration"):
         WindowCosts(0.1, (0.0, 1.0))
 
 
-def test_recent_costs_without_a_clock_keep_the_first_window() -> None:
-    c = WindowController(compile_window(window_of({"kind": "analytic", "costs": "recent"})))
-    c.observe(4, 2)
-    assert c.choose() == 4
-
-
-def test_cheap_verification_recently_means_wide_windows() -> None:
-    """b_p(g) is not known by window without a profile; the ratio of draft to verification time still decides."""
+def test_recent_costs_weigh_the_clock_once_it_ran() -> None:
+    """Without a profile b_p(g) is not known by window; the ratio of draft to verification time
+    still decides.
+    """
+    document = {"kind": "analytic", "costs": "recent", "gamma_max": 12}
     chosen = []
     for draft_s in (0.001, 0.1, 1.0):
-        c = WindowController(compile_window(window_of({"kind": "analytic", "costs": "recent", "gamma_max": 12})))
+        m = Machine(document, costs=None)
+        m.advance(4, 2)  # no clock
+        assert m.gamma == 6
         for _ in range(6):
-            c.observe(5, 3, 0, 5 * draft_s, 1.0)
-        chosen.append(c.choose())
+            m.advance(5, 3, 0, 5 * draft_s, 1.0)
+        chosen.append(m.gamma)
     assert chosen[0] > chosen[1] > chosen[2]
 
 
-def test_running_sums_do_not_drift() -> None:
-    """After any past, a history's worth of equal rounds leaves the state of a fresh session that saw only those."""
-    for costs in ("profile", "recent"):
-        document = {"kind": "analytic", "estimator": "exact", "costs": costs, "history": 5, "gamma_max": 9}
-        long, short = controller(document), controller(document)
-        for r in random_rounds(8, 5000):
-            long.observe(*outcome_of(long.choose(), r))
-        while long.state[1] != 0:  # the ring's next slot
-            long.observe(0, 0, 0, 0.0, 1.0)
-        for step in [(3, 1, 0, 0.9, 1.1), (0, 0, 0, 0.0, 1.0), (9, 9, 0, 3.0, 1.7), (4, 0, 0, 1.2, 1.2), (1, 1, 0, 0.3, 1.0)]:
-            long.observe(*step)
-            short.observe(*step)
-        skip = 10 + 4 * 5  # entry 0 of the counts that follow is not kept and not read
-        assert np.array_equal(long.state[:skip], short.state[:skip])
-        assert np.array_equal(long.state[skip + 1 :], short.state[skip + 1 :])
+@pytest.mark.parametrize("costs", ["profile", "recent"])
+def test_running_sums_do_not_drift(costs: str) -> None:
+    """After any past, a history's worth of equal rounds leaves the state of a fresh session that
+    saw only those.
+    """
+    document = {
+        "kind": "analytic",
+        "estimator": "exact",
+        "costs": costs,
+        "history": 5,
+        "gamma_max": 9,
+    }
+    long, short = Machine(document), Machine(document)
+    for r in random_rounds(8, 5000):
+        long.advance(*outcome_of(long.gamma, r))
+    while long.state.history.sums["slot"][0]:
+        long.advance(0, 0, 0, 0.0, 1.0)
+    for step in [
+        (3, 1, 0, 0.9, 1.1),
+        (0, 0, 0, 0.0, 1.0),
+        (9, 9, 0, 3.0, 1.7),
+        (4, 0, 0, 1.2, 1.2),
+        (1, 1, 0, 0.3, 1.0),
+    ]:
+        long.advance(*step)
+        short.advance(*step)
+    for m in (long, short):
+        m.state.history.by_drafted[0] = 0  # not kept, and not read
+    assert content(long.state) == content(short.state)
 
 
-def test_window_zero_is_left_again() -> None:
-    for kind in ("fsm", "cache_fsm", "analytic"):
-        c = controller({"kind": kind, "gamma_initial": 2})
-        seen = []
-        for _ in range(40):
-            seen.append(c.choose())
-            c.observe(c.choose(), 0)
-        assert 0 in seen
-        assert max(seen[seen.index(0) :]) > 0
+@pytest.mark.parametrize("kind", ["fsm", "cache_fsm", "analytic"])
+def test_window_zero_is_left_again(kind: str) -> None:
+    m, seen = Machine({"kind": kind, "gamma_initial": 2}), []
+    for _ in range(40):
+        seen.append(m.gamma)
+        m.advance(m.gamma, 0)
+    assert 0 in seen
+    assert max(seen[seen.index(0) :]) > 0
 
 
 def test_q_learning_finds_the_window_that_pays() -> None:
-    """Four tokens are always accepted, a fifth never: by speed, window 4 is best, and the greedy policy ends there."""
+    """Four tokens are always accepted, a fifth never: by speed, window 4 is best, and the greedy
+    policy ends there.
+    """
     document = {"kind": "q_learning", "reward": "speed", "epsilon": 0.3, "discount": 0.0, "seed": 3}
-    c = controller(document)
+    m = Machine(document)
     for _ in range(8000):
-        c.observe(c.choose(), min(4, c.choose()))
-    table = export_q_table(c.window, c.state)
-    frozen = WindowController(compile_window(window_of({**document, "learn": False}), COSTS, q_table=table))
+        m.advance(m.gamma, min(4, m.gamma))
+    table = m.state.learner.q
+    frozen = Machine({**document, "learn": False}, q_table=table)
     for _ in range(5):
-        frozen.observe(frozen.choose(), min(4, frozen.choose()))
-    assert frozen.choose() == 4
-    assert np.array_equal(export_q_table(frozen.window, frozen.state), table)
+        frozen.advance(frozen.gamma, min(4, frozen.gamma))
+    assert frozen.gamma == 4
+    assert np.array_equal(frozen.state.learner.q, table)
 
 
-def test_q_tables_travel_and_misfits_are_refused() -> None:
+def test_q_tables_that_do_not_fit_are_refused() -> None:
     document = {"kind": "q_learning", "gamma_max": 4, "memory": 2}
-    c = controller(document)
-    for r in random_rounds(6):
-        c.observe(*outcome_of(c.choose(), r))
-    table = export_q_table(c.window, c.state)
-    assert table.shape == (25, 4)
-    state = init_state(c.window)
-    load_q_table(c.window, state, table)
-    assert np.array_equal(export_q_table(c.window, state), table)
+    assert Machine(document).state.learner.q.shape == (25, 4)
     with pytest.raises(PolicyError, match="shape"):
-        load_q_table(c.window, state, table[:-1])
-    with pytest.raises(PolicyError, match="shape"):
-        compile_window(window_of(document), q_table=table[:, :-1])
+        Machine(document, q_table=np.zeros((25, 3)))
+    with pytest.raises(PolicyError, match="finite"):
+        Machine(document, q_table=np.full((25, 4), np.nan))
     with pytest.raises(PolicyError, match="artifact"):
-        compile_window(window_of({**document, "artifact": "abc"}))
-    with pytest.raises(PolicyError, match="q_learning"):
-        export_q_table(controller({"kind": "fsm"}).window, np.zeros(1))
+        Machine({**document, "artifact": "abc"})
 
 
 def test_seeds_explore_differently() -> None:
     def choices(seed: int) -> list[int]:
-        c = controller({"kind": "q_learning", "epsilon": 1.0, "seed": seed})
-        out = []
+        m, out = Machine({"kind": "q_learning", "epsilon": 1.0, "seed": seed}), []
         for _ in range(800):
-            c.observe(c.choose(), 0)
-            out.append(c.choose())
+            m.advance(m.gamma, 0)
+            out.append(m.gamma)
         return out
 
     first, second = choices(0), choices(1)

@@ -357,8 +357,8 @@ def simulate(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         data = _outcome_json(outcome, policy)
         if kw["keep_q_table"]:
             about = {"recording": recording, "policy": policy.spelled_out()}
-            with kept_unless_stored(ctx, "simulate", lambda: {**data, "q_table": q_table(replayed.controller).tolist()}):
-                data["artifact"] = keep_q_table(store, replayed.controller, info.pair_id, about)
+            with kept_unless_stored(ctx, "simulate", lambda: {**data, "q_table": q_table(replayed.state).tolist()}):
+                data["artifact"] = keep_q_table(store, replayed.state, info.pair_id, about)
             click.echo(f"artifact {data['artifact']}", err=True)
     if policy.shortlisted and (as_tree or policy.stop.kind != "none" or not all(f.full for f in trace.forests.values())):
         click.echo("approximate: trees, stops and filters under a shortlist read renormalised probabilities (docs/shortlists.md)", err=True)

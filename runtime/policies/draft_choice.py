@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from runtime.drafts.ngram import NgramIndex
 from runtime.policies.document import MALFORMED, ChooserPolicy, FixedWindow, Policy, parse_policy
-from runtime.policies.estimators import best_window
+from runtime.policies.on_the_fly import best_window
 from runtime.policies.plan import REFERENCE_CONTEXT, Plan, window_costs
 from runtime.policies.windows import WindowCosts
 from traces.errors import PolicyError

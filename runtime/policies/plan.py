@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from runtime.policies.document import CacheFsmWindow, ChooserPolicy, Policy
+from runtime.policies.document import ChooserPolicy, Policy
 from runtime.policies.shortlist_costs import shortlist_seconds
 from runtime.policies.stops import CompiledStop, compile_stop
-from runtime.policies.windows import WindowController, WindowCosts, compile_window
+from runtime.policies.windows import CompiledWindow, WindowCosts, compile_window
 from traces.errors import PolicyError
 from traces.schema import LatencyProfile, Sampling, Verifier
 
@@ -28,15 +28,14 @@ LEAST = 1e-9
 """Seconds that a verification counts at least, where passes are cheaper than gamma a_q says."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
-    """What the loop swaps: immutable but for the controller's state, which belongs to the decoding session."""
+    """A policy compiled, for one pair and device: what the loop swaps. Its state is the session's (:mod:`runtime.session`)."""
 
     policy: Policy
     policy_id: str
-    controller: WindowController
+    window: CompiledWindow
     stop: CompiledStop
-    needs_cache: bool
     version: int = 0
     label: str = field(default="", compare=False)
     rules: tuple[TreeRule, TreeRule] | None = field(default=None, compare=False)
@@ -200,9 +199,8 @@ def prepare(
     return Plan(
         policy=policy,
         policy_id=policy.id,
-        controller=WindowController(compile_window(policy.window, costs, q_table=_q_table(policy, q_tables))),
+        window=compile_window(policy.window, costs, q_table=_q_table(policy, q_tables)),
         stop=compile_stop(policy.stop),
-        needs_cache=isinstance(policy.window, CacheFsmWindow),
         version=version,
         label=policy.label(),
         rules=rules,

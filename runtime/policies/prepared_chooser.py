@@ -18,7 +18,7 @@ from runtime.policies.document import FixedWindow, Policy
 from runtime.policies.draft_choice import DRAFT_CHOOSER, TARGET, Chooser, Option, Prompt, finite_array
 from runtime.policies.plan import Plan, QTables, prepare
 from runtime.policies.stops import compile_stop
-from runtime.policies.windows import WindowController, compile_window
+from runtime.policies.windows import compile_window
 from traces.errors import PolicyError, TraceError
 from traces.schema import LatencyProfile, Sampling
 
@@ -138,9 +138,8 @@ def prepare_chooser(
     return Plan(
         policy=policy,
         policy_id=policy.id,
-        controller=WindowController(compile_window(FixedWindow(gamma=0), None)),
+        window=compile_window(FixedWindow(gamma=0)),
         stop=compile_stop(policy.stop),
-        needs_cache=False,
         version=version,
         label=policy.label(),
         chooser=PreparedChooser(chooser, ready, options, predicted),

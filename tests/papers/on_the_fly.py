@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from runtime.policies.estimators import equation_11_root, equation_12_inverse, truncated_excess
+from runtime.policies.on_the_fly import equation_11_root, equation_12_inverse, truncated_excess
 from runtime.policies.windows import WindowCosts
 
 

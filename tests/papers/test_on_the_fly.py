@@ -16,7 +16,7 @@ from papers.on_the_fly import (
     truncated_mean,
 )
 
-from runtime.policies.estimators import truncated_excess, window_thresholds
+from runtime.policies.on_the_fly import truncated_excess, window_thresholds
 from runtime.policies.windows import WindowCosts
 
 COSTS = WindowCosts(0.12, tuple(1.0 + 0.03 * g for g in range(17)))

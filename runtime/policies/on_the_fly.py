@@ -1,0 +1,463 @@
+"""On-the-fly adaptation of speculative decoding, section 4: windows that follow what was accepted.
+How likely the next drafted token is to be accepted, and which window that speaks for (methods 1 to
+4; equations 1, 2 and 9 to 12; appendix B).
+
+Three estimates of beta = Acc(x_t | X_<t) from rounds that drafted g_i tokens and had V_i accepted:
+
+- Equation 2, sum V / (sum V + rejections). A round observes a geometric variable *censored* at its
+  window (P(V = g) = beta^g), and for that distribution equation 2 is the exact maximum-likelihood
+  estimate, not an approximation.
+- Equation 11, the maximum-likelihood root under equation 10, which is a geometric distribution
+  *truncated* (conditioned) to y = V + 1 <= g + 1. The printed polynomial is the right stationary
+  condition of equation 10, but "only one root in 0 < beta < 1" holds only while mean(y) < (g + 2) /
+  2; from there on the likelihood grows up to beta = 1, and the estimate is 1 (callers cap it). As
+  rounds are censored, not truncated, this estimate is biased upwards (mean 1.9375 at g = 4, beta =
+  0.5 reads as 0.54).
+- Equation 12, equation 11 solved for mean(y). Its printed numerator begins with gamma
+  beta^(gamma+2); expanding equation 11 gives (gamma + 1) beta^(gamma+2), the only reading that
+  stays finite as beta -> 1. That one is used.
+
+Where windows differ within the history, equations 11 and 12 become sum_i y_i = sum_i mean(g_i,
+beta), the same likelihood pooled.
+
+Sums are whole numbers and times whole picoseconds, so that nothing drifts.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+import runtime.policies.splitmix as splitmix
+from runtime.policies.jit import compiled
+from runtime.policies.splitmix import hash_uniform
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+Records = npt.NDArray[np.void]
+
+RATIO: Final = 0
+"""Equation 2."""
+EXACT: Final = 1
+"""Equation 11."""
+TABLE: Final = 2
+"""Equation 12, tabulated."""
+PS: Final = 1e12
+"""Picoseconds in a second."""
+EVIDENCE_SCALE: Final = 2.0**32
+"""Expected acceptances are summed as whole multiples of 2^-32."""
+TABLE_KNOTS: Final = 33
+"""Knots of the tabulated equation 12, evenly spaced over beta in [0, 1]."""
+NEWTON_STEPS: Final = 60
+"""Most steps of a bracketed Newton search; it takes about six."""
+
+
+class Limits(NamedTuple):
+    """The windows that may be chosen, and the one of a request's first round."""
+
+    gamma_min: int
+    gamma_max: int
+    first: int
+
+
+# ------------------------------------------------------------------------------------------------------------ methods 2 and 3
+
+
+@compiled(inline=True)
+def fsm(gamma: int, num_drafted: int, num_accepted: int) -> int:
+    """Method 2, a saturating counter: one more if every drafted token was accepted, else one
+    less.
+    """
+    return gamma + 1 if num_accepted == num_drafted else gamma - 1
+
+
+@compiled(inline=True)
+def cache_fsm(gamma: int, num_drafted: int, num_accepted: int, num_cached: int) -> int:
+    """Method 3: one more if an accepted token is in the cache (the text before the round), else one
+    less; and one more if every drafted token was accepted. With nothing drafted there is no
+    accepted token to look up: one more, or window 0 would be final."""
+    if num_drafted == 0:
+        return gamma + 1
+    gamma += 1 if num_cached > 0 else -1
+    return gamma + 1 if num_accepted == num_drafted else gamma
+
+
+# -------------------------------------------------------------------------------------------------------------------- method 1
+
+ROUND: Final = np.dtype(
+    [("drafted", "i8"), ("accepted", "i8"), ("draft_ps", "i8"), ("verify_ps", "i8")]
+)
+"""A round of the history. An empty slot reads as a round that drafted nothing."""
+SUMS: Final = np.dtype(
+    [
+        ("slot", "i8"),  # of the ring, where the next round goes
+        ("rounds", "i8"),
+        ("accepted", "i8"),
+        ("rejections", "i8"),
+        ("drafting", "i8"),  # rounds that drafted anything
+        ("drafted", "i8"),
+        ("draft_ps", "i8"),
+        ("verify_ps", "i8"),
+        ("expected_ps", "i8"),  # what the rounds' verifications cost by the known shape of b_p
+    ]
+)
+"""Sums over the history."""
+
+
+class AnalyticRule(NamedTuple):
+    """Method 1 with its costs resolved.
+
+    ``odds`` float64 [n]: the betas at which equation 1's argmax moves up, as beta / (1 - beta).
+    ``expected`` int64 [n, gamma_max + 1]: the accepted tokens (:data:`EVIDENCE_SCALE`) that the
+    estimator's distribution expects at these betas of a round that drafted so many. With ``recent``
+    costs: ``verify_ps`` int64 [gamma_max + 1], b_p up to a factor, and ``knots`` float64
+    [TABLE_KNOTS, gamma_max + 1], equation 12's table.
+    """
+
+    estimator: int
+    recent: bool
+    acc_max: float
+    odds: FloatArray
+    expected: IntArray
+    verify_ps: IntArray
+    knots: FloatArray
+
+
+class History(NamedTuple):
+    """The last rounds (a ring) and what is summed over them: ``evidence`` int64 [n] sums rows of
+    :attr:`AnalyticRule.expected`, ``by_drafted`` int64 [gamma_max + 1] counts rounds; entry 0 may
+    be too low, and nothing reads it."""
+
+    rounds: Records
+    sums: Records
+    evidence: IntArray
+    by_drafted: IntArray
+
+
+@compiled(inline=True)
+def forget(history: History) -> None:
+    """Empties a history, in place."""
+    for i in range(len(history.rounds)):
+        gone = history.rounds[i]
+        gone.drafted = gone.accepted = gone.draft_ps = gone.verify_ps = 0
+    s = history.sums[0]
+    s.slot = s.rounds = s.accepted = s.rejections = s.drafting = s.drafted = s.draft_ps = (
+        s.verify_ps
+    ) = s.expected_ps = 0
+    history.evidence[:] = 0
+    history.by_drafted[:] = 0
+
+
+@compiled(inline=True)
+def analytic(
+    rule: AnalyticRule,
+    limits: Limits,
+    history: History,
+    num_drafted: int,
+    num_accepted: int,
+    draft_s: float,
+    verify_s: float,
+) -> int:
+    """Equation 1 at the beta of the last rounds.
+
+    With the profile's costs neither is computed: the argmax is a staircase in beta, and beta-hat
+    exceeds a step iff more tokens were accepted than the estimator's distribution expects at that
+    step, so the window is the number of steps exceeded.
+    """
+    sums = history.sums[0]
+    oldest = history.rounds[sums.slot]
+    gone = int(oldest.drafted)
+    sums.accepted += num_accepted - oldest.accepted
+    sums.rejections += int(num_accepted < num_drafted) - int(oldest.accepted < gone)
+    sums.drafting += int(num_drafted > 0) - int(gone > 0)
+    oldest.drafted, oldest.accepted = num_drafted, num_accepted
+    sums.slot = 0 if sums.slot + 1 == len(history.rounds) else sums.slot + 1
+    if rule.recent:
+        _clock(rule, history, oldest, gone, num_drafted, draft_s, verify_s)
+        return limits.first if sums.drafting == 0 else _recent_window(rule, limits, history)
+    above = 0
+    if rule.estimator == RATIO:
+        for k in range(len(rule.odds)):
+            above += int(sums.accepted > rule.odds[k] * sums.rejections)
+    else:
+        for k in range(len(rule.odds)):
+            history.evidence[k] += rule.expected[k, num_drafted] - rule.expected[k, gone]
+            above += int(sums.accepted * EVIDENCE_SCALE > history.evidence[k])
+    return limits.first if sums.drafting == 0 else limits.gamma_min + above
+
+
+@compiled(inline=True)
+def _clock(
+    rule: AnalyticRule,
+    history: History,
+    oldest: Any,
+    gone: int,
+    num_drafted: int,
+    draft_s: float,
+    verify_s: float,
+) -> None:
+    """Puts a round's seconds in the place of the oldest round's, which drafted ``gone`` tokens."""
+    sums = history.sums[0]
+    draft_ps = np.int64(np.rint(draft_s * PS)) if num_drafted > 0 else np.int64(0)
+    verify_ps = np.int64(np.rint(verify_s * PS))
+    sums.draft_ps += draft_ps - oldest.draft_ps
+    sums.verify_ps += verify_ps - oldest.verify_ps
+    sums.drafted += num_drafted - gone
+    sums.expected_ps += rule.verify_ps[num_drafted]
+    if sums.rounds == len(history.rounds):
+        sums.expected_ps -= rule.verify_ps[gone]
+    else:
+        sums.rounds += 1
+    oldest.draft_ps, oldest.verify_ps = draft_ps, verify_ps
+    history.by_drafted[num_drafted] += 1
+    history.by_drafted[gone] -= 1
+
+
+@compiled()
+def _recent_window(rule: AnalyticRule, limits: Limits, history: History) -> int:
+    """Equation 1 with a_q = mean draft time per drafted token and b_p(g) = known shape x its mean
+    ratio to the clock, recently.
+    """
+    sums = history.sums[0]
+    if sums.verify_ps <= 0:
+        return limits.first  # no clock ran: nothing to weigh
+    if rule.estimator == RATIO:
+        beta = sums.accepted / (sums.accepted + sums.rejections)
+    elif rule.estimator == EXACT:
+        beta = equation_11_root(history.by_drafted, sums.accepted, limits.gamma_max)
+    else:
+        beta = equation_12_inverse(history.by_drafted, sums.accepted, rule.knots, limits.gamma_max)
+    a_q = sums.draft_ps / sums.drafted
+    return best_window_scalar(
+        min(beta, rule.acc_max), a_q, rule.verify_ps, sums.verify_ps / sums.expected_ps, limits
+    )
+
+
+def truncated_excess(gamma_max: int, betas: FloatArray) -> FloatArray:
+    """mean(g, beta) - 1, the expected accepted tokens under equation 10 (equation 12 less 1),
+    float64 [len(betas), gamma_max + 1].
+
+    Column g is sum_i i beta^i / sum_i beta^i over i = 0..g: equation 12 without its cancellation
+    near 1. Rises strictly with beta for g > 0.
+    """
+    powers = betas[:, None] ** np.arange(gamma_max + 1)
+    return np.asarray(
+        np.cumsum(powers * np.arange(gamma_max + 1), axis=1) / np.cumsum(powers, axis=1),
+        dtype=np.float64,
+    )
+
+
+def tabulated_excess(gamma_max: int, betas: FloatArray) -> FloatArray:
+    """:func:`truncated_excess` read from its table by linear interpolation in beta; same shape."""
+    knots = np.linspace(0.0, 1.0, TABLE_KNOTS)
+    table = truncated_excess(gamma_max, knots)
+    return np.stack([np.interp(betas, knots, table[:, g]) for g in range(gamma_max + 1)], axis=1)
+
+
+def window_thresholds(round_s: FloatArray, gamma_min: int, acc_max: float) -> FloatArray:
+    """Betas at which equation 1's argmax moves up: it exceeds ``gamma_min + k`` iff beta >
+    thresholds[k].
+
+    ``round_s[g]`` = g a_q + b_p(g) for g = 0..gamma_max. For windows g < g' the ratio of expected
+    emitted tokens Omega(beta, g') / Omega(beta, g) rises with beta, so each pair crosses once and
+    the argmax (ties to the smaller window) is a staircase in beta. Only the steps reached at beta
+    <= ``acc_max`` are returned, ascending.
+    """
+    high = np.full(len(round_s) - 1 - gamma_min, float(acc_max))
+    reached = best_window(high, round_s, gamma_min) > gamma_min + np.arange(len(high))
+    high = high[reached]
+    low, wanted = np.zeros_like(high), gamma_min + np.arange(len(high))
+    for _ in range(60):
+        middle = 0.5 * (low + high)
+        above = best_window(middle, round_s, gamma_min) > wanted
+        low, high = np.where(above, low, middle), np.where(above, middle, high)
+    return low
+
+
+def best_window(
+    betas: FloatArray, round_s: FloatArray, gamma_min: int = 0
+) -> npt.NDArray[np.int64]:
+    """Equation 1: the window in gamma_min..gamma_max with the most expected tokens a second at each
+    beta (ties: the smallest).
+    """
+    omega = np.cumsum(betas[:, None] ** np.arange(len(round_s)), axis=1)
+    return np.asarray(
+        gamma_min + np.argmax((omega / round_s)[:, gamma_min:], axis=1), dtype=np.int64
+    )
+
+
+@compiled()
+def best_window_scalar(
+    beta: float, draft_s: float, verify_s: IntArray, scale: float, limits: Limits
+) -> int:
+    """Equation 1 for one beta: a_q = ``draft_s``, b_p(g) = ``scale * verify_s[g]``. Ties go to the
+    smallest window.
+    """
+    omega, power = 0.0, 1.0
+    best, best_omega, best_cost = limits.gamma_min, -1.0, 1.0
+    for g in range(limits.gamma_max + 1):
+        omega += power
+        power *= beta
+        if g >= limits.gamma_min:
+            cost = g * draft_s + scale * verify_s[g]
+            if omega * best_cost > best_omega * cost:
+                best, best_omega, best_cost = g, omega, cost
+    return best
+
+
+@compiled()
+def equation_11_root(counts: IntArray | FloatArray, accepted: float, gamma_max: int) -> float:
+    """beta in [0, 1] with sum_g counts[g] (mean(g, beta) - 1) = ``accepted``; 1 if there is none
+    below.
+
+    ``counts[g]`` rounds drafted g tokens, g = 0..gamma_max, and had ``accepted`` tokens accepted in
+    all.
+    """
+    most = 0.0
+    for g in range(1, gamma_max + 1):
+        most += 0.5 * counts[g] * g
+    if accepted >= most:
+        return 1.0
+    if accepted == 0.0:
+        return 0.0
+    low, high, beta = 0.0, 1.0, 0.5
+    for _ in range(NEWTON_STEPS):
+        # d mean / d beta = variance / beta, as in every distribution proportional to beta^i.
+        expected, variance, total, first, second, power = 0.0, 0.0, 0.0, 0.0, 0.0, 1.0
+        for g in range(gamma_max + 1):
+            total += power
+            first += g * power
+            second += g * g * power
+            power *= beta
+            mean = first / total
+            expected += counts[g] * mean
+            variance += counts[g] * (second / total - mean * mean)
+        if expected < accepted:
+            low = beta
+        else:
+            high = beta
+        step = beta - (expected - accepted) * beta / variance
+        if not low < step < high:
+            step = 0.5 * (low + high)
+        if abs(step - beta) < 1e-13:
+            return step
+        beta = step
+    return beta
+
+
+@compiled()
+def equation_12_inverse(
+    counts: IntArray | FloatArray, accepted: float, table: FloatArray, gamma_max: int
+) -> float:
+    """The same root from the tabulated equation 12: ``table`` is :func:`truncated_excess` at
+    :data:`TABLE_KNOTS` even knots.
+
+    The knots' sums are searched and the beta between two of them is interpolated linearly.
+    """
+    low, high = 0, len(table) - 1
+    low_sum, high_sum = 0.0, 0.0
+    for g in range(gamma_max + 1):
+        high_sum += counts[g] * table[high, g]
+    if accepted >= high_sum:
+        return 1.0
+    while high - low > 1:
+        middle = (low + high) // 2
+        middle_sum = 0.0
+        for g in range(gamma_max + 1):
+            middle_sum += counts[g] * table[middle, g]
+        if middle_sum < accepted:
+            low, low_sum = middle, middle_sum
+        else:
+            high, high_sum = middle, middle_sum
+    return (low + (accepted - low_sum) / (high_sum - low_sum)) / (len(table) - 1)
+
+
+# -------------------------------------------------------------------------------------------------------------------- method 4
+
+LEARNED: Final = np.dtype([("draws", "i8"), ("state", "i8"), ("chosen_in", "i8")])
+"""``draws`` of the generator so far; ``state``: the last windows as digits in base gamma_max + 1,
+latest last; ``chosen_in``: the state in which the window now running was chosen, -1 where it was
+given."""
+
+
+class QLearningRule(NamedTuple):
+    """Method 4. ``rewards`` float64 [gamma_max + 1]: the speed reward per emitted token by drafted
+    ones.
+    """
+
+    memory: int
+    learns: bool
+    rewards_speed: bool
+    key: int
+    rate: float
+    discount: float
+    epsilon: float
+    rewards: FloatArray
+
+
+class Learner(NamedTuple):
+    """``now`` (:data:`LEARNED`) and ``q`` float64 [states, actions]; action a is the window
+    gamma_min + a.
+    """
+
+    now: Records
+    q: FloatArray
+
+
+@compiled(inline=True)
+def begin_learning(rule: QLearningRule, limits: Limits, learner: Learner) -> None:
+    """Starts a request, in place. Its first window is given, not chosen, so nothing is learned of
+    it.
+    """
+    now = learner.now[0]
+    now.chosen_in = -1
+    now.state = limits.first if rule.memory == 1 else limits.first * (limits.gamma_max + 2)
+
+
+@compiled(splitmix, inline=True)
+def q_learning(
+    rule: QLearningRule,
+    limits: Limits,
+    learner: Learner,
+    gamma: int,
+    num_drafted: int,
+    num_accepted: int,
+) -> int:
+    """Algorithm 2: the reward of the window just run, then the next action. Q(s, a) += rate (r +
+    discount max Q(s', .) - Q(s, a)).
+
+    Greedy ties go to the smallest window; with probability epsilon, while learning, the action is
+    drawn evenly.
+    """
+    now, q = learner.now[0], learner.q
+    size, actions = limits.gamma_max + 1, q.shape[1]
+    before = int(now.chosen_in)
+    state = gamma if rule.memory == 1 else (int(now.state) % size) * size + gamma
+    best = _best_action(q, state)
+    if rule.learns and before >= 0:
+        if rule.rewards_speed:
+            reward = (num_accepted + 1) * rule.rewards[num_drafted]
+        else:
+            reward = num_accepted / num_drafted if num_drafted > 0 else 0.0
+        action = gamma - limits.gamma_min
+        q[before, action] += rule.rate * (
+            reward + rule.discount * q[state, best] - q[before, action]
+        )
+        if before == state:
+            best = _best_action(q, state)
+    if rule.learns and hash_uniform(rule.key, 2 * now.draws) < rule.epsilon:
+        best = int(hash_uniform(rule.key, 2 * now.draws + 1) * actions)
+    now.draws += 1
+    now.state = now.chosen_in = state
+    return limits.gamma_min + best
+
+
+@compiled(inline=True)
+def _best_action(q: FloatArray, state: int) -> int:
+    best = 0
+    for a in range(1, q.shape[1]):
+        if q[state, a] > q[state, best]:
+            best = a
+    return best
