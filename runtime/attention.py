@@ -1,7 +1,7 @@
 """Attention over a slot cache, registered with transformers as ``spectune``.
 
 Query heads of one key-value group are folded into the query axis, so that grouped keys are never repeated over the whole
-cache. The mask is always the caller's, four-dimensional and boolean (True: attend).
+cache. A mask is the caller's, four-dimensional and boolean (True: attend); a pass without a cache is causal and needs none.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 NAME = "spectune"
+MASK_ENTRIES = 1 << 24
+"""Entries that a mask has at most where it is folded and turned into floats; wider passes attend by blocks of queries."""
 
 
 def slot_attention(
@@ -28,13 +30,21 @@ def slot_attention(
 ) -> tuple[torch.Tensor, None]:
     """``query`` [B, H, Q, D], ``key`` and ``value`` [B, Hkv, S, D], ``attention_mask`` bool [B or 1, 1, Q, S].
 
-    Returns the output ``[B, Q, H, D]``, contiguous. Raises ValueError without a mask: a mask that went missing would attend to
-    rejected tokens in silence.
+    Without a mask attention is causal, and keys and queries must be of the same tokens (Q = S). Returns the output ``[B, Q, H, D]``,
+    contiguous. Raises ValueError where Q != S without a mask: it would attend to rejected tokens in silence.
     """
-    if attention_mask is None:
-        raise ValueError("slot attention needs an explicit mask")
     batch, heads, width, dim = query.shape
     groups = heads // key.shape[1]
+    if attention_mask is None:
+        if width != key.shape[2]:
+            raise ValueError("slot attention over a cache needs an explicit mask")
+        key, value = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (key, value))
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+        return out.transpose(1, 2).contiguous(), None
+    rows = max(1, MASK_ENTRIES // (groups * key.shape[2]))
+    if width > rows:
+        blocks = zip(query.split(rows, 2), attention_mask.split(rows, 2), strict=True)
+        return torch.cat([slot_attention(module, q, key, value, m, scaling=scaling)[0] for q, m in blocks], 1), None
     if groups > 1:
         query = query.reshape(batch, key.shape[1], groups * width, dim)
         attention_mask = attention_mask.repeat(1, 1, groups, 1)
@@ -42,7 +52,12 @@ def slot_attention(
     return out.view(batch, heads, width, value.shape[-1]).transpose(1, 2).contiguous(), None
 
 
+def causal_mask(slots: torch.Tensor, start: int, stop: int, view: int) -> torch.Tensor:
+    """The rows ``start .. stop - 1`` of a causal mask over ``view`` slots, bool [stop - start, view]. ``slots``: 0, 1, .., int64 [n]."""
+    return slots[:view] <= slots[start:stop, None]
+
+
 def register() -> None:
     """Makes ``attn_implementation="spectune"`` known; calling it again is harmless."""
     AttentionInterface.register(NAME, slot_attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    AttentionMaskInterface.register(NAME, lambda *_args, **_kwargs: None)  # without a mask of ours attention is causal

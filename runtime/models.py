@@ -23,6 +23,7 @@ from transformers.cache_utils import Cache
 from transformers.utils import logging as transformers_logging
 
 from runtime import attention
+from runtime.attention import causal_mask
 from runtime.cache import VIEW_STEP, SlotCache, SlotLayer
 from runtime.pair import expanded, identity, is_local, model_config, translated
 from runtime.shortlists import OutputHead
@@ -94,15 +95,12 @@ class CausalModel:
         self._hooks: list[Any] = []
         self._of_thread = _Tapped()
         self._positions = torch.zeros(1, 0, dtype=torch.long, device=self.device)
-        self._causal = torch.zeros(1, 1, 0, 0, dtype=torch.bool, device=self.device)
 
     def reserve(self, tokens: int) -> None:
         """Makes room for sequences of ``tokens``; forgets the cache if it must grow."""
         self.cache.reserve(tokens)
-        if self._causal.shape[-1] < self.cache.capacity:
-            size = self.cache.capacity
-            self._positions = torch.arange(size, device=self.device)[None]
-            self._causal = torch.ones(1, 1, size, size, dtype=torch.bool, device=self.device).tril()
+        if self._positions.shape[-1] < self.cache.capacity:
+            self._positions = torch.arange(self.cache.capacity, device=self.device)[None]
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -175,7 +173,9 @@ class CausalModel:
         width = ids.shape[0]
         stop = start + width
         view = self.cache.place(start, width)
-        return self._hidden(ids[None], self._positions[:, start:stop], self._causal[:, :, start:stop, :view])[0]
+        # The first tokens of a text are all that they read: their pass is causal, and needs no mask.
+        mask = None if view == width else causal_mask(self._positions[0], start, stop, view)[None, None]
+        return self._hidden(ids[None], self._positions[:, start:stop], mask)[0]
 
     def read(self, ids: torch.Tensor, start: int) -> None:
         """Fills the cache with ``ids`` at ``start ..`` in chunks, without logits."""
@@ -232,13 +232,13 @@ class CausalModel:
         """A chain by a captured pass; None where none was captured for its shape. Outputs are static: copy what is to last."""
         stop = start + ids.shape[0]
         slots = self._positions[0, start:stop]
-        return self._replayed(ids, slots, slots, self._causal[0, 0, start:stop], head, stop)
+        return self._replayed(ids, slots, slots, causal_mask(self._positions[0], start, stop, stop), head)
 
     def _replayed(
-        self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, mask: torch.Tensor, head: bool, reads: int = 0
+        self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, mask: torch.Tensor, head: bool
     ) -> Outputs | None:
         assert self.graphs is not None
-        found = self.graphs.run(head, False, ids, positions, slots, mask, reads or mask.shape[1])
+        found = self.graphs.run(head, False, ids, positions, slots, mask, mask.shape[1])
         if found is not None:
             self._tapped = found.taps
         return found
@@ -280,20 +280,15 @@ class CausalModel:
         """Last hidden states [len(prefix), hidden_size] and those of the taps, in one pass without cache."""
         self.canonical_passes += 1
         ids = torch.tensor([prefix], device=self.device)
-        n = ids.shape[1]
-        mask = torch.ones(n, n, dtype=torch.bool, device=self.device).tril()[None, None]
-        positions = torch.arange(n, device=self.device)[None]
         kept, self._tapped = self._tapped, {}
-        hidden: torch.Tensor = self._decoder(
-            input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False
-        ).last_hidden_state
+        hidden: torch.Tensor = self._decoder(input_ids=ids, use_cache=False).last_hidden_state
         tapped, self._tapped = self._tapped, kept
         if FINAL in self._taps:
             tapped[FINAL] = hidden[0]
         return hidden[0], tapped
 
     def _hidden(
-        self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, cache: Cache | None = None
+        self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None, cache: Cache | None = None
     ) -> torch.Tensor:
         cached = self.cache.cache if cache is None else cache
         out: torch.Tensor = self._decoder(

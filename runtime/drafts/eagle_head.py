@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from runtime.attention import slot_attention
+from runtime.attention import causal_mask, slot_attention
 from runtime.cache import SlotCache, SlotLayer
 from runtime.models import CausalModel
 from runtime.shortlists import OutputHead
@@ -191,7 +191,6 @@ class EagleHead:
         self.rotary = rotary.to(self.device)
         self._cos, self._sin = self._table(1)
         self._positions = torch.zeros(0, dtype=torch.int64, device=self.device)
-        self._causal = torch.zeros(0, 0, dtype=torch.bool, device=self.device)
 
     def _table(self, size: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines of positions 0 .. ``size`` - 1, each [size, head_dim]."""
@@ -201,12 +200,15 @@ class EagleHead:
     def reserve(self, tokens: int) -> None:
         """Makes room for sequences of ``tokens``; forgets the cache if it must grow."""
         self.cache.reserve(tokens)
-        if self._causal.shape[1] < self.cache.capacity:
-            size = self.cache.capacity
-            self._cos, self._sin = self._table(size)
-            self._positions = torch.arange(size, device=self.device)
-            self._causal = torch.ones(size, size, dtype=torch.bool, device=self.device).tril()
-            self._causal[:, 0] = False
+        if len(self._positions) < self.cache.capacity:
+            self._cos, self._sin = self._table(self.cache.capacity)
+            self._positions = torch.arange(self.cache.capacity, device=self.device)
+
+    def _causal(self, start: int, stop: int, view: int) -> Tensor:
+        """The mask of tokens ``start .. stop - 1``, bool [stop - start, view]: nothing stands in slot 0."""
+        mask = causal_mask(self._positions, start, stop, view)
+        mask[:, 0] = False
+        return mask
 
     @torch.no_grad()
     def chain(self, ids: Tensor, hidden: Tensor, start: int, *, own: bool = False, logits: int = 0) -> tuple[Tensor, Tensor]:
@@ -217,10 +219,9 @@ class EagleHead:
         """
         width = ids.shape[0]
         if self.graphs is not None and start > 0:
-            slots = self._positions[start : start + width]
-            found = self._replayed(
-                ids, hidden, slots, slots, self._causal[start : start + width], own, bool(logits), start + width
-            )
+            stop = start + width
+            slots = self._positions[start:stop]
+            found = self._replayed(ids, hidden, slots, slots, self._causal(start, stop, stop), own, bool(logits), stop)
             if found is not None:
                 return found.logits[max(0, width - logits) :].clone(), found.states.clone()
         out = self.read(ids, hidden, start, own=own)
@@ -234,7 +235,7 @@ class EagleHead:
         width = ids.shape[0]
         view = self.cache.place(start, width)
         rotary = self._cos[start : start + width], self._sin[start : start + width]
-        return self._run(ids, hidden, rotary, self._causal[start : start + width, :view], own)
+        return self._run(ids, hidden, rotary, self._causal(start, start + width, view), own)
 
     @torch.no_grad()
     def scattered(
@@ -304,8 +305,8 @@ class EagleHead:
                 key, value = torch.cat((memory[layer][0], key), 2), torch.cat((memory[layer][1], value), 2)
             memory[layer] = key, value
             width, total = query.shape[2], key.shape[2]
-            mask = torch.ones(width, total, dtype=torch.bool, device=self.device).tril(total - width)
-            return slot_attention(self.net, query, key, value, mask[None, None])[0]
+            mask = None if width == total else torch.ones(1, 1, width, total, dtype=torch.bool, device=self.device)
+            return slot_attention(self.net, query, key, value, mask)[0]
 
         def run(tokens: list[int], hidden: Tensor, at: int, own: bool) -> Tensor:
             embedded = self._embed(torch.tensor([tokens], device=self.device))

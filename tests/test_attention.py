@@ -1,0 +1,76 @@
+"""What passes allocate at long contexts, and that a causal pass without a mask gives what the models' own code gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pairs import tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from runtime.attention import slot_attention
+from runtime.models import CausalModel
+
+VOCAB, LONG = 60, 4096
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the most elements that a tensor had which an operation gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(x, torch.Tensor):
+                self.elements = max(self.elements, x.untyped_storage().nbytes() // x.element_size())
+        return out
+
+
+def model(kind: str) -> CausalModel:
+    return CausalModel(tiny_model(kind, VOCAB, positions=LONG), "target", "t")
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_memory_grows_with_the_context_not_with_its_square(kind: str) -> None:
+    """Making room, reading a prompt and a canonical pass: no tensor has more than 1024 elements a token, where a causal mask has 4096.
+
+    At 131,072 tokens masks are 64 MiB (512 rows); a mask of all pairs would be 16 GiB.
+    """
+    target, ids = model(kind), torch.arange(LONG) % VOCAB
+    with Largest() as largest:
+        target.reserve(LONG)
+        target.read(ids, 0)
+        target.chain(ids[-1:], LONG - 1, logits=1)
+        target.canonical(ids.tolist())
+    assert largest.elements <= 1024 * LONG
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_pass_without_a_mask_is_causal(kind: str) -> None:
+    """Canonical logits, and those after a prompt read in parts, against the forward pass of transformers with its own attention."""
+    target, ids = model(kind), torch.arange(700).square() % VOCAB
+    own = tiny_model(kind, VOCAB, positions=LONG)
+    with torch.no_grad():
+        expected = own(ids[None]).logits[0]
+    target.reserve(len(ids))
+    target.read(ids[:-3], 0)
+    read = target.chain(ids[-3:], len(ids) - 3, logits=3)
+    assert (read - expected[-3:]).abs().max() < 2e-4
+    assert (target.canonical(ids.tolist()) - expected[-1]).abs().max() < 2e-4
+    assert (target.canonical(ids.tolist()[:64]) - expected[63]).abs().max() < 2e-4
+
+
+def test_wide_masks_are_taken_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention by blocks of queries is attention; without a mask there may be no cache."""
+    q, k = torch.randn(1, 4, 9, 8), torch.randn(1, 2, 20, 8)
+    mask = torch.rand(1, 1, 9, 20) < 0.7
+    mask[..., 0] = True
+    whole = slot_attention(torch.nn.Module(), q, k, k, mask)[0]
+    monkeypatch.setattr("runtime.attention.MASK_ENTRIES", 100)
+    torch.testing.assert_close(slot_attention(torch.nn.Module(), q, k, k, mask)[0], whole)
+    with pytest.raises(ValueError, match="explicit mask"):
+        slot_attention(torch.nn.Module(), q, k, k, None)
