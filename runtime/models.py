@@ -231,6 +231,8 @@ class CausalModel:
     def _replayed_chain(self, ids: torch.Tensor, start: int, head: bool) -> Outputs | None:
         """A chain by a captured pass; None where none was captured for its shape. Outputs are static: copy what is to last."""
         stop = start + ids.shape[0]
+        if stop > self.cache.capacity:
+            return None  # the eager pass refuses it
         slots = self._positions[0, start:stop]
         return self._replayed(ids, slots, slots, causal_mask(self._positions[0], start, stop, stop), head)
 

@@ -218,8 +218,8 @@ class EagleHead:
         there, [n, hidden_size]. Returns float32 logits of the last ``logits`` tokens, [logits, vocab], and the outputs [n, hidden_size].
         """
         width = ids.shape[0]
-        if self.graphs is not None and start > 0:
-            stop = start + width
+        stop = start + width
+        if self.graphs is not None and start > 0 and stop <= self.cache.capacity:
             slots = self._positions[start:stop]
             found = self._replayed(ids, hidden, slots, slots, self._causal(start, stop, stop), own, bool(logits), stop)
             if found is not None:
