@@ -10,14 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from runtime import near_ties
 from runtime.policies.jit import compiled
 from runtime.policies.trees import LawRows, fused
-from runtime.sampling import filters, kept, kept_wide_and_narrow, scaled
+from runtime.sampling import filters, kept, scaled
 from traces.schema import TOP_ENTROPY, TREE_CODE_MAX, TREE_SCALE, Sampling
-
-LAW_MARGIN: Final = 1.2e-5
-"""Nats from a border between two codes, or between two siblings' scores, under which a law counts as undecided (float32, at
-temperature 1; it grows as 1 / T). Passes of different shapes were measured to differ by up to 4.8e-6 in the drafts shipped."""
 
 _BLOCK: Final = 64
 _LONG_ROW: Final = 8192
@@ -59,8 +56,7 @@ def read_vocabulary(
         mask = kept(x, sampling)
         assert mask is not None
         if torn:
-            wide, narrow = kept_wide_and_narrow(x, sampling)
-            doubtful = (wide != narrow).any(-1)
+            doubtful = near_ties.near_membership(x, sampling)
         x = x.masked_fill(~mask, -math.inf)
     coupled = noise is not None and not by_probability
     scores, tokens = best_of(x + noise if noise is not None and coupled else x, min(width + 1, vocab))
@@ -140,7 +136,7 @@ def read_laws(
         torn=exact,
     )
     n, device = logits.shape[0], logits.device
-    margin = LAW_MARGIN / (1.0 if sampling.greedy else min(1.0, sampling.temperature))
+    margin = near_ties.grown(near_ties.TREE, sampling)
     unread = _unread(n, width, device)
     logp = gap = unread.children
     found_entropy = found_top = unread.laws
@@ -159,17 +155,17 @@ def read_laws(
             gap = torch.from_numpy(codes_of[1])
     else:
         if exact:
-            unsure = _undecided_order(read.scores, width, margin)
+            unsure = near_ties.near_order(read.scores, width, sampling)
         if read.nats is not None:
             scale = _scaled(read.nats)
             logp = scale.long()
             if unsure is not None:
-                unsure |= _near_border(scale, margin)
+                unsure |= near_ties.near_tree_code(scale, sampling)
         if reads_gap:
             scale = _scaled(read.scores[:, :1] - read.scores[:, :width])
             gap = scale.long()
             if unsure is not None:
-                unsure |= _near_border(scale, margin)
+                unsure |= near_ties.near_tree_code(scale, sampling)
     if exact and (read.entropy is not None or read.top_entropy is not None):
         unsure_entropy = unread.nowhere[:, 0]
         if unsure is None:
@@ -178,12 +174,12 @@ def read_laws(
         scale = _scaled(read.entropy)
         found_entropy = scale.long()
         if unsure_entropy is not None:
-            unsure_entropy = unsure_entropy | _near_border(scale, margin)
+            unsure_entropy = unsure_entropy | near_ties.near_tree_code(scale, sampling)
     if read.top_entropy is not None:
         scale = _scaled(read.top_entropy)
         found_top = scale.long()
         if unsure_entropy is not None:
-            unsure_entropy = unsure_entropy | _near_border(scale, margin)
+            unsure_entropy = unsure_entropy | near_ties.near_tree_code(scale, sampling)
     if read.torn is not None:
         unsure = read.torn[:, None] | (unread.nowhere if unsure is None else unsure)
         unsure &= torch.arange(width, device=device) < count[:, None]
@@ -240,24 +236,9 @@ def _codes_of_children(
     return found
 
 
-def _undecided_order(scores: torch.Tensor, width: int, margin: float) -> torch.Tensor:
-    """Which of the first ``width`` children, scores descending, lie closer than ``margin`` to the one before or after: bool [n, width]."""
-    near = scores[:, :-1] - scores[:, 1:] < margin
-    if near.shape[1] < width:
-        near = torch.nn.functional.pad(near, (0, 1))
-    unsure = near.clone()
-    unsure[:, 1:] |= near[:, :-1]
-    return unsure
-
-
 def _scaled(nats: torch.Tensor) -> torch.Tensor:
     """Nats in units of a code, within the codes' range: rounded down they are codes."""
     return (nats * TREE_SCALE).clamp_(_LEAST, _MOST)
-
-
-def _near_border(scale: torch.Tensor, margin: float) -> torch.Tensor:
-    """Where a value lies closer than ``margin`` nats to a border between codes: bool of the same shape."""
-    return (scale - scale.round()).abs_() < margin * TREE_SCALE
 
 
 def codes(nats: torch.Tensor) -> torch.Tensor:

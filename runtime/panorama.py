@@ -18,13 +18,11 @@ from runtime.drafts.language_model import canonical_codes
 from runtime.drafts.ngram import NgramIndex
 from runtime.loading import LoadedPair
 from runtime.models import CHUNK, CausalModel, view_of
+from runtime.near_ties import choose, near_code
 from runtime.sampling import (
     Noise,
-    canonical_choice,
-    choose,
     entropy_of,
     log_law,
-    undecided,
 )
 from traces.schema import (
     AGREE_NO,
@@ -129,19 +127,14 @@ class _Pass:
         """Proposals and codes of rows of logits, each row decided as decoding would decide it."""
         model, sampling = self.model, self.sampling
         noise = None if self.noise is None else torch.stack([self.noise.row(p) for p in positions])
-        choice = choose(logits, sampling, noise, exact=self.exact)
-        tokens = choice.tokens
-        if choice.unsure is not None and bool(choice.unsure.any()):
-            tokens = tokens.clone()
-            for row in choice.unsure.nonzero()[:, 0].tolist():
-                row_noise = None if noise is None else noise[row]
-                tokens[row] = canonical_choice(model.canonical(prefixes[row]), sampling, row_noise)
+        canonical = (lambda row: model.canonical(prefixes[row])) if self.exact else None
+        tokens = choose(logits, sampling, noise, canonical)
         log_q = log_law(logits, sampling)
         nats = -log_q.gather(-1, tokens[:, None])[:, 0]
         entropy = entropy_of(log_q)
         codes_p, codes_h = _codes(nats), _codes(entropy)
         if self.exact:
-            for row in (undecided(nats, sampling) | undecided(entropy, sampling)).nonzero()[:, 0].tolist():
+            for row in (near_code(nats, sampling) | near_code(entropy, sampling)).nonzero()[:, 0].tolist():
                 codes_p[row], codes_h[row] = canonical_codes(model, prefixes[row], int(tokens[row]), sampling)
         return tokens, log_q, codes_p, codes_h
 

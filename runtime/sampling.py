@@ -1,20 +1,13 @@
-"""How a token is chosen: the processed law, the noise, and the near ties.
+"""How a token is chosen: the processed distribution and the noise.
 
 Every choice is ``argmax(logits / T + g)`` over the tokens that top-k and top-p keep, with Gumbel noise g a pure function of
-(request seed, absolute position, token id): drawing from the law, yet the same whatever policy decodes (DESIGN.md). At
-temperature 0 the noise is left out.
-
-Float arithmetic differs in the last bits between batch shapes. A choice whose runner-up is closer than ``CHOICE_MARGIN``, and a
-code whose value is closer than ``CODE_MARGIN`` to the next, is therefore decided by the model's canonical pass over the prefix,
-so that the decision does not depend on how it was batched. Margins are for float32; lower precisions skip this (divergences
-are counted instead).
+(request seed, absolute position, token id): drawing from the distribution, yet the same whatever policy decodes. At temperature 0 the
+noise is left out. What rounding could change of it, :mod:`runtime.near_ties` knows.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -23,14 +16,6 @@ import torch
 
 from runtime.policies.jit import compiled
 from traces.schema import NAT_CODE_MAX, NAT_SCALE, Sampling
-
-CHOICE_MARGIN = 2e-4
-"""Nats under which the two best tokens count as tied at temperature 1. Float32 passes of different shapes were measured to differ by
-up to 8e-6 in logits and log-probabilities (8 layers, 7 M parameters); at a temperature T < 1 errors and margins grow as 1 / T."""
-FILTER_SLACK = 5e-5
-"""Slack, in probability for top-p and in nats for top-k, under which a token's membership counts as undecided (at temperature 1)."""
-CODE_MARGIN = 2.5e-5
-"""Nats from the border between two codes under which the code counts as undecided (at temperature 1)."""
 
 _MASK64 = (1 << 64) - 1
 _STREAMS = {"target": 0, "draft": 0x9E3779B97F4A7C15, "accept": 0xC2B2AE3D27D4EB4F, "residual": 0x165667B19E3779F9}
@@ -141,14 +126,7 @@ def kept(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor | None:
     """Which tokens top-k, then top-p keep: bool ``[..., vocab]``, or None when both are off."""
     if not filters(sampling, logits.shape[-1]):
         return None
-    return _kept(logits, sampling, (0.0,))[0]
-
-
-def kept_wide_and_narrow(logits: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`kept` as rounding could widen and could narrow it: two bool tensors of the shape of ``logits``."""
-    slack = _grown(FILTER_SLACK, sampling)
-    wide, narrow = _kept(logits, sampling, (slack, -slack))
-    return wide, narrow
+    return kept_by(logits, sampling, (0.0,))[0]
 
 
 def filters(sampling: Sampling, vocab_size: int) -> bool:
@@ -156,11 +134,11 @@ def filters(sampling: Sampling, vocab_size: int) -> bool:
     return not sampling.greedy and (sampling.top_p < 1.0 or 0 < sampling.top_k < vocab_size)
 
 
-def _kept(logits: torch.Tensor, sampling: Sampling, slacks: tuple[float, ...]) -> list[torch.Tensor]:
-    """The kept set for each slack: > 0 widens and < 0 narrows it by what rounding could change."""
+def kept_by(logits: torch.Tensor, sampling: Sampling, slacks: tuple[float, ...]) -> list[torch.Tensor]:
+    """:func:`kept`, where a filter is on, for each slack, in probability for top-p and nats for top-k: > 0 keeps more, < 0 fewer."""
     ranked = 0 < sampling.top_k < logits.shape[-1]
     if ranked and sampling.top_p < 1.0 and len(slacks) > 1:
-        return [_kept(logits, sampling, (slack,))[0] for slack in slacks]  # the nucleus depends on which tokens top-k leaves
+        return [kept_by(logits, sampling, (slack,))[0] for slack in slacks]  # the nucleus depends on which tokens top-k leaves
     masks = [torch.ones_like(logits, dtype=torch.bool) for _ in slacks]
     if ranked:
         kth = logits.topk(sampling.top_k, dim=-1).values[..., -1:]
@@ -177,11 +155,6 @@ def _kept(logits: torch.Tensor, sampling: Sampling, slacks: tuple[float, ...]) -
     return masks
 
 
-def _grown(margin: float, sampling: Sampling) -> float:
-    """A margin at the sampling's temperature: dividing logits by T < 1 divides their errors too."""
-    return margin if sampling.greedy else margin / min(1.0, sampling.temperature)
-
-
 def log_law(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """Log-probabilities of the law tokens are drawn from, float32, -inf where filtered.
 
@@ -194,93 +167,20 @@ def log_law(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     return (x if mask is None else x.masked_fill(~mask, -math.inf)).log_softmax(-1)
 
 
-@dataclass(frozen=True)
-class Choice:
-    """Chosen tokens int64 ``[n]`` and which of them rounding could have changed, bool ``[n]`` (None: not looked at)."""
+def choose(logits: torch.Tensor, sampling: Sampling, noise: torch.Tensor | None) -> torch.Tensor:
+    """argmax(logits / T + g) over the kept tokens, row by row, int64 [n]; ties go to the lowest id.
 
-    tokens: torch.Tensor
-    unsure: torch.Tensor | None
-
-
-@compiled()
-def _lead(
-    rows: npt.NDArray[np.float32], margin: np.float32, tokens: npt.NDArray[np.int64], unsure: npt.NDArray[np.bool_]
-) -> None:
-    """Of every row the first index of its largest entry, and whether that leads the next by less than ``margin``."""
-    for i in range(rows.shape[0]):
-        row = rows[i]
-        best, second, at = row[0], np.float32(-np.inf), 0
-        for j in range(1, row.shape[0]):
-            value = row[j]
-            if value > second:
-                if value > best:
-                    second, best, at = best, value, j
-                else:
-                    second = value
-        tokens[i] = at
-        unsure[i] = best - second < margin
-
-
-def _best(x: torch.Tensor, margin: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best token of every row of ``x`` float32 [n, vocab], int64 [n], and whether it leads the next by less than ``margin``, bool [n].
-
-    After a pass of the target all code is cold, and what counts is to touch little of it: one compiled loop on a CPU.
-    """
-    if x.device.type != "cpu":
-        best = x.topk(2, dim=-1)
-        return best.indices[:, 0], best.values[:, 0] - best.values[:, 1] < margin
-    tokens, unsure = np.empty(len(x), dtype=np.int64), np.empty(len(x), dtype=np.bool_)
-    _lead(x.detach().numpy(), np.float32(margin), tokens, unsure)
-    return torch.from_numpy(tokens), torch.from_numpy(unsure)
-
-
-def choose(logits: torch.Tensor, sampling: Sampling, noise: torch.Tensor | None, *, exact: bool) -> Choice:
-    """argmax(logits / T + g) over the kept tokens, row by row.
-
-    ``logits`` float32 [n, vocab]; ``noise`` float32 [n, vocab], None when greedy; ``exact`` asks for ``unsure``. Ties go to the lowest id.
+    ``logits`` float32 [n, vocab]; ``noise`` float32 [n, vocab], None when greedy.
     """
     x = scaled(logits, sampling)
-    perturbed = x if noise is None else x + noise
-    if filters(sampling, x.shape[-1]):
-        slack = _grown(FILTER_SLACK, sampling)
-        slacks = (0.0, slack, -slack) if exact else (0.0,)
-        masks = _kept(x, sampling, slacks)
-        tokens = perturbed.masked_fill(~masks[0], -math.inf).argmax(-1)
-        if not exact:
-            return Choice(tokens, None)
-        wide, unsure = _best(perturbed.masked_fill(~masks[1], -math.inf), _grown(CHOICE_MARGIN, sampling))
-        narrow = perturbed.masked_fill(~masks[2], -math.inf).argmax(-1)
-        return Choice(tokens, unsure | (wide != narrow))
-    if not exact:
-        return Choice(perturbed.argmax(-1), None)
-    return Choice(*_best(perturbed, _grown(CHOICE_MARGIN, sampling)))
-
-
-def settle(choice: Choice, decide: Callable[[int], int]) -> torch.Tensor:
-    """The choice with every unsure row replaced by ``decide(row)``: the canonical pass's token."""
-    if choice.unsure is None or not any(choice.unsure.tolist()):
-        return choice.tokens
-    tokens = choice.tokens.clone()
-    for row in choice.unsure.nonzero()[:, 0].tolist():
-        tokens[row] = decide(row)
-    return tokens
-
-
-def canonical_choice(logits: torch.Tensor, sampling: Sampling, noise: torch.Tensor | None) -> int:
-    """The token of one row of canonical logits ``[vocab]``."""
-    row = None if noise is None else noise[None]
-    return int(choose(logits[None], sampling, row, exact=False).tokens[0])
+    mask = kept(x, sampling)
+    x = x if noise is None else x + noise
+    return (x if mask is None else x.masked_fill(~mask, -math.inf)).argmax(-1)
 
 
 def nat_code(nats: float) -> int:
     """Nats as a whole number of 1/256 nat, rounded down, saturating."""
     return min(NAT_CODE_MAX, max(0, int(nats * NAT_SCALE)))
-
-
-def undecided(nats: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Where a code's value lies so close to a border between codes that rounding could move it: bool of the same shape."""
-    x = nats * NAT_SCALE
-    return (x - x.round()).abs() < _grown(CODE_MARGIN, sampling) * NAT_SCALE
 
 
 def entropy_of(log_probabilities: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from runtime.gathered_head import GatheredHead
+from runtime.near_ties import near_clusters, router_margin
 from runtime.policies.document import ClustersShortlist, FrequencyShortlist, Policy, PositionFrequencyShortlist
 from runtime.policies.dynaspec import (
     FREQUENCIES,
@@ -29,7 +30,6 @@ from runtime.policies.dynaspec import (
     cluster_budget,
     frequency_budget,
     head_hash,
-    near_ties,
     top_clusters,
 )
 from runtime.policies.tree_rules import read_fitted
@@ -39,8 +39,6 @@ from traces.errors import PolicyError
 if TYPE_CHECKING:
     from runtime.policies.tree_rules import Artifacts, Fitted
 
-ROUTER_MARGIN: Final = 2e-5
-"""Difference of two clusters' scores, per unit of :func:`amplification`, under which the router's choice counts as undecided (float32)."""
 STATES_KEPT: Final = 160
 """Positions of the text whose hidden states a draft remembers; more than any round looks back."""
 
@@ -236,7 +234,7 @@ class Shortlists:
             self._check_routing(rule.routing)
             self.router = rule.routing.router.to(model.device)
             self.clusters = rule.routing.clusters
-            self.margin = ROUTER_MARGIN * max(1.0, amplification(rule.routing))
+            self.margin = router_margin(self.router.w1, self.router.w2)
             if (self.clusters.sizes == 0).any():
                 self._empty = torch.from_numpy(self.clusters.sizes == 0).to(model.device)
         else:
@@ -349,7 +347,7 @@ class Shortlists:
         near, bool [n]. Nothing here waits for the device."""
         embedded = self.model.embedded(tokens)
         scores = self.scores(embedded, previous)
-        return embedded, top_clusters(scores, count), near_ties(scores, count, self.margin) if self.exact else None
+        return embedded, top_clusters(scores, count), near_clusters(scores, count, self.margin) if self.exact else None
 
     def _picked(
         self,
@@ -384,12 +382,6 @@ class Shortlists:
     def logits(self, states: Tensor, support: Support) -> Tensor:
         """Float32 logits [n, size] of a shortlist for what the output head reads, [n, d]."""
         return self.output.over(states, support)
-
-
-def amplification(routing: Routing) -> float:
-    """How much a router widens independent errors of its inputs: the largest over clusters of sqrt(sum_j (w2_j |w1_j|)^2)."""
-    router = routing.router
-    return float((router.w2.square() @ router.w1.square().sum(1)).max().sqrt())
 
 
 class States:

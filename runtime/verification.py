@@ -13,7 +13,8 @@ import torch
 
 from runtime.loop import Verified
 from runtime.models import CausalModel
-from runtime.sampling import Choice, Noise, canonical_choice, choose, gumbel_row, log_law, settle, stream_key, uniform
+from runtime.near_ties import Choices
+from runtime.sampling import Noise, gumbel_row, log_law, stream_key, uniform
 from runtime.tree_drafts import GrownTree
 from traces.schema import Sampling
 
@@ -27,28 +28,15 @@ def verify_coupled(
     noise: Noise | None,
     exact: bool,
 ) -> Verified:
-    """``logits`` float32 [drafted + 1, vocab] after the last text token and after each drafted one.
-
-    With ``exact``, near ties are settled by the canonical pass, first to last, as far as the draft is accepted.
-    """
+    """``logits`` float32 [drafted + 1, vocab] after the last text token and after each drafted one."""
     rows = None if noise is None else noise.rows(len(text), len(drafted) + 1)
-    choice = choose(logits, sampling, rows, exact=exact)
-    if choice.unsure is not None and any(choice.unsure.tolist()):
-        chosen: list[int] = []
-        for i in range(len(drafted) + 1):
-            row = None if rows is None else rows[i]
-            one = type(choice)(choice.tokens[i : i + 1], choice.unsure[i : i + 1])
-            prefix = text + drafted[:i]
-            token = settle(one, lambda _, p=prefix, r=row: canonical_choice(target.canonical(p), sampling, r))  # type: ignore[misc]
-            chosen.append(int(token[0]))
-            if i < len(drafted) and chosen[-1] != drafted[i]:
-                break
-    else:
-        chosen = choice.tokens.tolist()
-    accepted = 0
-    while accepted < len(drafted) and chosen[accepted] == drafted[accepted]:
-        accepted += 1
-    return Verified(accepted, chosen[: accepted + 1])
+    choices = Choices(logits, sampling, rows, exact=exact)
+    emitted: list[int] = []
+    for token in [*drafted, None]:
+        emitted.append(choices.token(len(emitted), lambda: target.canonical(text + emitted)))
+        if emitted[-1] != token:
+            break
+    return Verified(len(emitted) - 1, emitted)
 
 
 def verify_tree(
@@ -62,38 +50,29 @@ def verify_tree(
 ) -> Verified:
     """Target sampling on a tree: from the root, take the target's own token; go down while a child holds it.
 
-    ``logits`` float32 [1 + nodes, vocab], the root's row first. With ``exact``, near ties are settled along the path. A CPU looks at the
-    rows of the path alone; elsewhere all are looked at at once, so that the host waits once.
+    ``logits`` float32 [1 + nodes, vocab], the root's row first. A CPU looks at the rows of the path alone; elsewhere all are looked at at
+    once, so that the host waits once.
     """
-    everywhere: Choice | None = None
+    every: Choices | None = None
     if logits.device.type != "cpu":
         rows = None
         if noise is not None:
             by_depth = noise.rows(len(text), 1 + max(tree.depths, default=0))
             rows = by_depth[torch.tensor([0, *tree.depths], device=logits.device)]
-        found = choose(logits, sampling, rows, exact=exact)
-        everywhere = Choice(found.tokens.cpu(), None if found.unsure is None else found.unsure.cpu())
+        every = Choices(logits, sampling, rows, exact=exact)
     children = {(parent, token): i for i, (parent, token) in enumerate(zip(tree.parents, tree.tokens, strict=True))}
     path: list[int] = []
     emitted: list[int] = []
-    node = -1
-    while True:
-        row = None if noise is None else noise.row(len(text) + len(path))
-        at = slice(node + 1, node + 2)
-        if everywhere is None:
-            choice = choose(logits[at], sampling, None if row is None else row[None], exact=exact)
-        else:
-            choice = Choice(everywhere.tokens[at], None if everywhere.unsure is None else everywhere.unsure[at])
-        if choice.unsure is not None and bool(choice.unsure):
-            token = canonical_choice(target.canonical(text + emitted), sampling, row)
-        else:
-            token = int(choice.tokens)
-        emitted.append(token)
-        child = children.get((node, token))
-        if child is None:
-            break
-        path.append(child)
-        node = child
+    node: int | None = -1
+    while node is not None:
+        choices, row = every, node + 1
+        if choices is None:
+            own = None if noise is None else noise.row(len(text) + len(path))[None]
+            choices, row = Choices(logits[row : row + 1], sampling, own, exact=exact), 0
+        emitted.append(choices.token(row, lambda: target.canonical(text + emitted)))
+        node = children.get((node, emitted[-1]))
+        if node is not None:
+            path.append(node)
     read = 0
     while read < len(path) and tree.expanded[path[read]] >= 0:
         read += 1

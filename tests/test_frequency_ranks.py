@@ -12,7 +12,6 @@ from test_lossless import PROMPTS
 from test_store import damage
 from test_tree_parity import shape
 
-import optimizer.fit.draft_distributions as whole_laws
 import optimizer.fit.frequency_ranks as ranking
 from db import CorruptedChunkError, open_database, upgrade
 from db.models import ArtifactRow
@@ -20,6 +19,7 @@ from optimizer.artifacts import fitted
 from optimizer.fit.frequency_ranks import frequency_ranks
 from optimizer.replay import ReplayTrace, run_replay
 from optimizer.shortlist_ranks import FrequencyRanks, stored_ranks
+from runtime import near_ties
 from runtime.decoder import Decoder
 from runtime.loading import LoadedPair, load_pair
 from runtime.loop import StaticSource
@@ -131,7 +131,7 @@ def test_ranks_are_those_of_canonical_laws(
         ranking, "wanted_ranks", lambda *a, real=ranking.wanted_ranks: replace(real(*a), there=None)
     )
     for margin in (0.0, 1e9):
-        monkeypatch.setattr(whole_laws, "CHOICE_MARGIN", margin)
+        monkeypatch.setattr(near_ties, "CHOICE", margin)
         found.append(frequency_ranks(store, pair, recording, DRAFT, order))
     for name in ("own", "better", "open", "text_code", "mass_code", "entropy_code"):
         np.testing.assert_array_equal(getattr(found[0], name), getattr(found[1], name))

@@ -17,7 +17,6 @@ from test_tree_parity import shape
 from test_tree_tabulation import COLUMNS, random_forest
 
 import optimizer.fit.cluster_ranks as ranking
-import runtime.shortlists as shortlisting
 from db import CorruptedChunkError, open_database, upgrade
 from db.models import ArtifactRow
 from optimizer.artifacts import fitted
@@ -25,6 +24,7 @@ from optimizer.fit.cluster_ranks import budget_grid, cluster_ranks
 from optimizer.replay import ReplayTrace, run_replay
 from optimizer.shortlist_ranks import ClusterRanks, digest, stored_ranks
 from optimizer.tree_outcomes import NO_UNION, ClusterUnion, GrowthTable, ShortlistRanks, _tabulate_chunk, tabulate_growth
+from runtime import near_ties
 from runtime.decoder import Decoded, Decoder, output_hashes
 from runtime.loading import LoadedPair, load_pair
 from runtime.loop import StaticSource
@@ -197,7 +197,7 @@ def test_ranks_are_those_of_canonical_states(
     """With a margin so wide that every prefix is settled, or so narrow that none is, ranks are the same."""
     found = []
     for margin in (0.0, 1e9):
-        monkeypatch.setattr(shortlisting, "ROUTER_MARGIN", margin)
+        monkeypatch.setattr(near_ties, "ROUTER", margin)
         ranker = ranking._Ranker(pair, ranking._shortlists(store, pair, "near", routers["near"]))
         text = next(store.iterate(recording, ["near"], trees=True, ordinals=[5]))
         found.append(ranker.rank(text.trajectory, text.trees["near"]))

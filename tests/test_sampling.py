@@ -1,4 +1,4 @@
-"""Noise, filters, near ties: what makes a text a function of model, prompt, sampling and seed alone."""
+"""Noise and filters: what makes a text a function of model, prompt, sampling and seed alone."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import torch
 from scipy.stats import gumbel_r, kstest
 
 from runtime.sampling import (
-    CHOICE_MARGIN,
     Noise,
-    _best,
     _gumbel_anywhere,
     choose,
     entropy_of,
@@ -20,9 +18,7 @@ from runtime.sampling import (
     kept,
     log_law,
     nat_code,
-    settle,
     stream_key,
-    undecided,
     uniform,
 )
 from traces.schema import NAT_CODE_MAX, Sampling, request_seed
@@ -56,21 +52,6 @@ def test_the_compiled_noise_is_the_same_noise(vocab_size: int) -> None:
     for position in range(50):
         key = stream_key(11, position)
         assert torch.equal(gumbel_row(key, vocab_size, CPU), _gumbel_anywhere(key, vocab_size, CPU))
-
-
-def test_the_best_and_whether_it_leads() -> None:
-    """As topk(2) tells; of equal entries the first is taken, and a row with one entry left leads without bound."""
-    x = torch.randn(9, 501, generator=torch.Generator().manual_seed(0))
-    best = x.topk(2, dim=-1)
-    leads = best.values[:, 0] - best.values[:, 1]
-    for margin in (0.0, 0.1, float(leads.median()), 9.0):
-        tokens, unsure = _best(x, margin)
-        assert torch.equal(tokens, best.indices[:, 0])
-        assert torch.equal(unsure, leads < margin)
-    odd = torch.tensor([[1.0, 3.0, 3.0], [-torch.inf, -torch.inf, 0.0], [2.0, 1.0, 1.5]])
-    tokens, unsure = _best(odd, 0.4)
-    assert tokens.tolist() == [1, 2, 0]
-    assert unsure.tolist() == [True, False, False]
 
 
 def test_uniform_and_request_seeds() -> None:
@@ -109,61 +90,17 @@ def test_choice_follows_the_law() -> None:
     sampling = Sampling(temperature=1.0)
     counts = np.zeros(4)
     for key in range(4000):
-        counts[int(choose(logits, sampling, gumbel_row(stream_key(3, key), 4, CPU)[None], exact=False).tokens)] += 1
+        counts[int(choose(logits, sampling, gumbel_row(stream_key(3, key), 4, CPU)[None]))] += 1
     expected = logits.softmax(-1)[0].numpy() * 4000
     assert ((counts - expected) ** 2 / expected).sum() < 16.3  # chi-square, 3 degrees of freedom, 1 in 1000
 
 
-def test_near_ties_are_told_and_settled() -> None:
-    """A gap under the margin is unsure whichever side it is on, and the canonical answer replaces it; a clear one is left."""
-    logits = torch.tensor([[1.0, 1.0 + CHOICE_MARGIN / 2, 0.0], [1.0, 1.0 + 10 * CHOICE_MARGIN, 0.0]])
-    choice = choose(logits, Sampling(), None, exact=True)
-    assert choice.unsure is not None
-    assert choice.unsure.tolist() == [True, False]
-    assert settle(choice, lambda row: 0 if row == 0 else 99).tolist() == [0, 1]
-    filtered = choose(logits, Sampling(temperature=1.0, top_k=1), torch.zeros(2, 3), exact=True)
-    assert filtered.unsure is not None
-    assert filtered.unsure[0]
-
-
-def test_a_token_on_the_border_of_the_nucleus_is_unsure() -> None:
-    """If rounding could let the winner in or out of the top-p set, the choice is not made here."""
-    logits = torch.tensor([[math.log(0.5), math.log(0.3), math.log(0.2)]])
-    noise = torch.tensor([[0.0, 0.0, 5.0]])
-    border = choose(logits, Sampling(temperature=1.0, top_p=0.8), noise, exact=True)
-    assert border.unsure is not None
-    assert bool(border.unsure[0])
-    clear = choose(logits, Sampling(temperature=1.0, top_p=0.7), noise, exact=True)
-    assert clear.unsure is not None
-    assert not bool(clear.unsure[0])
-    assert int(clear.tokens[0]) in (0, 1)
-
-
-def test_an_undecided_top_k_is_told_even_before_a_nucleus() -> None:
-    """Two tokens that rounding could exchange at the border of top-k: unsure, with and without top-p behind it."""
-    logits = torch.tensor([[2.0, 1.0, 1.0 - 1e-5, -3.0]])
-    noise = torch.tensor([[0.0, 0.0, 5.0, 0.0]])
-    for top_p in (1.0, 0.99):
-        choice = choose(logits, Sampling(temperature=1.0, top_k=2, top_p=top_p), noise, exact=True)
-        assert choice.unsure is not None
-        assert bool(choice.unsure[0])
-
-
-def test_margins_grow_as_the_temperature_falls() -> None:
-    """At temperature 0.01 a rounding error is a hundred times as large."""
-    logits = torch.tensor([[1.0, 1.0 + CHOICE_MARGIN / 2, 0.0]])
-    cold = choose(logits, Sampling(temperature=0.01), torch.zeros(1, 3), exact=True)
-    assert cold.unsure is not None
-    assert bool(cold.unsure[0])
-
-
 def test_codes() -> None:
-    """Codes count 1/256 nat downwards and saturate; borders are told."""
+    """Codes count 1/256 nat downwards and saturate."""
     assert nat_code(0.0) == 0
     assert nat_code(1.0) == 256
     assert nat_code(1.0 - 1e-6) == 255
     assert nat_code(1e9) == NAT_CODE_MAX
-    assert undecided(torch.tensor([1.0 + 1e-6, 1.0 + 1e-3]), Sampling()).tolist() == [True, False]
     uniform_law = torch.full((8,), -math.log(8.0))
     assert float(entropy_of(uniform_law)) == pytest.approx(math.log(8.0))
     assert float(entropy_of(torch.tensor([0.0, -math.inf]))) == 0.0

@@ -15,6 +15,7 @@ from optimizer.fit import clusters as fitting
 from optimizer.fit.clusters import cohesion, default_clusters, fit_clusters
 from optimizer.fit.dynaspec import cluster_labels, held_out_groups, score_router, train_router
 from optimizer.fit.fr_spec import count_tokens, fit_frequencies
+from runtime.near_ties import near_clusters
 from runtime.policies.dynaspec import (
     Clusters,
     Frequencies,
@@ -23,7 +24,6 @@ from runtime.policies.dynaspec import (
     cluster_budget,
     frequency_budget,
     head_hash,
-    near_ties,
     top_clusters,
 )
 from traces.errors import PolicyError, TraceError
@@ -288,10 +288,10 @@ def test_the_best_clusters_and_their_ties() -> None:
     scores = torch.tensor([[0.0, 2.0, 2.0, 1.0], [3.0, 3.0, 3.0, 3.0], [-1.0, -2.0, 0.0, -3.0]])
     assert top_clusters(scores, 2).tolist() == [[1, 2], [0, 1], [2, 0]]
     assert top_clusters(scores, 9).tolist() == [[1, 2, 3, 0], [0, 1, 2, 3], [2, 0, 1, 3]]
-    assert near_ties(scores, 1, 0.0).tolist() == [True, True, False]
-    assert near_ties(scores, 2, 0.5).tolist() == [False, True, False]
-    assert near_ties(scores, 2, 1.0).tolist() == [True, True, True]
-    assert near_ties(scores, 4, 99.0).tolist() == [False] * 3
+    assert near_clusters(scores, 1, 0.0).tolist() == [True, True, False]
+    assert near_clusters(scores, 2, 0.5).tolist() == [False, True, False]
+    assert near_clusters(scores, 2, 1.0).tolist() == [True, True, True]
+    assert near_clusters(scores, 4, 99.0).tolist() == [False] * 3
     rounded = (torch.randn(400, 40, generator=torch.Generator().manual_seed(1)) * 4).round() / 4
     for k in (1, 5, 39, 40):
         expected = [sorted(range(40), key=lambda m: (-row[m], m))[:k] for row in rounded.tolist()]
@@ -302,7 +302,7 @@ def test_far_from_a_tie_no_error_within_the_margin_changes_the_set() -> None:
     g = torch.Generator().manual_seed(2)
     scores, margin = torch.randn(3000, 16, generator=g), 0.05
     moved = scores + (torch.rand(scores.shape, generator=g) - 0.5) * margin * 0.999
-    near = near_ties(scores, 4, margin)
+    near = near_clusters(scores, 4, margin)
     changed = (top_clusters(scores, 4).sort().values != top_clusters(moved, 4).sort().values).any(1)
     assert not (changed & ~near).any()
     assert (changed & near).any()

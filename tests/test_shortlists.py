@@ -22,7 +22,7 @@ from test_verifiers import PLAIN, tiny_pair
 from transformers import AutoModelForCausalLM
 
 from runtime import decoder as decoding
-from runtime import gathered_head
+from runtime import gathered_head, near_ties
 from runtime import laws as runtime_laws
 from runtime import shortlists as shortlisting
 from runtime.decoder import Decoder, output_hashes, prepare_for
@@ -37,7 +37,7 @@ from runtime.policies.plan import Plan, prepare
 from runtime.policies.stops import compile_stop
 from runtime.policies.tree_rules import Artifacts, Fitted
 from runtime.sampling import Noise, log_law
-from runtime.shortlists import Shortlists, amplification, head_hash
+from runtime.shortlists import Shortlists, head_hash
 from runtime.streams import forked
 from traces.errors import PolicyError
 from traces.schema import Request, Sampling, Step
@@ -455,7 +455,7 @@ def test_near_ties_of_the_router_are_settled_by_canonical_states(pair: LoadedPai
             prepared = ready(pair, {"draft": name, "shortlist": by_router(name), **more})
             seen = []
             for margin in (0.0, 1e9):
-                monkeypatch.setattr(shortlisting, "ROUTER_MARGIN", margin)
+                monkeypatch.setattr(near_ties, "ROUTER", margin)
                 asked.clear()
                 text, steps = texts(pair, prepared, HOT, 6)
                 seen.append((text, [shape(s) for s in steps]))
@@ -476,7 +476,7 @@ def test_measured_differences_between_shapes_are_below_the_routers_margin(pair: 
             model.read(torch.tensor(text[: n - width]), 0)
             state = model.chain_states(torch.tensor(text[n - width : n]), n - width)[-1:]
             worst = max(worst, float((plan.router.scores(embedded, state) - exact).abs().max()))
-    assert 0 < worst < shortlisting.ROUTER_MARGIN * max(1.0, amplification(plan)) / 2
+    assert 0 < worst < near_ties.router_margin(plan.router.w1, plan.router.w2) / 2
 
 
 # --------------------------------------------------------------------------------------------------------- codes of laws

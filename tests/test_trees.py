@@ -17,6 +17,7 @@ import runtime.laws
 import runtime.policies.trees
 import runtime.sampling
 import runtime.tree_drafts
+from runtime import near_ties
 from runtime.laws import read_laws
 from runtime.models import CausalModel
 from runtime.policies.heterospec import bin_of, kept_nodes
@@ -516,8 +517,8 @@ def test_rounding_changes_no_tree(sampling: Sampling, way: str, monkeypatch: pyt
 
     Rounding and margins are a thousand times what they are, so that it matters often.
     """
-    monkeypatch.setattr(runtime.laws, "LAW_MARGIN", 0.02)
-    monkeypatch.setattr(runtime.sampling, "FILTER_SLACK", 0.05)
+    monkeypatch.setattr(near_ties, "TREE", 0.02)
+    monkeypatch.setattr(near_ties, "MEMBERSHIP", 0.05)
     settled = 0
     for trial in range(120):
         rng = random.Random(f"shaken {trial}")

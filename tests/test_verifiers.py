@@ -74,7 +74,7 @@ def draw_coupled(p: torch.Tensor, q: torch.Tensor, seed: int) -> list[int]:
         drafted: list[int] = []
         for j in range(WINDOW):
             row = noise.row(len(text) + j)
-            previous = int(choose(q[previous][None], PLAIN, row[None], exact=False).tokens[0])
+            previous = int(choose(q[previous][None], PLAIN, row[None])[0])
             drafted.append(previous)
         states = [text[-1] if text else VOCAB, *drafted]
         no_model: CausalModel = None  # type: ignore[assignment]  # without `exact` it is not asked

@@ -24,6 +24,7 @@ from optimizer.fit.shared import Progress
 from optimizer.shortlist_ranks import ClusterRanks, budget_grid, keep_ranks, wanted_ranks
 from runtime.decoder import shortlisted_model
 from runtime.loading import LoadedPair
+from runtime.near_ties import near_cluster_places
 from runtime.policies.document import ClustersShortlist, Policy
 from runtime.policies.dynaspec import top_clusters
 from runtime.shortlists import Shortlists, compile_shortlist
@@ -200,12 +201,9 @@ class _Ranker:
         """Replaces, in place, scores [N, M] of those text prefixes at which rounding could move one of the clusters ``watched`` int64
         [T, K + 1] (M: none) in the order: by scores from canonical states, as the runtime does."""
         count = len(watched)
-        values, order = scores[:count].sort(dim=-1, descending=True, stable=True)
-        near = values[:, :-1] - values[:, 1:] <= self.shortlists.margin
-        touched = functional.pad(near, (1, 0)) | functional.pad(near, (0, 1))
-        by_cluster = functional.pad(torch.zeros_like(touched).scatter_(1, order, touched), (0, 1))
-        unsure = by_cluster.gather(1, torch.from_numpy(watched).to(scores.device)).any(1)
-        for i in unsure.nonzero()[:, 0].tolist():
+        by_cluster = functional.pad(near_cluster_places(scores[:count], self.shortlists.margin), (0, 1))
+        near = by_cluster.gather(1, torch.from_numpy(watched).to(scores.device)).any(1)
+        for i in near.nonzero()[:, 0].tolist():
             state = reader.canonical_before(prompt + i)
             scores[i] = self.shortlists.scores(self.model.embedded(tokens[i : i + 1]), state)[0]
 

@@ -17,7 +17,8 @@ from runtime.decoder import shortlisted_model
 from runtime.drafts.eagle import columns
 from runtime.loading import LoadedPair
 from runtime.models import CHUNK
-from runtime.sampling import CHOICE_MARGIN, Noise, filters, log_law, scaled
+from runtime.near_ties import near_rival
+from runtime.sampling import Noise, filters, log_law, scaled
 from runtime.tree_panorama import ROWS, HeadPasses, LanguageModelPasses
 from traces.schema import NAT_SCALE, Sampling, Trajectory, TreePanorama, request_seed
 
@@ -158,9 +159,7 @@ class WholeLaws:
         if row < 0:
             return np.ones(len(self.ids), np.bool_)
         x = self._perturbed(logits, start, trajectory)
-        others = (x - x[row]).abs()
-        others[row] = torch.inf
-        if self.pair.exact and float(others.min()) < CHOICE_MARGIN / (1.0 if sampling.greedy else min(1.0, sampling.temperature)):
+        if self.pair.exact and near_rival(x, row, sampling):
             ids = torch.from_numpy(self.ids).to(logits.device)
             x = self._perturbed(reader.canonical(start, []).index_select(0, ids), start, trajectory)
         above = x > x[row]

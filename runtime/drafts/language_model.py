@@ -11,22 +11,21 @@ from typing import Protocol
 
 import torch
 
+from runtime import near_ties
 from runtime.drafts.ngram import NgramIndex
 from runtime.models import CausalModel, ids_tensor, view_of
+from runtime.near_ties import near_code
 from runtime.policies.document import EXPANDED_LIMIT
 from runtime.policies.draft_choice import log_perplexity
 from runtime.policies.stops import STOP_ENTROPY, STOP_JOINT_PROB, STOP_MAX_PROB, STOP_NONE, CompiledStop, should_stop
 from runtime.sampling import (
     Noise,
-    canonical_choice,
     choose,
     entropy_of,
     gumbel_row,
     log_law,
     nat_code,
-    settle,
     stream_key,
-    undecided,
 )
 from runtime.shortlists import Beam, Shortlists, States, Support
 from traces.schema import Sampling
@@ -236,13 +235,13 @@ class LanguageModelDraft:
             if shortlists is None:
                 logits = self.model.chain(pending, at, logits=1)
                 at += pending.shape[0]
-                pending = choose(logits, context.sampling, noise, exact=False).tokens
+                pending = choose(logits, context.sampling, noise)
             else:
                 support = shortlists.fixed(j)
                 logits = shortlists.logits(self.model.chain_states(pending, at)[-1:], support)
                 at += pending.shape[0]
                 noise = None if noise is None else noise.index_select(1, support.ids)
-                pending = support.ids[choose(logits, context.sampling, noise, exact=False).tokens]
+                pending = support.ids[choose(logits, context.sampling, noise)]
             drafted.append(pending)
         chain.steps = gamma
         chain.tokens = torch.cat(drafted).tolist()
@@ -270,8 +269,8 @@ class LanguageModelDraft:
         noise = None if context.noise is None else context.noise.row(position)
         if noise is not None and ids is not None:
             noise = noise.index_select(0, ids)
-        choice = choose(logits, sampling, None if noise is None else noise[None], exact=context.exact)
-        return settle(choice, lambda _: canonical_choice(_canonical(model, prefix, ids), sampling, noise))
+        canonical = (lambda _: _canonical(model, prefix, ids)) if context.exact else None
+        return near_ties.choose(logits, sampling, None if noise is None else noise[None], canonical)
 
     def _codes(
         self,
@@ -289,14 +288,14 @@ class LanguageModelDraft:
         if not context.exact or log_q.shape[0] == 1:
             return codes
         near = (
-            (stop.kind == STOP_JOINT_PROB and bool(undecided(nats, context.sampling)))
+            (stop.kind == STOP_JOINT_PROB and bool(near_code(nats, context.sampling)))
             or (
-                stop.kind == STOP_MAX_PROB and abs(codes[0] - stop.max_logp_code) <= 1 and bool(undecided(nats, context.sampling))
+                stop.kind == STOP_MAX_PROB and abs(codes[0] - stop.max_logp_code) <= 1 and bool(near_code(nats, context.sampling))
             )
             or (
                 stop.kind == STOP_ENTROPY
                 and abs(codes[1] - stop.max_entropy_code) <= 1
-                and bool(undecided(entropy, context.sampling))
+                and bool(near_code(entropy, context.sampling))
             )
         )
         return canonical_codes(self.model, prefix, column, context.sampling, ids) if near else codes

@@ -252,18 +252,6 @@ def top_clusters(scores: torch.Tensor, k: int) -> torch.Tensor:
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
 
-def near_ties(scores: torch.Tensor, k: int, margin: float) -> torch.Tensor:
-    """Rows of ``scores`` [n, M] whose k-th and (k + 1)-th highest score differ by at most ``margin``, bool [n].
-
-    Where scores computed in another batch shape differ by less than margin / 2 each, the set of the top k can change only in these
-    rows. No row is near where k takes all clusters.
-    """
-    if k >= scores.shape[-1]:
-        return torch.zeros(scores.shape[:-1], dtype=torch.bool, device=scores.device)
-    best = scores.topk(k + 1, dim=-1).values
-    return best[..., k - 1] - best[..., k] <= margin
-
-
 @dataclass(frozen=True, eq=False)
 class Routing:
     """What an artifact of kind :data:`ROUTER` holds: a router, the clusters it scores, and :func:`head_hash` of the output head that
