@@ -22,7 +22,7 @@ from optimizer.execute import DecodeOptions, encode
 from runtime.decoder import output_hashes, shortlisted_model
 from runtime.loop import Round
 from runtime.policies.document import parse_policy
-from runtime.sampling import gumbel_row, log_law, stream_key
+from runtime.sampling import gumbel_row, log_distribution, stream_key
 from runtime.shortlists import Shortlists, Support, compile_shortlist
 from runtime.verification import verify_rejection
 from traces.schema import Sampling
@@ -85,7 +85,7 @@ def draft_logits(lab: Lab, draft: str, states: torch.Tensor) -> torch.Tensor:
 
 def law(logits: torch.Tensor) -> FloatArray:
     """The law at temperature 1, float64."""
-    found: FloatArray = log_law(logits, PLAIN).double().softmax(-1).numpy()
+    found: FloatArray = log_distribution(logits, PLAIN).double().softmax(-1).numpy()
     return found
 
 

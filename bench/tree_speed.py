@@ -31,8 +31,8 @@ from typing import Any
 import torch
 
 import runtime.decoder
+import runtime.distributions
 import runtime.drafts.language_model
-import runtime.laws
 import runtime.tree_drafts
 from optimizer.execute import DecodeOptions, encode, warm
 from optimizer.inputs import load_workload
@@ -109,10 +109,10 @@ def watch(pair: LoadedPair, clock: Callable[[], float]) -> Parts:
     parts = Parts(clock)
     for model in (pair.target, *pair.drafts.values()):
         parts.watch(model)
-    parts.wrap(runtime.laws, "read_vocabulary", "vocabulary")
+    parts.wrap(runtime.distributions, "read_vocabulary", "vocabulary")
     parts.wrap(Noise, "row", "vocabulary")
     parts.wrap(Noise, "rows", "vocabulary")
-    parts.wrap(runtime.tree_drafts, "read_laws", "codes")
+    parts.wrap(runtime.tree_drafts, "read_distributions", "codes")
     parts.wrap(runtime.decoder, "grow", "tree")
     parts.wrap(runtime.drafts.language_model.LanguageModelReader, "root", "draft_tensors")
     parts.wrap(runtime.drafts.language_model.LanguageModelReader, "level", "draft_tensors")

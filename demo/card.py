@@ -26,18 +26,18 @@ HEAD = "head"
 KINDS = ("greedy", "greedy, first 32", "argmax at T=1", "coupled at T=1")
 
 
-def posterior_gumbel(log_law: Tensor, choice: Tensor, generator: torch.Generator) -> Tensor:
-    """Gumbel noise [n, vocab] under which `choice` [n] is the argmax of `log_law` [n, vocab] + noise.
+def posterior_gumbel(log_distribution: Tensor, choice: Tensor, generator: torch.Generator) -> Tensor:
+    """Gumbel noise [n, vocab] under which `choice` [n] is the argmax of `log_distribution` [n, vocab] + noise.
 
     Drawn from the noise's law given that choice, so text sampled by any means can be replayed as if it had been
     sampled with the noise (Maddison, Tarlow and Minka 2014, top-down construction).
     """
-    uniform = torch.rand(log_law.shape, generator=generator).clamp_min(1e-12)
-    free = log_law - (-uniform.log()).log()
+    uniform = torch.rand(log_distribution.shape, generator=generator).clamp_min(1e-12)
+    free = log_distribution - (-uniform.log()).log()
     top = -(-torch.rand(len(choice), 1, generator=generator).clamp_min(1e-12).log()).log()
     # Every other value is a Gumbel truncated below the top, whose law does not depend on where it was reached.
     below = -torch.logaddexp(-top, -free)
-    return below.scatter(1, choice[:, None], top) - log_law
+    return below.scatter(1, choice[:, None], top) - log_distribution
 
 
 @torch.inference_mode()
@@ -72,15 +72,15 @@ def agreement(
                 mask = torch.cat([inputs["attention_mask"], is_text.long()], dim=1)
                 choice = written[is_text]
 
-                def log_law(model: Any, output: Tensor = output, mask: Tensor = mask, width: int = width) -> Tensor:
+                def log_distribution(model: Any, output: Tensor = output, mask: Tensor = mask, width: int = width) -> Tensor:
                     # Position ids are given, as left padding would shift them.
                     positions = (mask.cumsum(1) - 1).clamp_min(0)
                     logits: Tensor = model(output, attention_mask=mask, position_ids=positions).logits
                     return logits[:, width - 1 : -1].float().log_softmax(-1)
 
-                gumbel = posterior_gumbel(log_law(target)[is_text], choice, noise) if temperature else None
+                gumbel = posterior_gumbel(log_distribution(target)[is_text], choice, noise) if temperature else None
                 for name, draft in drafts.items():
-                    law = log_law(draft)[is_text]
+                    law = log_distribution(draft)[is_text]
                     kind = "argmax at T=1" if temperature else "greedy"
                     proposed = law.argmax(-1) == choice
                     hits[name, category, kind] += proposed.float().tolist()

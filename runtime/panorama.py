@@ -22,7 +22,7 @@ from runtime.near_ties import choose, near_code
 from runtime.sampling import (
     Noise,
     entropy_of,
-    log_law,
+    log_distribution,
 )
 from traces.schema import (
     AGREE_NO,
@@ -129,7 +129,7 @@ class _Pass:
         noise = None if self.noise is None else torch.stack([self.noise.row(p) for p in positions])
         canonical = (lambda row: model.canonical(prefixes[row])) if self.exact else None
         tokens = choose(logits, sampling, noise, canonical)
-        log_q = log_law(logits, sampling)
+        log_q = log_distribution(logits, sampling)
         nats = -log_q.gather(-1, tokens[:, None])[:, 0]
         entropy = entropy_of(log_q)
         codes_p, codes_h = _codes(nats), _codes(entropy)
@@ -183,7 +183,7 @@ class _Pass:
         ratios = []
         for at in range(self.prompt - 1, total - 1, CHUNK):
             part = ids[at : min(at + CHUNK, total - 1)]
-            log_p = log_law(target.chain(part, at, logits=part.shape[0]), self.sampling)
+            log_p = log_distribution(target.chain(part, at, logits=part.shape[0]), self.sampling)
             of_text = log_p.gather(-1, ids[at + 1 : at + 1 + part.shape[0]][:, None])[:, 0]
             ratios.append((log_q_text[at - self.prompt + 1 :][: part.shape[0]] - of_text).exp().clamp(0, 1))
         return (torch.cat(ratios) * PROB_SCALE).round().cpu().numpy().astype(np.uint16)

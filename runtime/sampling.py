@@ -155,7 +155,7 @@ def kept_by(logits: torch.Tensor, sampling: Sampling, slacks: tuple[float, ...])
     return masks
 
 
-def log_law(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+def log_distribution(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """Log-probabilities of the law tokens are drawn from, float32, -inf where filtered.
 
     At temperature 0 it is the law at temperature 1 without filters: what a stop reads of a greedy draft.

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from runtime.laws import read_laws
+from runtime.distributions import read_distributions
 from runtime.policies.c2t import CONFIDENCE_SCALE, look_up
 from runtime.policies.heterospec import bin_of
 from runtime.policies.lean_trees import LeanGrowing, grows_lean
@@ -293,7 +293,7 @@ class ModelLaws:
         """Codes of laws whose children stand at ``depth``."""
         context = self.context
         noise = None if context.noise is None else context.noise.row(self.reader.length + depth - 1)
-        return read_laws(logits, context.sampling, noise, self.rule.width, exact=exact, ids=self.reader.ids, **self._reading)
+        return read_distributions(logits, context.sampling, noise, self.rule.width, exact=exact, ids=self.reader.ids, **self._reading)
 
     def root(self) -> LawRows:
         self.rows = [self._laws(self.reader.root(), 1, self.context.exact)]
@@ -390,7 +390,7 @@ class _Bounds(NamedTuple):
 
 
 def _bounds(rows: LawRows, perturbed: bool, filtered: bool) -> _Bounds:
-    """What :func:`runtime.laws.read_laws` leaves open of the codes it marks.
+    """What :func:`runtime.distributions.read_distributions` leaves open of the codes it marks.
 
     A marked code may be one unit off, or the child may change places with a neighbour of nearly its score: then codes of the score are
     one unit off at most, but where the score holds noise (``perturbed``) q may be any. The last child's neighbour is not known. A law

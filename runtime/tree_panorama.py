@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from runtime.distributions import read_distributions
 from runtime.drafts.eagle import CanonicalPasses, columns
 from runtime.drafts.eagle_head import EagleHead
-from runtime.laws import read_laws
 from runtime.loading import LoadedPair
 from runtime.models import CHUNK, CausalModel, view_of
 from runtime.policies.document import ChainGrowth, ClassifierGrowth, Growth, StaticGrowth, TopKGrowth
@@ -420,7 +420,7 @@ class _Recorder:
         return rows
 
     def _rows(self, logits: torch.Tensor, noise: torch.Tensor | None, exact: bool) -> LawRows:
-        return read_laws(
+        return read_distributions(
             logits,
             self.sampling,
             noise,

@@ -14,7 +14,7 @@ import torch
 from runtime.loop import Verified
 from runtime.models import CausalModel
 from runtime.near_ties import Choices
-from runtime.sampling import Noise, gumbel_row, log_law, stream_key, uniform
+from runtime.sampling import Noise, gumbel_row, log_distribution, stream_key, uniform
 from runtime.tree_drafts import GrownTree
 from traces.schema import Sampling
 
@@ -90,7 +90,7 @@ def verify_rejection(
 ) -> Verified:
     """Algorithm 1 on a chain. ``logits`` float32 [drafted + 1, vocab]; ``log_q`` one row per drafted token, empty for a draft that is
     certain (q = 1: prompt lookup). ``length`` is the text's; ``salt`` counts rounds, so that no number is used twice."""
-    p = log_law(logits, sampling).double().exp()
+    p = log_distribution(logits, sampling).double().exp()
     device, vocab = logits.device, logits.shape[-1]
     for i, token in enumerate(drafted):
         q = _point(token, vocab, device) if not log_q else log_q[i].double().exp()

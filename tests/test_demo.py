@@ -157,9 +157,9 @@ def test_posterior_gumbel_is_gumbel_noise_that_chooses_the_token() -> None:
     generator = torch.Generator().manual_seed(0)
     law = torch.tensor([0.5, 0.3, 0.15, 0.05])
     choice = torch.multinomial(law, 20_000, replacement=True, generator=generator)
-    log_law = law.log().expand(len(choice), -1)
-    noise = posterior_gumbel(log_law, choice, generator)
-    assert torch.equal((log_law + noise).argmax(-1), choice)
+    log_distribution = law.log().expand(len(choice), -1)
+    noise = posterior_gumbel(log_distribution, choice, generator)
+    assert torch.equal((log_distribution + noise).argmax(-1), choice)
     # Averaged over the choice, each coordinate is again a standard Gumbel: mean 0.5772, variance pi^2 / 6.
     assert torch.allclose(noise.mean(0), torch.full((4,), 0.5772), atol=0.05)
     assert torch.allclose(noise.var(0), torch.full((4,), 1.6449), atol=0.12)

@@ -16,7 +16,7 @@ from runtime.sampling import (
     entropy_of,
     gumbel_row,
     kept,
-    log_law,
+    log_distribution,
     nat_code,
     stream_key,
     uniform,
@@ -79,7 +79,7 @@ def test_filters_keep_what_they_say(top_k: int, top_p: float) -> None:
         mask = kept(torch.tensor(scaled)[None], sampling)
         found = set(range(12)) if mask is None else set(mask[0].nonzero()[:, 0].tolist())
         assert found == expected
-        law = log_law(torch.tensor(logits)[None], sampling)[0].exp()
+        law = log_distribution(torch.tensor(logits)[None], sampling)[0].exp()
         assert float(law.sum()) == pytest.approx(1.0, abs=1e-6)
         assert {int(i) for i in law.nonzero()[:, 0]} == expected
 

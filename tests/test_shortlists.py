@@ -22,12 +22,12 @@ from test_verifiers import PLAIN, tiny_pair
 from transformers import AutoModelForCausalLM
 
 from runtime import decoder as decoding
+from runtime import distributions as runtime_distributions
 from runtime import gathered_head, near_ties
-from runtime import laws as runtime_laws
 from runtime import shortlists as shortlisting
 from runtime.decoder import Decoder, output_hashes, prepare_for
+from runtime.distributions import codes, read_distributions
 from runtime.drafts.language_model import Chain, ChainContext, LanguageModelDraft
-from runtime.laws import codes, read_laws
 from runtime.loading import LoadedPair, load_pair
 from runtime.loop import DecodeRequest, Round, StaticSource
 from runtime.pair import read_pair
@@ -36,7 +36,7 @@ from runtime.policies.dynaspec import Clusters, Frequencies, Router, Routing
 from runtime.policies.plan import Plan, prepare
 from runtime.policies.stops import compile_stop
 from runtime.policies.tree_rules import Artifacts, Fitted
-from runtime.sampling import Noise, log_law
+from runtime.sampling import Noise, log_distribution
 from runtime.shortlists import Shortlists, head_hash
 from runtime.streams import forked
 from traces.errors import PolicyError
@@ -487,13 +487,13 @@ def test_measured_differences_between_shapes_are_below_the_routers_margin(pair: 
 def test_codes_are_of_the_renormalised_law(size: int, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """All five codes against the plain formula over S, also of shortlists smaller than the width: then children are missing."""
     if not compiled:
-        monkeypatch.setattr(runtime_laws, "fused", lambda device: False)
+        monkeypatch.setattr(runtime_distributions, "fused", lambda device: False)
     rng = torch.Generator().manual_seed(size)
     vocab, width, temperature = 50, 6, 0.7
     logits, noise = torch.randn(4, vocab, generator=rng) * 3, torch.randn(vocab, generator=rng)
     ids = torch.randperm(vocab, generator=rng)[:size].sort().values
     for by_probability in (False, True):
-        rows = read_laws(
+        rows = read_distributions(
             logits[:, ids], Sampling(temperature=temperature, seed=1), noise, width, by_probability=by_probability,
             entropy=True, top_entropy=True, exact=True, ids=ids,
         )  # fmt: skip
@@ -575,7 +575,7 @@ def test_the_draft_law_before_the_shortlist_fails_the_same_test(monkeypatch: pyt
     def biased(self: LanguageModelDraft, text: list[int], *rest: Any) -> Chain:
         chain = propose(self, text, *rest)
         rows = [self.model.canonical(text + chain.tokens[:j])[None] for j in range(len(chain.tokens))]
-        chain.log_q = [log_law(row, PLAIN)[0] for row in rows]
+        chain.log_q = [log_distribution(row, PLAIN)[0] for row in rows]
         return chain
 
     monkeypatch.setattr(LanguageModelDraft, "propose", biased)

@@ -13,12 +13,12 @@ import pytest
 import torch
 import tree_reference as reference
 
-import runtime.laws
+import runtime.distributions
 import runtime.policies.trees
 import runtime.sampling
 import runtime.tree_drafts
 from runtime import near_ties
-from runtime.laws import read_laws
+from runtime.distributions import read_distributions
 from runtime.models import CausalModel
 from runtime.policies.heterospec import bin_of, kept_nodes
 from runtime.policies.lean_trees import LeanGrowing, grows_lean
@@ -39,7 +39,7 @@ KINDS = ["chain", "top_k", "classifier", "static"]
 @pytest.fixture(params=PATHS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Grows by compiled loops or by tensor operations."""
-    for module in (runtime.policies.trees, runtime.laws):
+    for module in (runtime.policies.trees, runtime.distributions):
         monkeypatch.setattr(module, "fused", lambda _: PATHS[request.param])
     return str(request.param)
 
@@ -536,7 +536,7 @@ def test_rounding_changes_no_tree(sampling: Sampling, way: str, monkeypatch: pyt
 
         def draft(path: Path, reader: Shaken = reader, rule: TreeRule = rule, noise: Noise | None = noise) -> reference.Law:
             row = None if noise is None else noise.row(reader.length + len(path))
-            rows = read_laws(reader.steady(path)[None], sampling, row, rule.width, entropy=True, top_entropy=True)
+            rows = read_distributions(reader.steady(path)[None], sampling, row, rule.width, entropy=True, top_entropy=True)
             n = int(rows.count[0])
             tokens, logp, gap = rows.tokens[0, :n].tolist(), rows.logp[0, :n].tolist(), rows.gap[0, :n].tolist()
             return reference.Law(tokens, logp, gap, int(rows.entropy[0]), int(rows.top_entropy[0]))
@@ -564,7 +564,7 @@ def test_codes_of_a_law(sampling: Sampling, vocab: int, way: str) -> None:
         logits = own.normal(0, own.choice([0.5, 2.0, 6.0]), vocab).astype(np.float32)
         g = None if sampling.greedy else Noise(trial, vocab, CPU).row(3)
         by_probability = trial % 2 == 0
-        rows = read_laws(
+        rows = read_distributions(
             torch.from_numpy(logits)[None],
             sampling,
             g,
@@ -605,7 +605,7 @@ def test_best_of_long_rows(vocab: int) -> None:
     x = torch.randn(3, vocab, generator=torch.Generator().manual_seed(vocab)).double()
     x[0, -1] = x[1, 0] = 9.0
     for count in (1, 11, 33):
-        values, tokens = runtime.laws.best_of(x, count)
+        values, tokens = runtime.distributions.best_of(x, count)
         best = x.topk(count, dim=-1)
         assert torch.equal(values, best.values)
         assert torch.equal(tokens, best.indices)

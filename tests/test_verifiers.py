@@ -19,7 +19,7 @@ from runtime.models import CausalModel
 from runtime.pair import PairSpec
 from runtime.policies.document import parse_policy
 from runtime.policies.plan import prepare
-from runtime.sampling import Noise, choose, gumbel_row, log_law, stream_key, uniform
+from runtime.sampling import Noise, choose, gumbel_row, log_distribution, stream_key, uniform
 from runtime.verification import verify_coupled, verify_rejection
 from traces.schema import Sampling, Verifier
 
@@ -34,7 +34,7 @@ def rejection(logits: torch.Tensor, length: int, drafted: list[int], log_q: list
 
 def biased(logits: torch.Tensor, length: int, drafted: list[int], log_q: list[torch.Tensor], seed: int, salt: int) -> Verified:
     """A classical mistake: after a rejection the token is drawn from p instead of norm(max(0, p - q))."""
-    log_p = log_law(logits, PLAIN)
+    log_p = log_distribution(logits, PLAIN)
     for i, token in enumerate(drafted):
         ratio = float((log_p[i, token] - log_q[i][token]).exp())
         if uniform(stream_key(seed, length + i, "accept", salt)) > ratio:
@@ -54,7 +54,7 @@ def draw_rejection(p: torch.Tensor, q: torch.Tensor, seed: int, verify: Verify) 
         drafted: list[int] = []
         log_q = []
         for j in range(WINDOW):
-            law = log_law(q[previous][None], PLAIN)[0]
+            law = log_distribution(q[previous][None], PLAIN)[0]
             noise = gumbel_row(stream_key(seed, len(text) + j, "draft", rounds), VOCAB, torch.device("cpu"))
             previous = int((law + noise).argmax())
             drafted.append(previous)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from optimizer.artifacts import fitted
-from optimizer.fit.draft_distributions import States, WholeLaws, states_over
+from optimizer.fit.draft_distributions import States, WholeDistributions, states_over
 from optimizer.fit.shared import Progress
 from optimizer.shortlist_ranks import ClusterRanks, budget_grid, keep_ranks, wanted_ranks
 from runtime.decoder import shortlisted_model
@@ -105,7 +105,7 @@ class _Ranker:
         self.budgets = budget_grid(self.count)
         self.of = np.full(pair.target.vocab_size, self.count, np.int64)
         self.of[self.output.ids] = self.clusters.of
-        self.laws = WholeLaws(pair, self.draft)
+        self.laws = WholeDistributions(pair, self.draft)
         self.of_rows = torch.from_numpy(self.clusters.of).to(self.model.device)
 
     @torch.no_grad()

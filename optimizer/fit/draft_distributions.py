@@ -18,7 +18,7 @@ from runtime.drafts.eagle import columns
 from runtime.loading import LoadedPair
 from runtime.models import CHUNK
 from runtime.near_ties import near_rival
-from runtime.sampling import Noise, filters, log_law, scaled
+from runtime.sampling import Noise, filters, log_distribution, scaled
 from runtime.tree_panorama import ROWS, HeadPasses, LanguageModelPasses
 from traces.schema import NAT_SCALE, Sampling, Trajectory, TreePanorama, request_seed
 
@@ -114,7 +114,7 @@ def _code(nats: npt.NDArray[np.floating]) -> npt.NDArray[np.uint16]:
     return found
 
 
-class WholeLaws:
+class WholeDistributions:
     """What a draft of a pair proposes from its whole law. ``ids`` int64 [rows]: the tokens of its output head, ``row`` int64 [vocab] the
     rows of the target's tokens (-1: none)."""
 
@@ -134,7 +134,7 @@ class WholeLaws:
         """What stops read of laws restricted to shortlists: of ``logits`` [n, rows], with ``following`` int64 [n] the texts' next tokens
         (-1: none). ``order`` turns values of rows [n, rows] into those of ranked tokens or clusters [n, most], best first; the first
         ``columns`` + 1 of them are a shortlist."""
-        law = log_law(logits, sampling)
+        law = log_distribution(logits, sampling)
         row = np.where(following >= 0, self.row[following], -1)
         own = law[np.arange(len(row)), np.maximum(row, 0)].cpu().numpy()
         at = torch.tensor(columns, device=law.device)

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from db.errors import CorruptedChunkError
-from optimizer.fit.draft_distributions import WholeLaws, states_over
+from optimizer.fit.draft_distributions import WholeDistributions, states_over
 from optimizer.fit.shared import Progress
 from optimizer.shortlist_ranks import UNKNOWN_CODE, FrequencyRanks, budget_grid, keep_ranks, wanted_ranks
 from runtime.loading import LoadedPair
@@ -41,7 +41,7 @@ def frequency_ranks(
     wanted = wanted_ranks(store, pair.id, recording, draft, name, proposals)
     if isinstance(wanted.there, FrequencyRanks) and wanted.complete:
         return wanted.there
-    ranker = _Ranker(WholeLaws(pair, draft), order)
+    ranker = _Ranker(WholeDistributions(pair, draft), order)
     parts = []
     for n, (text, panorama) in enumerate(zip(wanted.texts, wanted.trees, strict=True)):
         parts.append(ranker.rank(text, panorama))
@@ -74,7 +74,7 @@ class _Part(NamedTuple):
 class _Ranker:
     """One frequency order over one draft of a pair, request by request."""
 
-    def __init__(self, laws: WholeLaws, order: Frequencies) -> None:
+    def __init__(self, laws: WholeDistributions, order: Frequencies) -> None:
         self.laws, self.vocab = laws, order.vocab
         self.rank_of = np.where(laws.row >= 0, order.rank, order.vocab)
         self.of_rows = order.rank[laws.ids]

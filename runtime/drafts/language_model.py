@@ -23,7 +23,7 @@ from runtime.sampling import (
     choose,
     entropy_of,
     gumbel_row,
-    log_law,
+    log_distribution,
     nat_code,
     stream_key,
 )
@@ -200,7 +200,7 @@ class LanguageModelDraft:
                 ids = support.ids
             at += pending.shape[0]
             chain.steps += 1
-            log_q = log_law(logits, sampling)[0] if reads else None
+            log_q = log_distribution(logits, sampling)[0] if reads else None
             place = self._place(logits, log_q, position, prefix, context, ids)
             pending = place if ids is None else ids[place]
             token = int(pending.item())
@@ -374,7 +374,7 @@ def canonical_codes(
 ) -> tuple[int, int]:
     """Codes of -log q(token | prefix) and of q's entropy from the canonical pass: one answer for one prefix. ``ids`` int64 [size]
     restrict q to a shortlist, whose token ``column`` is then meant; None: columns are tokens."""
-    log_q = log_law(_canonical(model, prefix, ids)[None], sampling)[0]
+    log_q = log_distribution(_canonical(model, prefix, ids)[None], sampling)[0]
     return nat_code(float(-log_q[column])), nat_code(float(entropy_of(log_q)))
 
 

@@ -48,7 +48,7 @@ def read_vocabulary(
     nats: bool,
     torn: bool,
 ) -> VocabularyReading:
-    """The passes over float32 ``logits`` [n, vocab] that :func:`read_laws` needs; each reading only if it is asked for."""
+    """The passes over float32 ``logits`` [n, vocab] that :func:`read_distributions` needs; each reading only if it is asked for."""
     x = scaled(logits, sampling)
     vocab = x.shape[-1]
     mask = doubtful = None
@@ -100,7 +100,7 @@ def best_of(x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return best.values, places.gather(-1, best.indices)
 
 
-def read_laws(
+def read_distributions(
     logits: torch.Tensor,
     sampling: Sampling,
     noise: torch.Tensor | None,
