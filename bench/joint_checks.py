@@ -22,8 +22,7 @@ from optimizer.artifacts import fitted, q_tables
 from optimizer.execute import DROP_LEVEL, Comparison, DecodeOptions, Encoded, Timings, encode
 from optimizer.fit.chooser_fits import ChooserSource, fit_source, keep_chooser
 from optimizer.fit.on_the_fly import read_prompts
-from optimizer.fit.shortlist_tuning import fit_shortlists, ranks_for
-from optimizer.fit.tuning import fit_trees
+from optimizer.fit.tuning import fit_shortlists, fit_trees, ranks_for
 from optimizer.record import RecordRequest, record, split, whole_texts
 from optimizer.replay import ReplayTrace, run_replay
 from optimizer.search import TIE, Study, Trial, finalists, search

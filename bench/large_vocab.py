@@ -49,8 +49,8 @@ from tree_checks import CATEGORIES, stored
 
 from optimizer.artifacts import fitted
 from optimizer.execute import DecodeOptions, Encoded, encode, run
-from optimizer.fit.fr_spec import count_tokens, fit_frequencies
-from optimizer.fit.shortlist_fits import fit_frequencies_artifact, fit_router_artifact
+from optimizer.fit.dynaspec import fit_router
+from optimizer.fit.fr_spec import count_tokens, fit_fr_spec, frequency_order
 from optimizer.inputs import load_workload
 from optimizer.record import keep_served
 from optimizer.tune import finite
@@ -204,12 +204,12 @@ def laboratory(state: Path, vocab: int) -> Lab:
     recording = keep_served(store, pair, RECORDED, [Decoded(t, (), 0.0, 0.0) for t in texts])
     tokens = demo.target.vocab_size
     counts = count_tokens([np.concatenate([t.prompt_ids, t.output_ids]) for t in search], pair.target.vocab_size)
-    shadowed = fit_frequencies(np.tile(counts[:tokens], vocab // tokens), sorted(pair.eos_ids))
+    shadowed = frequency_order(np.tile(counts[:tokens], vocab // tokens), sorted(pair.eos_ids))
     frequencies = store.put_artifact(FREQUENCIES, *shadowed.to_document(), pair_id=pair.id, provenance={"recording": recording})
-    alone = fit_frequencies_artifact(store, recording, pair).artifact
+    alone = fit_fr_spec(store, recording, pair).artifact
     routers = {}
     for draft in dict(CASES):
-        routers[draft] = fit_router_artifact(store, recording, pair, draft).artifact
+        routers[draft] = fit_router(store, recording, pair, draft).artifact
         print(f"  router of {draft} fitted", flush=True)
     return Lab(pair, store, fitted(store), load_workload(["demo"]), search, test, frequencies, alone, routers)
 

@@ -30,8 +30,9 @@ from tree_checks import (
 from optimizer.artifacts import fitted
 from optimizer.execute import DecodeOptions, Encoded, encode
 from optimizer.fit.cluster_ranks import cluster_ranks
+from optimizer.fit.dynaspec import fit_router
+from optimizer.fit.fr_spec import fit_fr_spec
 from optimizer.fit.frequency_ranks import frequency_ranks
-from optimizer.fit.shortlist_fits import fit_frequencies_artifact, fit_router_artifact
 from optimizer.inputs import load_workload
 from optimizer.record import cover_of, retrace_trees
 from optimizer.replay import ReplayTrace, run_replay
@@ -64,9 +65,9 @@ class Shortlisting:
     def fit(cls, store: TraceStore, recording: str, pair: LoadedPair, drafts: Sequence[str]) -> Shortlisting:
         routers = {}
         for draft in drafts:
-            made = fit_router_artifact(store, recording, pair, draft)
+            made = fit_router(store, recording, pair, draft)
             routers[draft] = made.artifact, int(made.document["clusters"])
-        return cls(pair.target.vocab_size, fit_frequencies_artifact(store, recording, pair).artifact, routers)
+        return cls(pair.target.vocab_size, fit_fr_spec(store, recording, pair).artifact, routers)
 
     def block(self, kind: str, draft: str, part: int) -> Document:
         """A shortlist of one in ``part`` of the tokens or clusters at the first step; part 0: all at every step."""

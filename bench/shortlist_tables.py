@@ -20,7 +20,8 @@ from tree_checks import CATEGORIES, stored, top_k
 from demo.corpus import code_documents, prose_documents
 from optimizer.artifacts import fitted
 from optimizer.execute import DecodeOptions, Encoded, encode
-from optimizer.fit.shortlist_fits import fit_frequencies_artifact, fit_router_artifact
+from optimizer.fit.dynaspec import fit_router
+from optimizer.fit.fr_spec import fit_fr_spec
 from optimizer.inputs import load_workload
 from optimizer.record import RecordRequest, record, split
 from runtime.decoder import Decoder, output_hashes
@@ -95,11 +96,11 @@ def laboratory(state: Path, drafts: Iterable[str] = ("small", "medium", "head"))
     pair = load_pair(read_pair("demo"), device="cpu")
     store, recording, texts = recorded(state, pair)
     search, test = parts(texts)
-    frequencies = fit_frequencies_artifact(store, recording, pair).artifact
-    general = fit_frequencies_artifact(store, recording, pair, corpus=_corpus(state, pair, search)).artifact
+    frequencies = fit_fr_spec(store, recording, pair).artifact
+    general = fit_fr_spec(store, recording, pair, corpus=_corpus(state, pair, search)).artifact
     routers = {}
     for draft in drafts:
-        made = fit_router_artifact(store, recording, pair, draft, clusters=CLUSTERS)
+        made = fit_router(store, recording, pair, draft, clusters=CLUSTERS)
         routers[draft] = made.artifact
         scores = made.document["scores"]
         print(f"  router of {draft}: sizes {np.round(scores['size'], 0)}, mass {np.round(scores['mass'], 3)}", flush=True)

@@ -23,8 +23,7 @@ from optimizer.artifacts import fitted, q_tables
 from optimizer.execute import Comparison, DecodeOptions, Expected, encode_recorded, race
 from optimizer.fit.chooser_fits import fit_chooser_artifact
 from optimizer.fit.on_the_fly import read_prompts
-from optimizer.fit.shortlist_tuning import fit_shortlists, ranks_for
-from optimizer.fit.tuning import fit_trees
+from optimizer.fit.tuning import fit_shortlists, fit_trees, ranks_for
 from optimizer.inputs import published_policy
 from optimizer.record import RecordRequest, cover_of, record, retrace, retrace_trees, split, whole_texts
 from optimizer.replay import ReplayTrace, replay

@@ -13,15 +13,15 @@ from doors import write_workload
 from pairs import make_pair
 from synthetic import flat_profile
 
-import optimizer.fit.shortlist_tuning as shortlist_tuning
+import optimizer.fit.tuning as tuning
 from db import open_database
 from optimizer.artifacts import fitted
 from optimizer.execute import DecodeOptions
 from optimizer.fit.chooser_fits import fit_chooser_artifact
 from optimizer.fit.fr_spec import count_tokens
 from optimizer.fit.on_the_fly import Gained
-from optimizer.fit.shortlist_fits import search_texts
-from optimizer.fit.shortlist_tuning import FOLDS, fit_shortlists, ranks_for
+from optimizer.fit.shared import search_texts
+from optimizer.fit.tuning import FOLDS, fit_shortlists, ranks_for
 from optimizer.inputs import load_workload
 from optimizer.record import RecordRequest, record
 from optimizer.replay import ReplayTrace, run_replay
@@ -216,7 +216,7 @@ def test_a_router_is_found_again(recorded: Recorded, monkeypatch: pytest.MonkeyP
     def refuse(*_: object, **__: object) -> None:
         raise TraceError("fitted again")
 
-    monkeypatch.setattr(shortlist_tuning, "fit_router_artifact", refuse)
+    monkeypatch.setattr(tuning, "fit_router", refuse)
     assert fit_shortlists(*again, seed=1) == recorded.limits
     assert fit_shortlists(*again, seed=9)["near"].router is None
     assert fit_shortlists(*again, routed=[], seed=1)["near"].kinds == SHORTLIST_ORDER[1:3]
@@ -226,7 +226,7 @@ def test_shortlists_are_judged_by_texts_they_were_not_fitted_to(recorded: Record
     """Each request of the search part is in one fold, whose order was counted without it; a token that no other text holds is last there.
     Judged by the order of all texts a small shortlist would look better than it is."""
     store, limit = recorded.store, recorded.limits["near"]
-    part = search_texts(store, recorded.recording, recorded.pair)
+    part = search_texts(store, recorded.recording, recorded.pair.id)
     assert sorted(name for fold in limit.apart for name in fold.requests) == sorted(t.request_id for t in part)
     assert len({fit.router for fit in (limit, *limit.apart)}) == 1 + FOLDS
     for fold in limit.apart:

@@ -82,7 +82,7 @@ def _fit_trees(ctx: click.Context, as_json: bool, fit: Callable[..., StoredFit],
 @sample_options
 @json_option
 @with_context
-def fit_bins(ctx: click.Context, as_json: bool, **kw: Any) -> None:
+def bins(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     """Entropy bins for `stratify` (HeteroSpec): which rounds are sure enough for a smaller, deeper tree.
 
     \b
@@ -114,7 +114,7 @@ def fit_bins(ctx: click.Context, as_json: bool, **kw: Any) -> None:
 @sample_options
 @json_option
 @with_context
-def fit_classifier(ctx: click.Context, as_json: bool, **kw: Any) -> None:
+def classifier(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     """The node classifier of `growth` classifier (C2T), trained, or carried over from another draft with --from.
 
     \b
@@ -156,7 +156,7 @@ def score(ctx: click.Context, as_json: bool, **kw: Any) -> None:
 @click.option("--profile", "profile", help="Latency profile whose costs count; default: the latest of the recording's pair.")
 @json_option
 @with_context
-def fit_static_tree(ctx: click.Context, as_json: bool, **kw: Any) -> None:
+def static_tree(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     """The best fixed tree for `growth` static (Sequoia): the fastest by a profile, or with both --nodes and --depth and no
     --profile the one that accepts most.
 
@@ -170,8 +170,8 @@ def fit_static_tree(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     _fit_trees(ctx, as_json, fit_sequoia, kw, static_tree_table)
 
 
-def _shortlist_fit(ctx: click.Context, as_json: bool, kw: dict[str, Any], which: str, *, drafted: bool) -> None:
-    """Runs one of optimizer.fit.shortlist_fits's functions, which read the pair itself, and shows what came of it."""
+def _fit_shortlists(ctx: click.Context, as_json: bool, fit: Callable[..., StoredFit], kw: dict[str, Any], *, drafted: bool = True) -> None:
+    """Runs a fit that reads the pair itself, and shows what came of it."""
     named = [d for d in kw["drafts"] if "=" not in d]
     if drafted and len(named) != 1:
         raise click.UsageError("name one draft whose output head is fitted to, --draft NAME (of the pair; NAME=PATH gives its checkpoint)")
@@ -179,16 +179,16 @@ def _shortlist_fit(ctx: click.Context, as_json: bool, kw: dict[str, Any], which:
         raise click.BadParameter(f"{named[0]}: NAME=PATH is expected; frequencies are every draft's", param_hint="--draft")
     kw["drafts"] = tuple(d for d in kw["drafts"] if "=" in d)
     with open_store(ctx) as store, Meter() as meter:
-        asked = kw.pop("recording", None)
-        recording = None if asked is None else store.resolve_recording(asked)
+        recording = []  # clusters are of no recording, frequencies may be of a corpus
+        if "recording" in kw:
+            asked = kw.pop("recording")
+            recording = ["" if asked is None else store.resolve_recording(asked)]
         pair = load(kw, store)
-        import optimizer.fit.shortlist_fits as fits
         from optimizer.report import shortlist_fit_table
 
         store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
         given = {key: value for key, value in kw.items() if value not in (None, ())}
-        arguments = [] if which == "fit_clusters_artifact" else [recording or ""]
-        made = getattr(fits, which)(store, *arguments, pair, *named, progress=meter, **given)
+        made = fit(store, *recording, pair, *named, progress=meter, **given)
     _emit_fit(as_json, made, shortlist_fit_table)
 
 
@@ -207,7 +207,7 @@ def _shortlist_fit(ctx: click.Context, as_json: bool, kw: dict[str, Any], which:
 @click.option("--seed", type=SEED, default=0, show_default=True, help="Deals requests into the parts of cross-validation.")
 @json_option
 @with_context
-def fit_chooser(ctx: click.Context, as_json: bool, policies: tuple[str, ...], **kw: Any) -> None:
+def chooser(ctx: click.Context, as_json: bool, policies: tuple[str, ...], **kw: Any) -> None:
     """A draft for each prompt (draft `ols`): accuracies predicted from length, perplexity and TF-IDF, and what follows for the speed.
 
     Unless choosing gains something beyond noise by cross-validation, the best single draft decodes everything.
@@ -241,16 +241,18 @@ def fit_chooser(ctx: click.Context, as_json: bool, policies: tuple[str, ...], **
 @click.option("--corpus", multiple=True, metavar="FILE", help="Count these text files instead; repeatable.")
 @json_option
 @with_context
-def fit_frequencies(ctx: click.Context, as_json: bool, **kw: Any) -> None:
+def frequencies(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     """The vocabulary by frequency, for shortlists `frequency` (FR-Spec) and `position_frequency` (PA-FR).
 
     \b
     Example:  cli.py fit frequencies
               cli.py fit frequencies --corpus notes.txt --corpus code.py
     """
+    from optimizer.fit.fr_spec import fit_fr_spec
+
     if kw["corpus"]:
         kw["recording"] = None
-    _shortlist_fit(ctx, as_json, kw, "fit_frequencies_artifact", drafted=False)
+    _fit_shortlists(ctx, as_json, fit_fr_spec, kw, drafted=False)
 
 
 @fit.command("clusters")
@@ -260,13 +262,15 @@ def fit_frequencies(ctx: click.Context, as_json: bool, **kw: Any) -> None:
 @click.option("--seed", type=SEED, default=0, show_default=True)
 @json_option
 @with_context
-def fit_clusters(ctx: click.Context, as_json: bool, **kw: Any) -> None:
+def clusters(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     """Token clusters of a draft's output head (DynaSpec), to look at, or for `fit router --clusters-from`.
 
     \b
     Example:  cli.py fit clusters --draft small --clusters 64
     """
-    _shortlist_fit(ctx, as_json, kw, "fit_clusters_artifact", drafted=True)
+    from optimizer.fit.clusters import fit_clusters
+
+    _fit_shortlists(ctx, as_json, fit_clusters, kw)
 
 
 @fit.command("router")
@@ -281,14 +285,16 @@ def fit_clusters(ctx: click.Context, as_json: bool, **kw: Any) -> None:
 @click.option("--seed", type=SEED, default=0, show_default=True)
 @json_option
 @with_context
-def fit_router(ctx: click.Context, as_json: bool, **kw: Any) -> None:
+def router(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     """Clusters and the router that selects them by context, for shortlists `clusters` (DynaSpec).
 
     \b
     Example:  cli.py fit router --draft small
               cli.py fit router --draft head --clusters 128
     """
-    _shortlist_fit(ctx, as_json, kw, "fit_router_artifact", drafted=True)
+    from optimizer.fit.dynaspec import fit_router
+
+    _fit_shortlists(ctx, as_json, fit_router, kw)
 
 
 @fit.command("ranks")
@@ -306,7 +312,7 @@ def fit_router(ctx: click.Context, as_json: bool, **kw: Any) -> None:
 )
 @json_option
 @with_context
-def fit_ranks(ctx: click.Context, as_json: bool, **kw: Any) -> None:
+def ranks(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     """Where a router puts the clusters of everything recorded, or a frequency order its tokens, so that `simulate` replays policies with
     it. `fit router` and `fit frequencies` make this for their own recording; here it is made for another, or for requests recorded since.
 
@@ -314,4 +320,6 @@ def fit_ranks(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     Example:  cli.py fit ranks --draft small --router 7b41 --recording latest
               cli.py fit ranks --draft small --frequencies 09ac
     """
-    _shortlist_fit(ctx, as_json, kw, "fit_ranks_artifact", drafted=True)
+    from optimizer.fit.dynaspec import fit_ranks
+
+    _fit_shortlists(ctx, as_json, fit_ranks, kw)

@@ -1,4 +1,5 @@
-"""Coarse token clusters (DynaSpec, section 4.2): spherical k-means on the unit-length rows of an output head.
+"""DynaSpec's token clusters (section 4.2): spherical k-means on the unit-length rows of an output
+head.
 
 The head is W_LM transposed, [vocab, d], as checkpoints hold it: the paper's columns are its rows.
 """
@@ -12,128 +13,174 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from runtime.policies.dynaspec import Clusters
+from optimizer.fit.shared import Progress, StoredFit, keep, silent, stored
+from runtime.decoder import shortlisted_model
+from runtime.loading import LoadedPair
+from runtime.policies.dynaspec import ROUTER, Clusters
+from traces.errors import PolicyError
+from traces.store import TraceStore
 
 FloatArray = npt.NDArray[np.float32]
 
+CLUSTERS: Final = "clusters"
+"""Kind of an artifact that holds a partition of an output head alone; ``fit router`` takes it
+further."""
 ROUNDS: Final = 100
 """Most rounds of spherical k-means; it ends before, when no token changes its cluster."""
 LARGE: Final = 1 << 28
-"""vocab * d * M above which MiniBatchKMeans finds the first centres, on a sample of the rows a time: 4096 * 256 * 64 is 2^26."""
+"""vocab * d * M above which MiniBatchKMeans finds the first centres, on a sample of the rows a
+time: 4096 * 256 * 64 is 2^26."""
 LARGE_ROUNDS: Final = 20
 """Most rounds of spherical k-means over so large a head."""
 SMALL_SHARE: Final = 1e-3
 """Share of the tokens that may still change their cluster when a large head's rounds end."""
 
 
-def default_clusters(vocab: int) -> int:
-    """M where none is asked for: the power of two nearest to sqrt(vocab) (by its logarithm), within 1..1024 and at most ``vocab``.
+def fit_clusters(
+    store: TraceStore,
+    pair: LoadedPair,
+    draft: str,
+    *,
+    count: int | None = None,
+    seed: int = 0,
+    progress: Progress = silent,
+) -> StoredFit:
+    """Stores clusters of a draft's output head, without a router; ``count``: M. Raises PolicyError
+    for a draft without an output head, or for more clusters than it has rows."""
+    check_draft(pair, draft)
+    output = shortlisted_model(pair, draft).output
+    if count is not None and count > output.rows:
+        raise PolicyError(
+            f"--clusters {count}: the output head of draft {draft!r} has {output.rows} rows; ask for at most so many"
+        )
+    weight = output.weight.float().cpu().numpy()
+    progress("clusters", 0, 1)
+    clusters = cluster(weight, count or default_clusters(output.rows), seed=seed)
+    progress("clusters", 1, 1)
+    described, arrays = clusters.to_document()
+    document = {"pair": pair.id, "draft": draft, **described, "head": output.hash, "seed": seed}
+    document |= {"cluster_sizes": clusters.sizes.tolist(), "cohesion": cohesion(weight, clusters)}
+    artifact = keep(store, CLUSTERS, document, arrays, pair_id=pair.id, fitted_to=(weight,))
+    return StoredFit(artifact, CLUSTERS, document, {"draft": draft})
 
-    The paper names no M. With sqrt(vocab) clusters of about sqrt(vocab) tokens, scoring the clusters costs no more than evaluating one.
-    Raises ValueError for an empty vocabulary.
+
+def stored_clusters(store: TraceStore, pair: LoadedPair, draft: str, name: str) -> Clusters:
+    """Stored clusters of a draft's head, or a router's. Raises PolicyError for anything else."""
+    found = stored(store, "--clusters-from", name, CLUSTERS, ROUTER)
+    head = shortlisted_model(pair, draft).output.hash
+    if found.document.get("head") != head:
+        raise PolicyError(
+            f"--clusters-from {name}: fitted on another output head (hash {found.document.get('head')}) than draft {draft!r} has (hash "
+            f"{head}); `fit clusters --draft {draft}` makes them"
+        )
+    return Clusters.from_document(found.document, found.arrays)
+
+
+def check_draft(pair: LoadedPair, draft: str) -> None:
+    """Raises PolicyError for a draft without an output head."""
+    if draft not in (*pair.drafts, *pair.heads):
+        known = ", ".join((*pair.drafts, *pair.heads)) or "none"
+        raise PolicyError(
+            f"--draft {draft}: pair {pair.spec.name} has no such draft with an output head; it has: {known}"
+        )
+
+
+def default_clusters(vocab: int) -> int:
+    """M where none is asked for: the power of two nearest to sqrt(vocab) (by its logarithm), within
+    1..1024 and at most ``vocab``.
+
+    The paper names no M. With sqrt(vocab) clusters of about sqrt(vocab) tokens, scoring the
+    clusters costs no more than evaluating one.
     """
-    if vocab < 1:
-        raise ValueError(f"there are no clusters of {vocab} tokens")
     return min(1 << round(math.log2(vocab) / 2), 1024, vocab)
 
 
-def fit_clusters(head: npt.ArrayLike, count: int, *, seed: int = 0) -> Clusters:
-    """``count`` = M clusters of the tokens by the direction of their rows of ``head``, floats [vocab, d]; unbalanced, as in the paper.
+def cluster(head: FloatArray, count: int, *, seed: int = 0) -> Clusters:
+    """``count`` = M clusters of the tokens by the direction of their rows of ``head``, floats
+    [vocab, d]; unbalanced, as in the paper.
 
-    Spherical k-means: a token belongs to the centre with the largest cosine (ties: the lower number), a centre is the sum of its unit rows
-    scaled to length 1. It starts from scikit-learn's KMeans on the unit rows (k-means++; MiniBatchKMeans for large heads,
-    :data:`LARGE`) and goes on until no token moves, at most :data:`ROUNDS` times. scikit-learn alone does not suffice: its centres
-    are means shorter than 1, and comparing distances to those prefers the centres of wide clusters. A cluster whose tokens all leave
-    keeps its centre and may end empty. Clusters are numbered by size, largest first, ties by lowest token.
+    A token belongs to the centre with the largest cosine (ties: the lower number), a centre is the
+    sum of its unit rows scaled to length 1. It starts from scikit-learn's KMeans on the unit rows
+    (MiniBatchKMeans for large heads, :data:`LARGE`) and goes on until no token moves, at most
+    :data:`ROUNDS` times. scikit-learn alone does not suffice: its centres are means shorter than 1,
+    and comparing distances to those prefers the centres of wide clusters. A cluster whose tokens
+    all leave keeps its centre and may end empty.
 
-    Rows of norm 0 have no direction: they form a cluster of their own, the last one, where M allows two clusters. The same seed gives
-    the same clusters on the same machine with the same number of threads.
-
-    Raises ValueError for a head that is not [vocab, d] of finite numbers and for M outside 1..vocab.
+    Rows of norm 0 have no direction: they form a cluster of their own, the last one, where M allows
+    two clusters. The same seed gives the same clusters on the same machine with the same number of
+    threads. Raises PolicyError for rows that are not finite.
     """
-    rows = np.asarray(head)
-    if rows.ndim != 2 or not rows.size or rows.dtype.kind != "f":
-        raise ValueError(f"an output head must be floats [vocab, d], not {rows.dtype} {list(rows.shape)}")
-    rows = rows.astype(np.float32)
-    if not np.isfinite(rows).all():
-        raise ValueError(f"the output head has a number that is not finite, in the row of token {_first_infinite(rows)}")
-    if not 1 <= count <= len(rows):
-        raise ValueError(f"{len(rows)} tokens cannot form {count} clusters; ask for 1..{len(rows)}")
-    # by the largest entry first, so that neither tiny nor huge rows leave float32's range when squared
-    largest = np.abs(rows).max(axis=1, keepdims=True)
-    there = largest[:, 0] > 0
-    unit = rows[there] / largest[there]
-    unit /= np.linalg.norm(unit, axis=1, keepdims=True)
-    assignment = np.full(len(rows), count - 1, dtype=np.int64)
-    directions = count if there.all() or count == 1 else count - 1
+    if not np.isfinite(head).all():
+        token = int(np.argmin(np.isfinite(head).all(axis=1)))
+        raise PolicyError(
+            f"the output head has a number that is not finite, in the row of token {token}; use another checkpoint"
+        )
+    norms = np.linalg.norm(head, axis=1, keepdims=True)
+    there = norms[:, 0] > 0
+    unit = head[there] / norms[there]
+    assignment = np.full(len(head), count - 1, dtype=np.int64)
     if len(unit):
-        assignment[there] = _by_size(_spherical(unit, min(directions, len(unit)), seed))
+        directions = count if there.all() or count == 1 else count - 1
+        assignment[there] = _spherical(unit, min(directions, len(unit)), seed)
     return Clusters.of_assignment(assignment, count)
 
 
-def cohesion(head: npt.ArrayLike, clusters: Clusters) -> float:
-    """What spherical k-means maximises: the mean cosine between a token's row of ``head`` [vocab, d] and its cluster's centre, over rows
-    of norm above 0; 0 where there is none."""
-    rows = np.asarray(head, dtype=np.float64)
-    norms = np.linalg.norm(rows, axis=1)
+def cohesion(head: npt.NDArray[np.floating], clusters: Clusters) -> float:
+    """What spherical k-means maximises: the mean cosine between a token's row of ``head`` [vocab,
+    d] and its cluster's centre, over rows of norm above 0; 0 where there is none."""
+    norms = np.linalg.norm(head, axis=1)
     there = norms > 0
-    unit, of = rows[there] / norms[there, None], clusters.of[there]
-    return float(np.linalg.norm(_sums(unit, of, clusters.count), axis=1).sum() / len(unit)) if len(unit) else 0.0
+    unit = head[there] / norms[there, None]
+    sums = _sums(unit, clusters.of[there], clusters.count).astype(np.float64)
+    return float(np.linalg.norm(sums, axis=1).sum() / max(1, len(unit)))
 
 
 def _spherical(unit: FloatArray, count: int, seed: int) -> npt.NDArray[np.int64]:
     """The cluster of each row of ``unit`` [n, d], int64 [n]."""
+    from sklearn.cluster import KMeans, MiniBatchKMeans
+    from sklearn.exceptions import ConvergenceWarning
+
     large = unit.size * count > LARGE
-    centres = _unit_centres(_first_centres(unit, count, seed, large), unit[:1])
+    if large:
+        model = MiniBatchKMeans(
+            count, random_state=seed, n_init=1, batch_size=max(1024, 4 * count), max_iter=10
+        )
+    else:
+        model = KMeans(count, random_state=seed, n_init=1, max_iter=20)
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore", ConvergenceWarning
+        )  # fewer distinct rows than clusters: some stay empty
+        centres = _unit_rows(model.fit(unit).cluster_centers_, unit[:1])
     of = _nearest(unit, centres)
     for _ in range(LARGE_ROUNDS if large else ROUNDS):
-        centres = _unit_centres(_sums(unit, of, count).astype(np.float32), centres)
+        centres = _unit_rows(_sums(unit, of, count), centres)
         before, of = of, _nearest(unit, centres)
         if int((of != before).sum()) <= (SMALL_SHARE * len(of) if large else 0):
             break
     return of
 
 
-def _first_centres(unit: FloatArray, count: int, seed: int, large: bool) -> FloatArray:
-    from sklearn.cluster import KMeans, MiniBatchKMeans
-    from sklearn.exceptions import ConvergenceWarning
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)  # fewer distinct rows than clusters: some stay empty
-        if large:
-            model = MiniBatchKMeans(count, random_state=seed, n_init=1, batch_size=max(1024, 4 * count), max_iter=10)
-        else:
-            model = KMeans(count, random_state=seed, n_init=1, max_iter=20)
-        return np.asarray(model.fit(unit).cluster_centers_, dtype=np.float32)
-
-
-def _unit_centres(sums: FloatArray, otherwise: FloatArray) -> FloatArray:
-    """``sums`` [M, d] scaled to length 1; where that has no direction, the rows of ``otherwise`` ([M, d] or [1, d])."""
-    norms = np.linalg.norm(sums, axis=1, keepdims=True)
-    return np.where(norms > 0, sums / np.where(norms > 0, norms, 1), otherwise).astype(np.float32)
+def _unit_rows(rows: npt.NDArray[np.floating], otherwise: FloatArray) -> FloatArray:
+    """``rows`` [M, d] scaled to length 1; where that has no direction, those of ``otherwise`` ([M,
+    d] or [1, d])."""
+    norms = np.linalg.norm(rows, axis=1, keepdims=True)
+    return np.where(norms > 0, rows / np.where(norms > 0, norms, 1), otherwise).astype(np.float32)
 
 
 def _nearest(unit: FloatArray, centres: FloatArray) -> npt.NDArray[np.int64]:
     """The centre of largest cosine of each row, ties by lower number; a block of rows a time."""
     step = max(1, (1 << 24) // len(centres))
-    return np.concatenate([(unit[i : i + step] @ centres.T).argmax(axis=1) for i in range(0, len(unit), step)]).astype(np.int64)
+    return np.concatenate(
+        [(unit[i : i + step] @ centres.T).argmax(axis=1) for i in range(0, len(unit), step)]
+    ).astype(np.int64)
 
 
-def _sums(unit: npt.NDArray[np.floating], of: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.floating]:
+def _sums(
+    unit: npt.NDArray[np.floating], of: npt.NDArray[np.int64], count: int
+) -> npt.NDArray[np.floating]:
     """The sum of each cluster's rows [M, d]."""
     from scipy.sparse import csr_matrix
 
     one = np.ones(len(of), dtype=unit.dtype)
     return np.asarray(csr_matrix((one, (of, np.arange(len(of)))), shape=(count, len(of))) @ unit)
-
-
-def _by_size(of: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The same clusters renumbered: largest first, ties by lowest member."""
-    found, first, sizes = np.unique(of, return_index=True, return_counts=True)
-    place = np.empty(int(found.max()) + 1, dtype=np.int64)
-    place[found[np.lexsort((first, -sizes))]] = np.arange(len(found))
-    return place[of]
-
-
-def _first_infinite(rows: FloatArray) -> int:
-    return int(np.argmin(np.isfinite(rows).all(axis=1)))

@@ -1,57 +1,144 @@
-"""Frequency shortlists (FR-Spec; DynaSpec, section 4.1 and appendix A.3): token counts of texts, and the order that they give."""
+"""FR-Spec's frequency shortlists (DynaSpec, section 4.1 and appendix A.3): token counts of texts,
+and the order that they give."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from runtime.policies.dynaspec import Frequencies
-from traces.errors import TraceError
+from optimizer.fit.frequency_ranks import frequency_ranks
+from optimizer.fit.shared import LeftOut, Progress, StoredFit, keep, search_texts, silent
+from runtime.loading import LoadedPair
+from runtime.policies.dynaspec import FREQUENCIES, Frequencies
+from traces.errors import TraceError, WorkloadError
+from traces.schema import Trajectory
+from traces.store import TraceStore
 
 IntArray = npt.NDArray[np.int64]
 
 
-def count_tokens(texts: Iterable[Sequence[int] | npt.NDArray[np.integer]], vocab: int) -> IntArray:
-    """How often each token occurs in ``texts`` (token ids each): int64 [vocab].
+def fit_fr_spec(
+    store: TraceStore,
+    recording: str,
+    pair: LoadedPair,
+    *,
+    corpus: Sequence[str] = (),
+    left_out: LeftOut | None = None,
+    progress: Progress = silent,
+) -> StoredFit:
+    """Stores the vocabulary by how often its tokens occur in recorded texts, prompts included, or
+    in the text files of ``corpus``.
 
-    Raises TraceError, with the text's number from 0, for an id that is not within 0..vocab - 1 or is no whole number.
+    EOS and the tokenizer's special tokens come first. The ranks of the recording under the order
+    are made as well (``ranks``, by draft), so that chains with shortlists of it replay exactly.
+    Raises TraceError for a recording of another pair or without texts, WorkloadError for a file
+    that cannot be read or is empty.
     """
+    progress("counting", 0, 1)
+    if corpus:
+        texts = [np.array(_tokens_of(pair, name)) for name in corpus]
+        source: dict[str, Any] = {"corpus": list(corpus)}
+    else:
+        texts = token_ids(search_texts(store, recording, pair.id, left_out))
+        source = {
+            "recording": recording,
+            "requests": len(texts),
+            "left_out": None if left_out is None else list(left_out),
+        }
+    counts = count_tokens(texts, pair.target.vocab_size)
+    special = {*pair.eos_ids, *getattr(pair.tokenizer, "all_special_ids", ())}
+    order = frequency_order(counts, sorted(i for i in special if 0 <= i < len(counts)))
+    progress("counting", 1, 1)
+    described, arrays = order.to_document()
+    total, covered = int(counts.sum()), np.cumsum(counts[order.order])
+    document = {
+        **source,
+        "pair": pair.id,
+        **described,
+        "tokens": total,
+        "distinct": int((counts > 0).sum()),
+        "coverage": {
+            str(size): round(float(covered[order.size(size) - 1]) / max(1, total), 6)
+            for size in shown_sizes(order.vocab)
+        },
+    }
+    artifact = keep(
+        store,
+        FREQUENCIES,
+        document,
+        arrays,
+        pair_id=pair.id,
+        fitted_to=(counts,),
+        **_origin(source),
+    )
+    grown = [] if corpus else [d for d in pair.drafts if d in store.get_recording(recording).trees]
+    document["ranks"] = {
+        d: frequency_ranks(store, pair, recording, d, artifact, progress=progress).artifact
+        for d in grown
+    }
+    policy = {
+        "draft": next(iter((*pair.drafts, *pair.heads)), "DRAFT"),
+        "window": {"kind": "fixed", "gamma": 4},
+        "shortlist": {"kind": "frequency", "size": max(1, order.vocab // 4), "artifact": artifact},
+    }
+    return StoredFit(artifact, FREQUENCIES, document, policy)
+
+
+def _origin(source: dict[str, Any]) -> dict[str, Any]:
+    return {key: source[key] for key in ("recording", "corpus") if key in source}
+
+
+def token_ids(texts: Sequence[Trajectory]) -> list[npt.NDArray[np.integer]]:
+    """Prompt and output of each text."""
+    return [np.concatenate([t.prompt_ids, t.output_ids]) for t in texts]
+
+
+def count_tokens(texts: Iterable[npt.NDArray[np.integer]], vocab: int) -> IntArray:
+    """How often each token occurs in ``texts`` (token ids each): int64 [vocab]. Raises TraceError
+    for an id that is not within 0..vocab - 1."""
     counts = np.zeros(vocab, dtype=np.int64)
-    for number, text in enumerate(texts):
-        ids = np.asarray(text)
-        if not ids.size:
-            continue
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise TraceError(f"text {number} must be a row of token ids, not {ids.dtype} {list(ids.shape)}")
-        unknown = (ids < 0) | (ids >= vocab)
-        if unknown.any():
+    for number, ids in enumerate(texts):
+        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
             raise TraceError(
-                f"text {number}: token id {int(ids[unknown][0])} is not in a vocabulary of {vocab} tokens; "
+                f"text {number}: token ids {int(ids.min())} to {int(ids.max())} are not in a vocabulary of {vocab} tokens; "
                 "count texts that the pair's own tokenizer made"
             )
         counts += np.bincount(ids.astype(np.int64), minlength=vocab)
     return counts
 
 
-def fit_frequencies(counts: npt.ArrayLike, always: Sequence[int] = ()) -> Frequencies:
-    """The order of shortlists by ``counts``, whole numbers [vocab]: first the tokens ``always`` in, by id, then the others by count,
-    largest first, ties by lower id.
+def frequency_order(counts: IntArray, always: Sequence[int] = ()) -> Frequencies:
+    """The order of shortlists by ``counts`` [vocab]: first the tokens ``always`` in, by id, then
+    the others by count, largest first, ties by lower id."""
+    first = np.unique(np.array(always, dtype=np.int64))
+    others = np.setdiff1d(np.arange(len(counts)), first)
+    return Frequencies(
+        np.concatenate([first, others[np.argsort(-counts[others], kind="stable")]]), len(first)
+    )
 
-    Raises ValueError for counts that are no such numbers or negative, and for tokens in ``always`` that are unknown.
-    """
-    array = np.asarray(counts)
-    if array.ndim != 1 or not len(array) or array.dtype.kind not in "iu":
-        raise ValueError(f"counts must be whole numbers [vocab], not {array.dtype} {list(array.shape)}")
-    if array.dtype.kind == "i" and (array < 0).any():
-        raise ValueError(f"counts cannot be negative; token {int(np.argmax(array < 0))} has {int(array.min())}")
-    first = np.array(sorted(set(always)), dtype=np.int64)
-    if len(first) and (first[0] < 0 or first[-1] >= len(array)):
-        raise ValueError(f"tokens {first.tolist()} are to be in every shortlist, but are not all in a vocabulary of {len(array)}")
-    others = np.ones(len(array), dtype=np.bool_)
-    others[first] = False
-    ids = np.flatnonzero(others)
-    # counts as floats would merge large ones; the ids are ascending, so a stable sort keeps ties by id
-    ids = ids[np.argsort(array.max() - array[ids], kind="stable")]
-    return Frequencies(np.concatenate([first, ids]), len(first))
+
+def shown_sizes(vocab: int) -> list[int]:
+    """Powers of two from 64 up to a vocabulary, and that."""
+    return sorted({min(vocab, 1 << bits) for bits in range(6, 20)})
+
+
+def _tokens_of(pair: LoadedPair, name: str) -> list[int]:
+    try:
+        text = Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise WorkloadError(
+            f"--corpus {name}: {getattr(error, 'strerror', None) or error}; give text files in UTF-8"
+        ) from None
+    found = pair.encode(text)
+    if not found:
+        raise WorkloadError(f"--corpus {name}: the file has no tokens")
+    if (unknown := max(found)) >= pair.target.vocab_size:
+        raise WorkloadError(
+            f"--corpus {name}: the tokenizer makes {pair.tokenizer.decode([unknown])!r} token {unknown}, but the models know "
+            f"{pair.target.vocab_size} tokens; leave it out of the file, or give the tokenizer that the models were trained with"
+        )
+    return found

@@ -21,6 +21,9 @@ from traces.store import RecordingInfo, TraceStore
 Arrays = Mapping[str, npt.NDArray[Any]]
 Progress = Callable[[str, int, int], None]
 """Called with (phase, done, total)."""
+LeftOut = tuple[int, int]
+"""(i, n): a fit does without every n-th of the texts it may read, from the i-th on, so that it can
+be judged by those."""
 
 
 def silent(phase: str, done: int, total: int) -> None:
@@ -125,3 +128,16 @@ def held_out(group: npt.NDArray[Any], share: float, seed: int) -> npt.NDArray[np
         )
     count = min(len(groups) - 1, max(1, round(share * len(groups))))
     return np.isin(group, np.random.default_rng(seed).permutation(groups)[:count])
+
+
+def search_texts(
+    store: TraceStore, recording: str, pair_id: str, left_out: LeftOut | None = None
+) -> list[Trajectory]:
+    """The texts of a recording that fits may read: its search part, less those ``left_out``. Raises
+    TraceError for a recording of another pair or without texts."""
+    info = recording_of(store, recording, pair_id)
+    texts = store.load(info.id, [], skip_corrupted=True).trajectories
+    if not texts:
+        raise TraceError(f"recording {info.id} has no usable request")
+    part = [texts[i] for i in search_part(texts)]
+    return [t for i, t in enumerate(part) if left_out is None or i % left_out[1] != left_out[0]]

@@ -1,19 +1,31 @@
-"""What a tuning needs before it may search trees: everything fitted to the recording, by draft."""
+"""What a tuning needs before it may search trees and shortlists: everything fitted to the
+recording, by draft."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 
+from db.errors import CorruptedChunkError, NotFoundError
 from optimizer.fit.c2t import fit_c2t
+from optimizer.fit.cluster_ranks import cluster_ranks
+from optimizer.fit.clusters import default_clusters
+from optimizer.fit.dynaspec import EPOCHS, HIDDEN, LABELS, fit_router
+from optimizer.fit.fr_spec import fit_fr_spec
+from optimizer.fit.frequency_ranks import frequency_ranks
 from optimizer.fit.heterospec import ALPHA, fit_heterospec
 from optimizer.fit.recorded_trees import TreeSource, tree_source
 from optimizer.fit.score import fit_score
 from optimizer.fit.sequoia import fit_sequoia
-from optimizer.fit.shared import Progress, silent
-from optimizer.spaces import TreeLimit
+from optimizer.fit.shared import LeftOut, Progress, search_texts, silent
+from optimizer.shortlist_ranks import Ranks
+from optimizer.spaces import Fold, ShortlistLimit, TreeLimit
+from runtime.decoder import shortlisted_model
+from runtime.loading import LoadedPair
+from runtime.policies.document import Policy
+from runtime.policies.dynaspec import ROUTER
 from runtime.tree_panorama import SHARPNESSES
-from traces.errors import TraceError
+from traces.errors import PolicyError, TraceError
 from traces.store import TraceStore
 
 STATIC_SIZES = ((4, 2), (8, 3), (12, 4), (16, 5), (24, 6), (32, 8))
@@ -81,3 +93,140 @@ def _fit_draft(source: TreeSource, profile: str | None, seed: int) -> TreeLimit:
     return TreeLimit(
         extent.width, extent.depth, bins, depth, classifier, width, tuple(static), sharpness
     )
+
+
+FOLDS = 3
+"""Parts of the search part: a shortlist fitted to two of them is judged by the third."""
+
+
+def fit_shortlists(
+    store: TraceStore,
+    pair: LoadedPair,
+    recording: str,
+    drafts: Sequence[str],
+    *,
+    routed: Collection[str] | None = None,
+    seed: int = 0,
+    progress: Progress = silent,
+) -> dict[str, ShortlistLimit]:
+    """Fits the frequency order of the vocabulary, and a router for each draft with an output head
+    (of those named in ``routed``, if given), to the search part of a recording, and says what may
+    be tried.
+
+    Tokens counted on a text hold that text better than any to come, so each is fitted again without
+    a third of the texts, three times, and a search judges a shortlist by those
+    (:class:`optimizer.spaces.Fold`). Drafts without an output head, or whose trees were not
+    recorded (shortlists are replayed from those), are left out; a router that cannot be fitted (too
+    little text) is too. Raises TraceError for a recording of another pair or without texts.
+    """
+    trees = store.get_recording(recording).trees
+    usable = [
+        d for d in drafts if d in (*pair.drafts, *pair.heads) and d in trees and trees[d].width > 1
+    ]
+    if not usable:
+        return {}
+    texts = [t.request_id for t in search_texts(store, recording, pair.id)]
+    folds: list[LeftOut] = (
+        [(i, min(FOLDS, len(texts))) for i in range(min(FOLDS, len(texts)))]
+        if len(texts) > 1
+        else []
+    )
+    parts = (None, *folds)
+    orders = [
+        fit_fr_spec(store, recording, pair, left_out=part, progress=progress).artifact
+        for part in parts
+    ]
+    found: dict[str, ShortlistLimit] = {}
+    for n, draft in enumerate(usable):
+        routers: list[str | None] = [None] * len(parts)
+        if routed is None or draft in routed:
+            with suppress(TraceError):  # texts too few: the shortlists that need no router remain
+                routers = [
+                    _router(store, pair, recording, draft, len(texts), part, seed, progress)
+                    for part in parts
+                ]
+        apart = (
+            Fold(frozenset(texts[i::of]), *fits)
+            for (i, of), *fits in zip(folds, orders[1:], routers[1:], strict=True)
+        )
+        rows = shortlisted_model(pair, draft).output.rows
+        found[draft] = ShortlistLimit(
+            rows, orders[0], routers[0], default_clusters(rows) if routers[0] else 0, tuple(apart)
+        )
+        progress("fit shortlists", n + 1, len(usable))
+    return found
+
+
+def _router(
+    store: TraceStore,
+    pair: LoadedPair,
+    recording: str,
+    draft: str,
+    texts: int,
+    left_out: LeftOut | None,
+    seed: int,
+    progress: Progress,
+) -> str:
+    """A router for a draft: the newest one that was fitted with the defaults to the same requests,
+    head and seed, else a new one. Raises TraceError for too few texts."""
+    output = shortlisted_model(pair, draft).output
+    same = {
+        "recording": recording,
+        "requests": texts
+        if left_out is None
+        else sum(i % left_out[1] != left_out[0] for i in range(texts)),
+        "left_out": None if left_out is None else list(left_out),
+        "draft": draft,
+        "head": output.hash,
+        "clusters": default_clusters(output.rows),
+        "hidden": HIDDEN,
+        "label_tokens": LABELS,
+        "epochs": EPOCHS,
+        "seed": seed,
+    }
+    for name, *_ in store.list_artifacts(ROUTER, pair.id):
+        with suppress(CorruptedChunkError):
+            if same.items() <= store.get_artifact(name).document.items():
+                return name
+    return fit_router(
+        store, recording, pair, draft, seed=seed, left_out=left_out, progress=progress
+    ).artifact
+
+
+def ranks_for(
+    store: TraceStore,
+    pair: LoadedPair,
+    recording: str,
+    limits: Mapping[str, ShortlistLimit],
+    policies: Sequence[Policy] = (),
+    *,
+    progress: Progress = silent,
+) -> dict[tuple[str, str], Ranks]:
+    """What shortlists of ``limits``, and those of ``policies``, are replayed from, by draft and
+    artifact. Policies whose artifact is gone, or whose draft's trees were not recorded, are passed
+    over. Raises PolicyError and TraceError where that holds for a limit."""
+    found: dict[tuple[str, str], Ranks] = {}
+
+    def rank(draft: str, kind: str, artifact: str) -> None:
+        if (draft, artifact) in found:
+            return
+        if kind == "clusters":
+            found[draft, artifact] = cluster_ranks(
+                store, pair, recording, draft, artifact, progress=progress
+            )
+        elif draft in pair.drafts:
+            found[draft, artifact] = frequency_ranks(
+                store, pair, recording, draft, artifact, progress=progress
+            )
+
+    for draft, limit in limits.items():
+        fits: list[ShortlistLimit | Fold] = [limit, *limit.apart]
+        for fit in fits:
+            for kind, artifact in (("clusters", fit.router), ("frequency", fit.frequencies)):
+                if artifact is not None:
+                    rank(draft, kind, artifact)
+    for policy in policies:
+        if policy.shortlisted:
+            with suppress(PolicyError, TraceError, NotFoundError):
+                rank(policy.draft, policy.shortlist.kind, getattr(policy.shortlist, "artifact", ""))
+    return found
