@@ -12,6 +12,7 @@ import torch
 
 from runtime.drafts.eagle import Features, HeadDraft
 from runtime.drafts.language_model import TREE_SLOTS, Chain, ChainContext, Draft, LanguageModelDraft, NgramDraft
+from runtime.generation_settings import Process, check, widening
 from runtime.graphs import prepare_graphs
 from runtime.loading import LoadedPair
 from runtime.loop import DecodeRequest, Drafted, PolicySource, Round, Verified, decode_rounds
@@ -25,7 +26,7 @@ from runtime.sampling import Noise, filters
 from runtime.session import Sessions
 from runtime.shortlists import HeadHashes, ShortlistedModel, ShortlistRule, Shortlists, head_hashes
 from runtime.tree_drafts import GrownTree, ModelLaws, Pruned, TreeContext, ancestors, grow
-from runtime.verification import verify_coupled, verify_rejection, verify_tree
+from runtime.verification import TargetText, verify_coupled, verify_rejection, verify_tree
 from traces.errors import PolicyError, WorkloadError
 from traces.schema import Finish, LatencyProfile, Request, Sampling, Step, Trajectory, Verifier, request_seed
 
@@ -60,6 +61,7 @@ class ModelBackend:
         self._rounds = 0
         self._request: DecodeRequest | None = None
         self._noise: Noise | None = None
+        self._process: Process | None = None
         self._capacity = 0
         self._shortlists: dict[ShortlistRule, Shortlists] = {}
         self._read_ahead: tuple[DecodeRequest, str] | None = None
@@ -101,6 +103,7 @@ class ModelBackend:
         self._awake = {self._read_ahead[1]} if self._read_ahead is not None and self._read_ahead[0] is request else set()
         self._read_ahead = None
         self._keeps_features = prepared.policy.draft in self._heads
+        self._process = self.pair.processor(len(self._text))
         target.reserve(self._capacity + NODE_LIMIT)
         prepare_graphs(self.pair, prepared, request.sampling, self._capacity, every=self.every_shape)
         if len(self._text) > 1:
@@ -207,9 +210,14 @@ class ModelBackend:
         mask[:, :length] = True  # the text and the root
         mask[:, length - 1 :] |= ancestors(tree)
         logits = target.tree(ids[0], length - 1 + ids[1], length - 1, torch.from_numpy(mask).to(target.device))
-        verdict = verify_tree(target, logits, self._text, tree, request.sampling, self._noise, self.exact)
+        verdict = verify_tree(self._target_text(request), logits, tree)
         self._path = verdict.path
         return replace(verdict, read=0) if isinstance(self._active, HeadDraft) else verdict
+
+    def _target_text(self, request: DecodeRequest) -> TargetText:
+        return TargetText(
+            self.pair.target, self._text, request.sampling, self._noise, self.exact, self._process, widening(self.pair.settings)
+        )
 
     def verify(self, drafted: Drafted | None) -> Verified:
         request, target = self._request, self.pair.target
@@ -223,7 +231,7 @@ class ModelBackend:
         if request.verifier == "rejection" and not request.sampling.greedy:
             log_q = self._chain.log_q if drafted and self._chain else []
             return verify_rejection(logits, length, tokens, log_q, request.sampling, request.seed, self._rounds)
-        return verify_coupled(target, logits, self._text, tokens, request.sampling, self._noise, self.exact)
+        return verify_coupled(self._target_text(request), logits, tokens)
 
     def commit(self, emitted: list[int], accepted: int, drafted: Drafted | None) -> None:
         length = len(self._text)
@@ -278,6 +286,7 @@ class Decoder:
     ) -> DecodeRequest:
         """Builds a request. Raises WorkloadError when prompt and budget exceed the models' context, or the prompt is empty."""
         check_length(self.pair, item.id, len(prompt_ids), max_new_tokens)
+        check(self.pair.settings, greedy=sampling.greedy, verifier=self.verifier)
         return DecodeRequest(
             id=item.id,
             prompt_ids=prompt_ids,

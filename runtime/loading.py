@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from runtime.drafts.eagle_formats import load_head
 from runtime.drafts.eagle_head import EagleHead
+from runtime.generation_settings import Process, Settings, processor
 from runtime.graphs import CudaRecorder, use_graphs, wanted
 from runtime.models import CausalModel, load_model, pick_device, pick_dtype
 from runtime.pair import PairSpec, check_threads, expanded, is_head, is_local, translated
@@ -25,6 +26,7 @@ class LoadedPair:
     """Models and tokenizer. ``exact`` says that near ties are settled canonically (float32).
 
     ``drafts`` are language models, ``heads`` EAGLE heads on the target; where there are heads, the target's ``taps`` are what they read.
+    ``settings``: what the target's generation_config asks of its texts.
     """
 
     spec: PairSpec
@@ -33,11 +35,16 @@ class LoadedPair:
     tokenizer: Any
     eos_ids: frozenset[int]
     heads: dict[str, EagleHead] = field(default_factory=dict)
+    settings: Settings = field(default_factory=dict)
 
     @cached_property
     def id(self) -> str:
         """The pair's id when it was loaded: files that change later are another pair's."""
         return self.spec.id
+
+    def processor(self, prompt_tokens: int) -> Process | None:
+        """What changes the target's logits for a request whose prompt has ``prompt_tokens`` tokens; None: nothing."""
+        return processor(self.settings, prompt_tokens, self.eos_ids, self.device) if self.settings else None
 
     @property
     def exact(self) -> bool:
@@ -116,6 +123,8 @@ def load_pair(
     where = pick_device(device)
     kind = pick_dtype(dtype, where)
     target = load_model(spec.target, name="target", device=where, dtype=kind)
+    if not is_local(spec.target):
+        content = spec.id  # what was fetched of a hub name is known now
     tokenizer = _tokenizer(spec.target)
     if tokenizer is None:
         raise PairError(f"target: no tokenizer at {spec.target} (tokenizer.json or the like is expected beside the weights)")
@@ -142,7 +151,10 @@ def load_pair(
     target.taps = tuple(sorted({tap for head in heads.values() for tap in head.taps}))
     with translated(f"target: eos_token_id of {spec.target}"):
         eos = _eos(target, tokenizer)
-    pair = LoadedPair(spec, target, loaded, tokenizer, eos, heads)
+    pair = LoadedPair(spec, target, loaded, tokenizer, eos, heads, spec.settings)
+    with translated(f"target: generation_config of {spec.target}"):
+        if (process := pair.processor(1)) is not None:  # values that it does not take are told here
+            process(torch.zeros(target.vocab_size, device=where), [0])
     if pair.id != content:
         raise PairError(f"pair {spec.name}: its files changed while they were loaded; load it again")
     if wanted(where):

@@ -50,14 +50,17 @@ class Choices:
     """The tokens of n rows of logits, float32 [n, vocab]: argmax(logits / T + noise) over what top-k and top-p keep.
 
     ``noise`` float32 [n, vocab], None when greedy. With ``exact``, near ties are found at once and decided when a token is asked for.
+    ``widened``: how much more than logits of a pass these may differ.
     """
 
-    def __init__(self, logits: torch.Tensor, sampling: Sampling, noise: torch.Tensor | None, *, exact: bool) -> None:
+    def __init__(
+        self, logits: torch.Tensor, sampling: Sampling, noise: torch.Tensor | None, *, exact: bool, widened: float = 1.0
+    ) -> None:
         self._sampling, self._noise = sampling, noise
         if not exact:
             tokens, near = plain.choose(logits, sampling, noise), None
         else:
-            tokens, near = _best_and_near(logits, sampling, noise)
+            tokens, near = _best_and_near(logits, sampling, noise, widened)
         self.tokens: list[int] = tokens.tolist()
         self._near: list[bool] = [False] * len(self.tokens) if near is None else near.tolist()
 
@@ -83,15 +86,15 @@ def choose(
 
 
 def _best_and_near(
-    logits: torch.Tensor, sampling: Sampling, noise: torch.Tensor | None
+    logits: torch.Tensor, sampling: Sampling, noise: torch.Tensor | None, widened: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The tokens, int64 [n], and which of them are near ties, bool [n]."""
     x = scaled(logits, sampling)
     perturbed = x if noise is None else x + noise
-    margin = grown(CHOICE, sampling)
+    margin = grown(CHOICE * widened, sampling)
     if not filters(sampling, x.shape[-1]):
         return lead(perturbed, margin)
-    slack = grown(MEMBERSHIP, sampling)
+    slack = grown(MEMBERSHIP * widened, sampling)
     mask, *masks = kept_by(x, sampling, (0.0, slack, -slack))
     wide, narrow = (perturbed.masked_fill(~m, -math.inf) for m in masks)
     best, near = lead(wide, margin)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.file_hashes import FILES
+from runtime.generation_settings import settings_of
 from traces.errors import PairError, SpectuneError
 from traces.files import exists, is_file, read_json
 from traces.text import shortened
@@ -34,6 +35,8 @@ class PairSpec:
     name: str
     target: str
     drafts: tuple[tuple[str, str], ...]
+    ignores_generation_config: bool = False
+    """Whether what the target's generation_config asks for is left out (:mod:`runtime.generation_settings`)."""
 
     @property
     def draft_names(self) -> tuple[str, ...]:
@@ -42,12 +45,30 @@ class PairSpec:
 
     @property
     def id(self) -> str:
-        """12 hex digits over the content of target and drafts: the same models are the same pair, wherever they lie.
+        """12 hex digits over the content of target and drafts: the same models are the same pair, wherever they lie. Settings of a
+        generation_config that change its texts make it another pair than without them.
 
         Files are hashed whole. Raises PairError when one is missing or unreadable.
         """
-        parts = [identity(self.target), *([name, identity(path)] for name, path in sorted(self.drafts))]
+        parts: list[Any] = [identity(self.target), *([name, identity(path)] for name, path in sorted(self.drafts))]
+        if settings := self.settings:
+            parts.append(settings)
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the target's generation_config asks of its texts. Raises PairError where it cannot be read."""
+        if self.ignores_generation_config:
+            return {}
+        folder, file = checkpoint(self.target), None
+        if folder is None:
+            from huggingface_hub import try_to_load_from_cache
+
+            found = try_to_load_from_cache(self.target, GENERATION)  # a hub name, in the files that were fetched when it was loaded
+            file = Path(found) if isinstance(found, str) else None
+        elif is_file(folder / GENERATION):
+            file = folder / GENERATION
+        return {} if file is None else settings_of(model_config(file.parent, GENERATION))
 
     def check(self) -> None:
         """Raises PairError if a checkpoint is missing or its configuration is none; reads no weights, so that this is told at once."""
@@ -57,17 +78,21 @@ class PairSpec:
                 model_config(folder)
 
     def to_json(self) -> dict[str, Any]:
-        """``{"name", "target", "drafts"}``, the form of a pair file."""
-        return {"name": self.name, "target": self.target, "drafts": dict(self.drafts)}
+        """``{"name", "target", "drafts"}``, the form of a pair file; ``"generation_config": false`` where it is ignored."""
+        data = {"name": self.name, "target": self.target, "drafts": dict(self.drafts)}
+        return {**data, "generation_config": False} if self.ignores_generation_config else data
 
     @classmethod
     def from_json(cls, data: Any, *, where: str, base: Path | None = None) -> PairSpec:
         """Reads a pair document; relative paths are taken from ``base``. Raises PairError naming ``where``."""
         if not isinstance(data, Mapping) or not isinstance(data.get("target"), str):
             raise PairError(f'{where}: a pair file is {{"name": ..., "target": PATH, "drafts": {{NAME: PATH}}}}')
-        unknown = sorted(set(data) - {"name", "target", "drafts"})
+        unknown = sorted(set(data) - {"name", "target", "drafts", "generation_config"})
         if unknown:
-            raise PairError(f"{where}: unknown key {unknown[0]!r}; known keys: drafts, name, target")
+            raise PairError(f"{where}: unknown key {unknown[0]!r}; known keys: drafts, generation_config, name, target")
+        applies = data.get("generation_config", True)
+        if not isinstance(applies, bool):
+            raise PairError(f"{where}: generation_config is true (the default: what the target's asks for is applied) or false")
         drafts = data.get("drafts", {})
         if not isinstance(drafts, Mapping) or not all(isinstance(v, str) for v in drafts.values()):
             raise PairError(f"{where}: drafts must map names to paths")
@@ -86,6 +111,7 @@ class PairSpec:
             shortened(str(data.get("name") or Path(data["target"]).name)),
             resolve(data["target"]),
             tuple((str(n), resolve(p)) for n, p in drafts.items()),
+            not applies,
         )
 
 

@@ -9,8 +9,12 @@ one is drawn from norm(max(0, p - q)). Lossless in law, not in text.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
 import torch
 
+from runtime.generation_settings import Process
 from runtime.loop import Verified
 from runtime.models import CausalModel
 from runtime.near_ties import Choices
@@ -19,57 +23,65 @@ from runtime.tree_drafts import GrownTree
 from traces.schema import Sampling
 
 
-def verify_coupled(
-    target: CausalModel,
-    logits: torch.Tensor,
-    text: list[int],
-    drafted: list[int],
-    sampling: Sampling,
-    noise: Noise | None,
-    exact: bool,
-) -> Verified:
+@dataclass(frozen=True)
+class TargetText:
+    """What the target's own tokens after a text depend on: its ``sampling``, the ``noise`` (None when greedy), and what ``process`` makes
+    of logits (None: nothing; ``widened``: how much it widens errors of theirs). ``exact``: near ties are decided canonically."""
+
+    target: CausalModel
+    ids: list[int]
+    sampling: Sampling
+    noise: Noise | None
+    exact: bool
+    process: Process | None = None
+    widened: float = 1.0
+
+    def tokens(self, logits: torch.Tensor, depths: Sequence[int], at_once: bool) -> Callable[[int, list[int]], int]:
+        """The target's token after row r of float32 ``logits`` [n, vocab], which stands ``depths[r]`` tokens behind the text, by r and
+        those tokens. ``at_once``: all rows are looked at now. Logits that are processed are looked at one by one: each has a prefix.
+        """
+        if at_once and self.process is None:
+            noise = None
+            if self.noise is not None:
+                noise = torch.stack([self.noise.row(len(self.ids) + depth) for depth in depths])
+            every = Choices(logits, self.sampling, noise, exact=self.exact)
+            return lambda row, path: every.token(row, lambda: self.target.canonical(self.ids + path))
+
+        def one(row: int, path: list[int]) -> int:
+            prefix = self.ids + path
+            process = self.process or (lambda given, _: given)
+            noise = None if self.noise is None else self.noise.row(len(prefix))[None]
+            scores = process(logits[row], prefix)[None]
+            choices = Choices(scores, self.sampling, noise, exact=self.exact, widened=self.widened)
+            return choices.token(0, lambda: process(self.target.canonical(prefix), prefix))
+
+        return one
+
+
+def verify_coupled(text: TargetText, logits: torch.Tensor, drafted: list[int]) -> Verified:
     """``logits`` float32 [drafted + 1, vocab] after the last text token and after each drafted one."""
-    rows = None if noise is None else noise.rows(len(text), len(drafted) + 1)
-    choices = Choices(logits, sampling, rows, exact=exact)
+    token_after = text.tokens(logits, range(len(drafted) + 1), at_once=True)
     emitted: list[int] = []
-    for token in [*drafted, None]:
-        emitted.append(choices.token(len(emitted), lambda: target.canonical(text + emitted)))
-        if emitted[-1] != token:
+    for proposed in [*drafted, None]:
+        emitted.append(token_after(len(emitted), emitted))
+        if emitted[-1] != proposed:
             break
     return Verified(len(emitted) - 1, emitted)
 
 
-def verify_tree(
-    target: CausalModel,
-    logits: torch.Tensor,
-    text: list[int],
-    tree: GrownTree,
-    sampling: Sampling,
-    noise: Noise | None,
-    exact: bool,
-) -> Verified:
+def verify_tree(text: TargetText, logits: torch.Tensor, tree: GrownTree) -> Verified:
     """Target sampling on a tree: from the root, take the target's own token; go down while a child holds it.
 
     ``logits`` float32 [1 + nodes, vocab], the root's row first. A CPU looks at the rows of the path alone; elsewhere all are looked at at
     once, so that the host waits once.
     """
-    every: Choices | None = None
-    if logits.device.type != "cpu":
-        rows = None
-        if noise is not None:
-            by_depth = noise.rows(len(text), 1 + max(tree.depths, default=0))
-            rows = by_depth[torch.tensor([0, *tree.depths], device=logits.device)]
-        every = Choices(logits, sampling, rows, exact=exact)
+    token_after = text.tokens(logits, [0, *tree.depths], at_once=logits.device.type != "cpu")
     children = {(parent, token): i for i, (parent, token) in enumerate(zip(tree.parents, tree.tokens, strict=True))}
     path: list[int] = []
     emitted: list[int] = []
     node: int | None = -1
     while node is not None:
-        choices, row = every, node + 1
-        if choices is None:
-            own = None if noise is None else noise.row(len(text) + len(path))[None]
-            choices, row = Choices(logits[row : row + 1], sampling, own, exact=exact), 0
-        emitted.append(choices.token(row, lambda: target.canonical(text + emitted)))
+        emitted.append(token_after(node + 1, emitted))
         node = children.get((node, emitted[-1]))
         if node is not None:
             path.append(node)
