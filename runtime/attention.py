@@ -43,8 +43,9 @@ def slot_attention(
         return out.transpose(1, 2).contiguous(), None
     rows = max(1, MASK_ENTRIES // (groups * key.shape[2]))
     if width > rows:
-        blocks = zip(query.split(rows, 2), attention_mask.split(rows, 2), strict=True)
-        return torch.cat([slot_attention(module, q, key, value, m, scaling=scaling)[0] for q, m in blocks], 1), None
+        blocks = [slice(at, at + rows) for at in range(0, width, rows)]
+        parts = [slot_attention(module, query[:, :, b], key, value, attention_mask[:, :, b], scaling=scaling)[0] for b in blocks]
+        return torch.cat(parts, 1), None
     if groups > 1:
         query = query.reshape(batch, key.shape[1], groups * width, dim)
         attention_mask = attention_mask.repeat(1, 1, groups, 1)
