@@ -37,11 +37,12 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from runtime.decoder import Decoded, Decoder, prepare_for
-from runtime.graphs import RUNGS, CudaRecorder, Kind, prepare_graphs, use_graphs
+from runtime.graphs import RUNGS, CudaRecorder, Kind, use_graphs
 from runtime.loading import LoadedPair
 from runtime.loop import DecodeRequest, StaticSource
 from runtime.models import DTYPES, CausalModel, pick_device, pick_dtype
 from runtime.pair import PairSpec
+from runtime.pass_sizes import prepare_graphs
 from runtime.policies.document import AUTOREGRESSIVE, parse_policy
 from runtime.policies.plan import prepare
 from runtime.policies.tree_rules import Fitted
@@ -97,7 +98,7 @@ class Bench:
         spec = PairSpec("gpu_graphs", "random", (("draft", "random"),))
         self.pair = LoadedPair(spec, target, {"draft": draft}, None, frozenset())
         draft.name = "draft"
-        use_graphs(self.pair, Repeating() if self.wanted.fake else CudaRecorder())
+        use_graphs((self.pair.target, *self.pair.models.values()), Repeating() if self.wanted.fake else CudaRecorder())
         text = self.wanted.context + max(self.wanted.new_tokens, self.wanted.most) + 1
         prepare_graphs(self.pair, prepare(AUTOREGRESSIVE, self.pair.draft_names), Sampling(), text)
 

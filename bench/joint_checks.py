@@ -202,7 +202,7 @@ def _searched(
     shortlists = fit_shortlists(store, pair, recording, DRAFTS)
     trace = ReplayTrace(
         texts,
-        {d: loaded.panoramas(d) for d in DRAFTS if d not in pair.heads},
+        {d: loaded.panoramas(d) for d in DRAFTS if d in pair.chain_drafts},
         trees={(d, "coupled"): loaded.trees(d) for d in DRAFTS},
         ranks=ranks_for(store, pair, recording, shortlists),
     )

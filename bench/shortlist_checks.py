@@ -103,7 +103,7 @@ def shortlists_lossless(state: Path) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     apart = compared = 0
     for name, pair in pairs_of(state):
-        drafts = [*pair.drafts, *pair.heads]
+        drafts = [*pair.models]
         path = state / f"shortlists-lossless-{name}.db"
         path.unlink(missing_ok=True)
         store = stored(path)
@@ -181,7 +181,7 @@ def shortlists_parity(state: Path) -> dict[str, Any]:
     """simulate = run round by round where replay under shortlists is exact (48 chains x 32 requests, temperatures 0 and 1); elsewhere the
     tokens a round predicted against executed."""
     pair = load_pair(read_pair("demo"), device="cpu")
-    drafts = [*pair.drafts, *pair.heads]
+    drafts = [*pair.models]
     profile = measure_profile(pair, gamma_max=8, repeats=2)
     exact: list[dict[str, Any]] = []
     approximate: list[dict[str, Any]] = []
@@ -255,7 +255,7 @@ def shortlists_fidelity(state: Path) -> dict[str, Any]:
     """Predicted against measured tokens/s of 26 shortlisted policies in three interleaved runs, round by round the median of the three;
     costs measured in between, a turn of the drafts after every request."""
     pair = load_pair(read_pair("demo"), device="cpu")
-    drafts = [*pair.drafts, *pair.heads]
+    drafts = [*pair.models]
     path = state / "shortlists-fidelity.db"
     path.unlink(missing_ok=True)
     store = stored(path)

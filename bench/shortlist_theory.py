@@ -19,7 +19,7 @@ from shortlist_tables import NEW_TOKENS, Document, FloatArray, Lab, clusters_blo
 from tree_checks import CATEGORIES
 
 from optimizer.execute import DecodeOptions, encode
-from runtime.decoder import output_hashes, shortlisted_model
+from runtime.decoder import output_hashes
 from runtime.loop import Round
 from runtime.policies.document import parse_policy
 from runtime.sampling import gumbel_row, log_distribution, stream_key
@@ -79,7 +79,7 @@ def laws_of(lab: Lab, draft: str) -> Laws:
 
 
 def draft_logits(lab: Lab, draft: str, states: torch.Tensor) -> torch.Tensor:
-    output = shortlisted_model(lab.pair, draft).output
+    output = lab.pair.models[draft].output
     return torch.nn.functional.linear(states, output.weight, output.bias).float()
 
 
@@ -93,7 +93,7 @@ def masks(lab: Lab, draft: str, laws: Laws, block: Document) -> npt.NDArray[np.b
     """A shortlist of each context as the runtime makes it at a first draft step, bool [n, vocab]."""
     rule = compile_shortlist(drafting(draft, "chain", block), lab.find, output_hashes(lab.pair))
     assert rule is not None
-    ready = Shortlists(rule, shortlisted_model(lab.pair, draft), exact=False)
+    ready = Shortlists(rule, lab.pair.models[draft], exact=False)
     found = np.zeros(laws.p.shape, dtype=np.bool_)
     for i in range(len(found)):
         found[i, ready.of(0, laws.tokens[i : i + 1], laws.previous[i : i + 1], lambda _: None).ids.numpy()] = True

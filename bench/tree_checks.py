@@ -104,7 +104,7 @@ def prepared_trees(
 ) -> tuple[str, ReplayTrace, dict[str, Any]]:
     """Records a workload with trees, and fits what trees need: (recording, trace, limits by draft)."""
     plain = StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names))
-    chains = tuple(d for d in drafts if d not in pair.heads)
+    chains = tuple(d for d in drafts if d in pair.chain_drafts)
     info = record(store, pair, RecordRequest(workload, options, tuple(drafts), 12, WIDTH, DEPTH), plain)
     trace = traced(store, info.id, chains, drafts)
     return info.id, trace, fit_trees(store, info.id, drafts)
@@ -165,7 +165,7 @@ def trees_lossless(state: Path) -> dict[str, Any]:
     """Texts under tree policies equal autoregression's: 102 prompts x 20 policies at temperatures 0, 0.7 and 1, every kind of draft."""
     rows: list[dict[str, Any]] = []
     for name, pair in pairs_of(state):
-        drafts = [*pair.drafts, *pair.heads]
+        drafts = [*pair.models]
         path = state / f"trees-lossless-{name}.db"
         path.unlink(missing_ok=True)
         store = stored(path)
@@ -319,7 +319,7 @@ def trees_sampled(state: Path) -> dict[str, Any]:
                 compared = compare(pair, [AUTOREGRESSIVE, *policies.values()], encoded)
                 base = compared.outcomes[AUTOREGRESSIVE.id].total
                 found = {name: compared.outcomes[p.id].total for name, p in policies.items()}
-                if draft not in pair.heads:
+                if draft in pair.chain_drafts:
                     again = replace(options, verifier="rejection")
                     other = compare(pair, [AUTOREGRESSIVE, policies["coupled chain"]], encode(pair, workload, again))
                     total = other.outcomes[policies["coupled chain"].id].total
@@ -414,7 +414,7 @@ def trees_papers(state: Path) -> dict[str, Any]:
             policies = {name: parse_policy(d) for name, d in named.items()}
             covers = [cover_of(p, sampled=False, artifacts=find) for p in policies.values() if p.growth.kind == "classifier"]
             retrace_trees(store, pair, recording, [draft], WIDTH, DEPTH, covers=covers, chain_depth=12)
-            trace = traced(store, recording, [d for d in drafts if d not in pair.heads], drafts)
+            trace = traced(store, recording, [d for d in drafts if d in pair.chain_drafts], drafts)
             exact = {k: run_replay(trace, p, artifacts=find, approximate=True) for k, p in policies.items()}
             # EAGLE-2's verified tokens at the tau that each C2T threshold reaches, by its own sweep of N.
             sweep = []

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from scipy.special import stdtrit
 
 from runtime.decoder import Decoded, Decoder, prepare_for
-from runtime.graphs import prepare_graphs
 from runtime.loading import LoadedPair
 from runtime.loop import DecodeRequest, PolicySource, StaticSource
 from runtime.measuring import center
 from runtime.pacing import Pacer, around, at_pace
+from runtime.pass_sizes import prepare_graphs
 from runtime.policies.document import Policy
 from runtime.policies.plan import QTables, prepare
 from runtime.policies.tree_rules import Artifacts
@@ -102,10 +102,11 @@ def run(
 def warm(pair: LoadedPair, encoded: Encoded, count: int = 1) -> None:
     """Decodes a few tokens with every draft, so that first touches and compilation are not charged to the first request."""
     options = encoded.options
-    refused = pair.heads if options.verifier == "rejection" and not options.sampling.greedy else {}
+    rejects = options.verifier == "rejection" and not options.sampling.greedy
+    drafts = pair.chain_drafts if rejects else pair.draft_names
     policies = [
         Policy(),
-        *(Policy.model_validate({"draft": d, "window": {"kind": "fixed", "gamma": 3}}) for d in pair.draft_names if d not in refused),
+        *(Policy.model_validate({"draft": d, "window": {"kind": "fixed", "gamma": 3}}) for d in drafts),
     ]
     for _, request in encoded.items[:count]:
         for policy in policies:

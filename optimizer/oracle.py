@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from runtime.loop import DecodeRequest, Drafted, Round, StaticSource, Verified, decode_rounds
+from runtime.drafts.protocol import Drafted
+from runtime.loop import DecodeRequest, Round, StaticSource, Verified, decode_rounds
 from runtime.policies.document import Policy
 from runtime.policies.plan import Plan
 from runtime.policies.stops import STOP_NONE, should_stop

@@ -169,7 +169,7 @@ def retrace(
     """
     made = 0
     for draft in drafts:
-        if draft in pair.heads:
+        if draft not in pair.chain_drafts:
             continue
         missing = store.missing_panoramas(recording, draft, gamma_max)
         batch: list[Any] = []
@@ -240,7 +240,7 @@ def retrace_trees(
         if draft == "ngram":
             continue
         own = tuple(covers.get(draft, ()) if isinstance(covers, Mapping) else covers)
-        head = draft in pair.heads
+        head = draft not in pair.chain_drafts
         chains = chain_depth if head else 0
         if width:
             wanted = _Trees(draft, width, depth, proposals, own, chains if proposals == "coupled" else 0)

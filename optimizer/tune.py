@@ -248,8 +248,8 @@ def tune_recording(
     drafts = wanted.drafts or _drafts(wanted, pair)
     retrace(store, pair, recording_id, drafts, wanted.gamma_max, progress=progress)
     retrace_trees(store, pair, recording_id, drafts, *_tree_size(wanted), chain_depth=wanted.gamma_max, progress=progress)
-    chains = tuple(d for d in drafts if d not in pair.heads)
-    grown = tuple(d for d in drafts if d in pair.heads or (_tree_size(wanted)[0] and d != "ngram"))
+    chains = tuple(d for d in drafts if d in pair.chain_drafts)
+    grown = tuple(d for d in drafts if d not in pair.chain_drafts or (_tree_size(wanted)[0] and d != "ngram"))
     recording = store.load(recording_id, drafts, skip_corrupted=True, trees=bool(grown)).having(chains, trees=grown)
     if not recording.requests:
         raise TraceError(f"recording {recording_id} has no usable request; record again")
@@ -449,7 +449,7 @@ def publish(store: TraceStore, pair: LoadedPair, tuned: Tuned, wanted: TuneOptio
 def _drafts(wanted: TuneOptions, pair: LoadedPair) -> tuple[str, ...]:
     """The pair's drafts that the verifier can be used with."""
     chains_only = wanted.options.verifier == "rejection" and not wanted.options.sampling.greedy
-    return tuple(d for d in pair.draft_names if not (chains_only and d in pair.heads))
+    return tuple(d for d in pair.draft_names if d in pair.chain_drafts or not chains_only)
 
 
 def _tree_size(wanted: TuneOptions) -> tuple[int, int]:

@@ -9,23 +9,27 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from runtime.drafts.eagle import Features, HeadDraft
-from runtime.drafts.language_model import TREE_SLOTS, Chain, ChainContext, Draft, LanguageModelDraft, NgramDraft
+from runtime.drafts.eagle import EagleDraft, Features
+from runtime.drafts.language_model import LanguageModelDraft
+from runtime.drafts.ngram import NgramDraft
+from runtime.drafts.protocol import TREE_SLOTS, Draft, DraftContext, Drafted
 from runtime.generation_settings import Process, check, widening
-from runtime.graphs import prepare_graphs
 from runtime.loading import LoadedPair
-from runtime.loop import DecodeRequest, Drafted, PolicySource, Round, Verified, decode_rounds
+from runtime.loop import DecodeRequest, PolicySource, Round, Verified, decode_rounds
 from runtime.models import ids_tensor
+from runtime.pass_sizes import prepare_graphs
 from runtime.policies.document import NODE_LIMIT, Policy
-from runtime.policies.draft_choice import TARGET, Prompt, keeps_reading, log_perplexity
+from runtime.policies.draft_choice import TARGET, Prompt, keeps_reading
 from runtime.policies.plan import Plan, QTables, check_verifier, prepare
 from runtime.policies.prepared_chooser import with_candidates
 from runtime.policies.tree_rules import Artifacts
-from runtime.sampling import Noise, filters
+from runtime.prompts import log_perplexity
+from runtime.sampling import Noise
 from runtime.session import Sessions
-from runtime.shortlists import HeadHashes, ShortlistedModel, ShortlistRule, Shortlists, head_hashes
-from runtime.tree_drafts import GrownTree, ModelLaws, Pruned, TreeContext, ancestors, grow
+from runtime.shortlists import HeadHashes, ShortlistRule, Shortlists, head_hashes
+from runtime.tree_drafts import GrownTree, ancestors
 from runtime.verification import TargetText, verify_coupled, verify_rejection, verify_tree
 from traces.errors import PolicyError, WorkloadError
 from traces.schema import Finish, LatencyProfile, Request, Sampling, Step, Trajectory, Verifier, request_seed
@@ -47,17 +51,16 @@ class ModelBackend:
     def __init__(self, pair: LoadedPair) -> None:
         self.pair = pair
         self.exact = pair.exact
-        self._drafts: dict[str, Draft] = {"ngram": NgramDraft()}
-        for name, model in pair.drafts.items():
-            self._drafts[name] = LanguageModelDraft(model)
         self._features = Features(pair.target)
-        self._heads = {name: HeadDraft(head, self._features) for name, head in pair.heads.items()}
-        self._keeps_features = False
+        self._readers = {name: LanguageModelDraft(model) for name, model in pair.drafts.items()}
+        heads = {name: EagleDraft(head, self._features) for name, head in pair.heads.items()}
+        self._drafts: dict[str, Draft] = {**self._readers, **heads, "ngram": NgramDraft()}
         self._awake: set[str] = set()
+        """Drafts that follow the text of the request in hand."""
         self._text: list[int] = []
-        self._chain: Chain | None = None
         self._path: list[int] = []
-        self._active: Draft | HeadDraft | None = None
+        """Which drafted nodes the last verdict accepted."""
+        self._drafting: Draft | None = None
         self._rounds = 0
         self._request: DecodeRequest | None = None
         self._noise: Noise | None = None
@@ -82,9 +85,7 @@ class ModelBackend:
             self.pair.target.reserve(capacity + NODE_LIMIT)
             nats = log_perplexity(self.pair.target, ids)
         elif reader is not None:
-            draft = self._drafts[reader]
-            assert isinstance(draft, LanguageModelDraft)
-            nats = draft.begin_reading(ids, capacity + TREE_SLOTS)
+            nats = self._readers[reader].begin_reading(ids, capacity + TREE_SLOTS)
             self._awake.discard(reader)
         chosen = prepared.chooser.of_prompt(Prompt.of(self.pair.text(ids), ids, nats), request.max_new_tokens, request.sampling)
         if reader is not None and keeps_reading(chosen.policy, reader):
@@ -94,7 +95,7 @@ class ModelBackend:
 
     def begin(self, request: DecodeRequest, prepared: Plan) -> None:
         """Prefills the target, and the policy's draft where it speculates, with the prompt but for its last token."""
-        target = self.pair.target
+        target, speculates = self.pair.target, prepared.policy.speculates
         self._request, self._rounds = request, 0
         self._text = list(request.prompt_ids)
         self._capacity = len(self._text) + request.max_new_tokens + 1
@@ -102,21 +103,20 @@ class ModelBackend:
         self._noise = Noise(request.seed, target.vocab_size, target.device) if sampled else None
         self._awake = {self._read_ahead[1]} if self._read_ahead is not None and self._read_ahead[0] is request else set()
         self._read_ahead = None
-        self._keeps_features = prepared.policy.draft in self._heads
         self._process = self.pair.processor(len(self._text))
         target.reserve(self._capacity + NODE_LIMIT)
         prepare_graphs(self.pair, prepared, request.sampling, self._capacity, every=self.every_shape)
         if len(self._text) > 1:
             target.read(torch.tensor(self._text[:-1], device=target.device), 0)
-        if self._keeps_features:
-            empty = torch.zeros(0, len(target.taps) * target.hidden_size, device=target.device, dtype=target.dtype)
-            self._features.begin(self._capacity, target.tapped if len(self._text) > 1 else empty)
-        if prepared.policy.speculates:
-            self._wake(prepared.policy.draft, self._text)
+        self._features.kept = False
+        if speculates and self.draft_named(prepared.policy.draft).reads_features:
+            self._features.begin_prefilled(self._capacity, len(self._text) - 1)
+        if speculates:
+            self._wake(prepared.policy.draft)
 
-    def draft_named(self, name: str) -> Draft | HeadDraft:
+    def draft_named(self, name: str) -> Draft:
         """The draft behind a name (KeyError if there is none)."""
-        return self._heads[name] if name in self._heads else self._drafts[name]
+        return self._drafts[name]
 
     def set_text(self, text: list[int]) -> None:
         """Replaces the text of the request in hand, and lets every draft forget what it read (the profiler's)."""
@@ -137,15 +137,11 @@ class ModelBackend:
         if self._noise is not None:
             self._noise.rows(len(self._text), positions)
 
-    def _wake(self, name: str, text: list[int]) -> Draft | HeadDraft:
-        draft = self.draft_named(name)
+    def _wake(self, name: str) -> Draft:
+        """The draft behind a name, after it has read the text but for its last token where it did not follow it."""
+        draft = self._drafts[name]
         if name not in self._awake:
-            target = self.pair.target
-            if name in self._heads and len(text) > 1 and (not self._keeps_features or self._features.count < len(text) - 1):
-                # A head takes over in the middle of a text, whose features were not kept: one pass makes them.
-                self._features.begin(self._capacity, target.canonical_features(text[:-1], target.taps))
-                self._keeps_features = True
-            draft.begin(text, self._capacity + TREE_SLOTS)
+            draft.begin(self._text, self._capacity + TREE_SLOTS)
             self._awake.add(name)
         return draft
 
@@ -155,7 +151,7 @@ class ModelBackend:
         rule, ready = prepared.shortlist, prepared.shortlists
         if rule is None:
             return None
-        if ready is not None and ready.model is shortlisted_model(self.pair, rule.draft):
+        if ready is not None and ready.model is self.pair.models[rule.draft]:
             return ready
         found = self._shortlists.get(rule)
         if found is None:
@@ -167,52 +163,18 @@ class ModelBackend:
     def draft(self, prepared: Plan, gamma: int, limit: int | None = None) -> Drafted:
         request = self._request
         assert request is not None
-        self._active = self._wake(prepared.policy.draft, self._text)
-        if prepared.policy.is_tree or isinstance(self._active, HeadDraft):
-            return self._draft_tree(prepared, gamma, gamma if limit is None else limit)
-        independent = request.verifier == "rejection" and not request.sampling.greedy
-        context = ChainContext(
+        self._drafting = self._wake(prepared.policy.draft)
+        context = DraftContext(
+            plan=prepared,
             sampling=request.sampling,
             noise=self._noise,
             exact=self.exact,
-            own_seed=request.seed if independent else None,
-            salt=self._rounds,
             shortlists=self.shortlists(prepared),
+            own_seed=request.seed if request.rejects else None,
+            salt=self._rounds,
+            keeps_pruned=self.keeps_pruned,
         )
-        self._chain = self._active.propose(self._text, gamma, prepared.stop, context)
-        return Drafted(len(self._chain.tokens), self._chain.steps, self._chain.lag, self._chain.tokens)
-
-    def _draft_tree(self, prepared: Plan, gamma: int, limit: int) -> Drafted:
-        request, draft = self._request, self._active
-        assert request is not None
-        assert isinstance(draft, (LanguageModelDraft, HeadDraft))
-        rule, shortlists = prepared.rule(request.sampling), self.shortlists(prepared)
-        if isinstance(draft, HeadDraft) and len(self._text) < 2:
-            none = Pruned([], [], []) if self.keeps_pruned else None
-            return Drafted(0, 0, draft.lag(self._text), [], GrownTree(pruned=none))  # a head has nothing to read before the second token
-        reader = draft.reader(self._text, shortlists)
-        lag = draft.lag(self._text)
-        context = TreeContext(request.sampling, self._noise, self.exact)
-        target = self.pair.target
-        whole = not filters(request.sampling, target.vocab_size)
-        if shortlists is not None:
-            whole = whole and shortlists.least(limit) >= rule.width
-        laws = ModelLaws(rule, reader, context)
-        tree = grow(rule, gamma, limit, laws, target.device, whole=whole, keep_pruned=self.keeps_pruned)
-        return Drafted(len(tree.tokens), tree.steps, lag, tree.tokens, tree)
-
-    def _verify_tree(self, tree: GrownTree) -> Verified:
-        request, target = self._request, self.pair.target
-        assert request is not None
-        length, n = len(self._text), len(tree.tokens)
-        ids = torch.tensor([[self._text[-1], *tree.tokens], [0, *tree.depths]], device=target.device)
-        mask = np.zeros((n + 1, length + n), dtype=np.bool_)
-        mask[:, :length] = True  # the text and the root
-        mask[:, length - 1 :] |= ancestors(tree)
-        logits = target.tree(ids[0], length - 1 + ids[1], length - 1, torch.from_numpy(mask).to(target.device))
-        verdict = verify_tree(self._target_text(request), logits, tree)
-        self._path = verdict.path
-        return replace(verdict, read=0) if isinstance(self._active, HeadDraft) else verdict
+        return self._drafting.propose(self._text, gamma, gamma if limit is None else limit, context)
 
     def _target_text(self, request: DecodeRequest) -> TargetText:
         return TargetText(
@@ -222,30 +184,37 @@ class ModelBackend:
     def verify(self, drafted: Drafted | None) -> Verified:
         request, target = self._request, self.pair.target
         assert request is not None
+        tokens, length = drafted.tokens if drafted else [], len(self._text)
         if drafted is not None and drafted.tree is not None:
-            return self._verify_tree(drafted.tree)
-        tokens = drafted.tokens if drafted else []
-        length = len(self._text)
-        ids = ids_tensor([self._text[-1], *tokens], target.device)
-        logits = target.chain(ids, length - 1, logits=len(tokens) + 1)
-        if request.verifier == "rejection" and not request.sampling.greedy:
-            log_q = self._chain.log_q if drafted and self._chain else []
-            return verify_rejection(logits, length, tokens, log_q, request.sampling, request.seed, self._rounds)
-        return verify_coupled(self._target_text(request), logits, tokens)
+            logits = self._read_tree(drafted.tree)
+            verdict = verify_tree(self._target_text(request), logits, drafted.tree)
+            self._path = verdict.path
+            assert self._drafting is not None
+            return replace(verdict, read=0) if self._drafting.reads_features else verdict
+        logits = target.chain(ids_tensor([self._text[-1], *tokens], target.device), length - 1, logits=len(tokens) + 1)
+        if request.rejects:
+            log_q = drafted.log_q if drafted else []
+            verdict = verify_rejection(logits, length, tokens, log_q, request.sampling, request.seed, self._rounds)
+        else:
+            verdict = verify_coupled(self._target_text(request), logits, tokens)
+        self._path = list(range(verdict.accepted))
+        return verdict
+
+    def _read_tree(self, tree: GrownTree) -> Tensor:
+        """Float32 logits [1 + nodes, vocab] of the root and of a tree's nodes, which see the text and their ancestors."""
+        target, length, n = self.pair.target, len(self._text), len(tree.tokens)
+        ids = torch.tensor([[self._text[-1], *tree.tokens], [0, *tree.depths]], device=target.device)
+        mask = np.zeros((n + 1, length + n), dtype=np.bool_)
+        mask[:, :length] = True  # the text and the root
+        mask[:, length - 1 :] |= ancestors(tree)
+        return target.tree(ids[0], length - 1 + ids[1], length - 1, torch.from_numpy(mask).to(target.device))
 
     def commit(self, emitted: list[int], accepted: int, drafted: Drafted | None) -> None:
-        length = len(self._text)
-        if self._keeps_features:
-            nodes = self._path[:accepted] if drafted is not None and drafted.tree is not None else range(accepted)
-            self._features.put(length - 1, self.pair.target.tapped[[0, *(node + 1 for node in nodes)]])
-        if drafted is not None and drafted.tree is not None:
-            path = self._path[:accepted]
+        length, path = len(self._text), self._path[:accepted]
+        self._features.put(length - 1, path)
+        if drafted is not None and self._drafting is not None:
             self.pair.target.cache.move([length + node for node in path], length)
-            assert isinstance(self._active, (LanguageModelDraft, HeadDraft))
-            self._active.commit_tree(length, [drafted.tree.expanded[node] for node in path], emitted)
-        elif drafted is not None and self._active is not None:
-            assert not isinstance(self._active, HeadDraft)
-            self._active.commit(len(self._text), accepted, drafted.steps, emitted)
+            self._drafting.commit(length, drafted, path)
         self._text.extend(emitted)
         self._rounds += 1
         if self._noise is not None:
@@ -304,7 +273,7 @@ class Decoder:
             policy = prepared.policy
             self.backend.shortlists(prepared)  # refuses what does not fit before the first token
             check_verifier(policy, request.verifier, request.sampling)
-            if policy.draft in self.pair.heads and request.verifier == "rejection" and not request.sampling.greedy:
+            if request.rejects and policy.speculates and policy.draft not in self.pair.chain_drafts:
                 raise PolicyError(
                     f"draft {policy.draft!r} is a head, which the rejection verifier is not built for; use the coupled verifier"
                 )
@@ -346,15 +315,10 @@ class Decoder:
         )
 
 
-def shortlisted_model(pair: LoadedPair, name: str) -> ShortlistedModel:
-    """The draft of a pair whose output head a shortlist restricts: a language model or a head."""
-    return pair.heads[name] if name in pair.heads else pair.drafts[name]
-
-
 def output_hashes(pair: LoadedPair) -> HeadHashes:
     """Hashes of the output heads of a pair's drafts, for :func:`runtime.policies.plan.prepare`; each is computed once, when first asked
     for."""
-    return head_hashes(lambda name: shortlisted_model(pair, name))
+    return head_hashes(lambda name: pair.models[name])
 
 
 def prepare_for(
@@ -396,7 +360,7 @@ def _made_aside(pair: LoadedPair, prepared: Plan, sampling: Sampling | None) -> 
 def warmed_shortlists(pair: LoadedPair, prepared: Plan, rule: ShortlistRule) -> Shortlists:
     """A policy's shortlists for a loaded pair, made ready for as many nodes as its trees can have. Raises PolicyError when the artifact
     does not fit the draft's output head."""
-    made = Shortlists(rule, shortlisted_model(pair, rule.draft), pair.exact)
+    made = Shortlists(rule, pair.models[rule.draft], pair.exact)
     trees, steps = prepared.rules or (), range(1, prepared.policy.depth_max + 1)
     made.warm([max([1, *(tree.step_width(step) for tree in trees)]) for step in steps])
     return made

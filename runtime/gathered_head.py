@@ -63,7 +63,7 @@ class GatheredHead:
         self._rows = self.weight.numpy() if sums else None
         self._every = torch.arange(self.vocab_size) if sums else torch.zeros(0, dtype=torch.int64)
         compiled, kernel = ("compiled",) if sums else (), ("kernel",) if kernel_runs(self.device) else ()
-        self.ways = {"over": (*compiled, *kernel, "gather", "full"), "all": (*compiled, "linear")}
+        self.ways: dict[str, tuple[str, ...]] = {"over": (*compiled, *kernel, "gather", "full"), "all": (*compiled, "linear")}
         self._way = way
         if way is not None and way not in self.ways["over"]:
             raise PairError(
@@ -99,7 +99,7 @@ class GatheredHead:
         found = _measured.get(key)
         if found is None:
             if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                return str(next(way for way in ("kernel", "gather", "linear") if way in ways))
+                return next(way for way in ("kernel", "gather", "linear") if way in ways)
             found = _measured[key] = quickest(self._trials(what, ways, rows, count), self.device)
         self._fastest[what, rows, count] = found
         return found

@@ -3,8 +3,8 @@
 A pass of a language model is thousands of small kernels, and one of a small draft takes longer to launch than to compute. Rounds of one
 policy make few shapes of passes, so each is captured once and then replayed by one launch. A :class:`Shape` is a number of tokens,
 rounded up to one of :data:`RUNGS`, a number of slots that are read, rounded up to a power of two, and what is computed.
-:func:`pass_sizes` says which numbers of tokens a policy's windows, stops, bins and N' can make; :func:`prepare_graphs` captures these
-and no others, before a request's first round or, for a policy that is published, aside. What is not captured runs as it always did.
+:mod:`runtime.pass_sizes` says which numbers of tokens a policy's windows, stops, bins and N' can make, and has these and no others
+captured, before a request's first round or, for a policy that is published, aside. What is not captured runs as it always did.
 
 A replay reads static buffers. Tokens that only fill up the rung write to scratch slots behind the cache's capacity, which no pass reads,
 see slot 0 alone, and their rows are dropped: they can change nothing. Graphs hold the addresses of keys and values, so those captured
@@ -21,22 +21,13 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from runtime.cache import SlotCache, SlotLayer
-from runtime.drafts.language_model import LONG_LAG, TREE_SLOTS
-from runtime.policies.document import NODE_LIMIT, WIDTH_LIMIT, AnalyticWindow, CacheFsmWindow, FsmWindow, Policy, QLearningWindow
-from runtime.policies.trees import TreeRule
-from runtime.sampling import filters
-from traces.schema import Sampling
-
-if TYPE_CHECKING:
-    from runtime.loading import LoadedPair
-    from runtime.policies.plan import Plan
+from runtime.policies.document import NODE_LIMIT
 
 RUNGS: Final = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, NODE_LIMIT + 1)
 """Numbers of tokens that passes are captured for."""
@@ -316,96 +307,8 @@ class PassGraphs:
         return Outputs(states, model._head(states) if kind.head else states.new_zeros(0), taps)
 
 
-@dataclass(frozen=True)
-class PassSizes:
-    """Numbers of tokens that rounds under one policy can have in one pass.
-
-    ``verify``: the target's; ``first``: the pass of a round in which its draft reads what is new of the text; ``later``: the draft's other
-    passes. ``drafted``: slots behind the text that the later ones fill, at most.
-    """
-
-    verify: frozenset[int]
-    first: frozenset[int] = frozenset()
-    later: frozenset[int] = frozenset()
-    drafted: int = 0
-
-
-EVERY: Final = PassSizes(
-    verify=frozenset(RUNGS),
-    first=frozenset(r for r in RUNGS if r <= LONG_LAG),
-    later=frozenset(r for r in RUNGS if r <= WIDTH_LIMIT),
-    drafted=TREE_SLOTS,
-)
-"""What any policies can make of rounds that take turns, a round's first pass up to :data:`LONG_LAG` tokens."""
-
-
-def pass_sizes(prepared: Plan, vocab_size: int, sampling: Sampling | None = None, *, head: bool = False) -> PassSizes:
-    """What a policy's windows, stops, bins and N' can make of a round, the ends of texts, where windows are clipped, included.
-
-    ``sampling`` None: any, filters included, under which laws have fewer children. ``head``: the draft is an EAGLE head. A draft that
-    another policy left behind may have more to read in its first round; that pass is not among these.
-    """
-    policy = prepared.policy
-    if not policy.speculates:
-        return PassSizes(frozenset({1}))
-    tree = policy.is_tree or head
-    verify, later, drafted = _tree_sizes(prepared, vocab_size, sampling) if tree else _chain_sizes(policy)
-    if policy.draft == "ngram":
-        return PassSizes(verify)
-    # A head reads all that a round emitted; a language model its last token, and the last accepted one, which it may only have proposed.
-    lag = (policy.depth_max + 1 if head else 2) + _idle_rounds(policy)
-    return PassSizes(verify, frozenset(range(1, min(lag, LONG_LAG) + 1)), later, drafted)
-
-
-def _chain_sizes(policy: Policy) -> tuple[frozenset[int], frozenset[int], int]:
-    gamma = policy.gamma_max
-    return frozenset(range(1, gamma + 2)), frozenset({1} if gamma > 1 else ()), 0
-
-
-def _tree_sizes(
-    prepared: Plan, vocab_size: int, sampling: Sampling | None
-) -> tuple[frozenset[int], frozenset[int], int]:
-    policy, shortlist = prepared.policy, prepared.shortlist
-    assert prepared.rules is not None
-    rule = prepared.rules[0]
-    few = shortlist is not None and (shortlist.routed or shortlist.budget(policy.depth_max) < rule.width)
-    thin = rule.width > 1 and (few or sampling is None or filters(sampling, vocab_size))
-    depths = range(1, policy.gamma_max + 1)
-    nodes = {0} | {_kept(rule, rule.top_n, d) for d in depths}
-    for bin_, top_n in enumerate(rule.kept):
-        nodes |= {_kept(rule, top_n, d + more) for d in depths for more in range(rule.extension(bin_) + 1)}
-    widths = {rule.step_width(level) for level in range(2, policy.depth_max + 1)} - {0}
-    drafted = sum(rule.step_width(level) for level in range(2, policy.depth_max + 1))
-    if thin or rule.confidence is not None:
-        nodes = set(range(max(nodes) + 1))
-        widths = widths if rule.static else set(range(1, max(widths, default=0) + 1))
-    return frozenset(n + 1 for n in nodes), frozenset(widths), drafted
-
-
-def _kept(rule: TreeRule, top_n: int | None, depth: int) -> int:
-    """Nodes that are verified of ``depth`` levels whose nodes all exist; a classifier's at most."""
-    grown = sum(
-        min(rule.places(level), rule.frontier) if rule.confidence is not None else rule.places(level) for level in range(1, depth + 1)
-    )
-    return grown if top_n is None else min(grown, top_n)
-
-
-def _idle_rounds(policy: Policy) -> int:
-    """Rounds without a draft that a window may choose in a row, each of which leaves the draft a token more to read."""
-    window = policy.window
-    if getattr(window, "gamma_min", 1) > 0:
-        return 0
-    if isinstance(window, (FsmWindow, CacheFsmWindow)):
-        return 1
-    if isinstance(window, AnalyticWindow):
-        return window.history
-    assert isinstance(window, QLearningWindow)
-    return LONG_LAG
-
-
-def use_graphs(pair: LoadedPair, recorder: Recorder) -> None:
-    """Lets all models of a pair replay what :func:`prepare_graphs` captures; what their caches hold is forgotten."""
-    models: list[Replayed] = [pair.target, *pair.drafts.values(), *pair.heads.values()]
+def use_graphs(models: Iterable[Replayed], recorder: Recorder) -> None:
+    """Lets models replay what :func:`runtime.pass_sizes.prepare_graphs` captures; what their caches hold is forgotten."""
     for model in models:
         model.graphs = PassGraphs(model, recorder)
 
@@ -413,31 +316,3 @@ def use_graphs(pair: LoadedPair, recorder: Recorder) -> None:
 def wanted(device: torch.device) -> bool:
     """Whether passes on a device are to be captured: on CUDA, unless the environment says ``SPECTUNE_CUDA_GRAPHS=0``."""
     return device.type == "cuda" and os.environ.get(SWITCH, "1") != "0"
-
-
-def prepare_graphs(
-    pair: LoadedPair, prepared: Plan, sampling: Sampling | None = None, text: int = 0, *, every: bool = False
-) -> None:
-    """Captures what rounds under a policy can need (:func:`pass_sizes`); nothing where the pair has no graphs, or what is there already.
-
-    ``text``: tokens that texts may have, for which the caches of all models are made large enough, so that none grows within a request;
-    0 asks for no more room than there is, so that it may be called while another thread decodes. ``every``: whatever any policy with this
-    one's draft can need.
-    """
-    target = pair.target
-    if target.graphs is None:
-        return
-    models: dict[str, Replayed] = {**pair.drafts, **pair.heads}
-    if text:
-        target.graphs.hold(text, text + NODE_LIMIT)
-        for model in models.values():
-            if model.graphs is not None:
-                model.graphs.hold(text, text + TREE_SLOTS)
-    for one in prepared.candidates:
-        name, head = one.policy.draft, one.policy.draft in pair.heads
-        sizes = EVERY if every else pass_sizes(one, target.vocab_size, sampling, head=head)
-        target.graphs.capture({Kind(): sizes.verify}, max(sizes.verify))
-        draft = models.get(name)
-        if draft is not None and draft.graphs is not None:
-            first, later = Kind(one.shortlist is None), Kind(one.shortlist is None, own=head)
-            draft.graphs.capture({first: sizes.first, later: sizes.later | (sizes.first if first == later else frozenset())}, sizes.drafted)

@@ -51,15 +51,25 @@ class LoadedPair:
         return bool(self.target.dtype == torch.float32)
 
     @property
+    def models(self) -> dict[str, CausalModel | EagleHead]:
+        """The drafts that are models, language models first: those that may grow trees and have an output head."""
+        return {**self.drafts, **self.heads}
+
+    @property
+    def chain_drafts(self) -> tuple[str, ...]:
+        """Drafts whose proposals follow from the text alone: a chain panorama tells them, and they may be drawn independently of the
+        target. A head's depend on where its round began; its chains are recorded as trees of width 1."""
+        return (*self.drafts, "ngram")
+
+    @property
     def draft_names(self) -> tuple[str, ...]:
         """Drafts that policies may name."""
-        return (*self.drafts, *self.heads, "ngram")
+        return (*self.models, "ngram")
 
     @property
     def max_positions(self) -> int:
         """Longest sequence that every model of the pair can hold."""
-        models: list[CausalModel | EagleHead] = [self.target, *self.drafts.values(), *self.heads.values()]
-        return min(m.max_positions for m in models)
+        return min(model.max_positions for model in (self.target, *self.models.values()))
 
     @property
     def device(self) -> torch.device:
@@ -158,7 +168,7 @@ def load_pair(
     if pair.id != content:
         raise PairError(f"pair {spec.name}: its files changed while they were loaded; load it again")
     if wanted(where):
-        use_graphs(pair, CudaRecorder())
+        use_graphs((target, *pair.models.values()), CudaRecorder())
     return pair
 
 

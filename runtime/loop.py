@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from runtime.drafts.protocol import Drafted
 from runtime.policies.plan import Plan
 from runtime.session import Sessions
 from traces.schema import NO_BIN, Finish, Sampling, Step, Verifier
@@ -36,25 +37,10 @@ class DecodeRequest:
     verifier: Verifier = "coupled"
     ends_at: Callable[[list[int], list[int]], int | None] | None = None
 
-
-@dataclass(frozen=True)
-class Drafted:
-    """What one draft phase did: ``count`` tokens for verification, the passes and the tokens read to get them.
-
-    ``tokens`` are their ids (a trace knows only those on the text, so there it is empty). ``tree`` is set where they form one; else
-    each follows the one before.
-    """
-
-    count: int
-    steps: int
-    lag: int
-    tokens: list[int] = field(default_factory=list)
-    tree: GrownTree | None = None
-
     @property
-    def depth(self) -> int:
-        """Levels drafted: what a window counts as drafted."""
-        return self.count if self.tree is None else self.tree.levels
+    def rejects(self) -> bool:
+        """Whether the rejection verifier decides, for which proposals are drawn independently of the target; at temperature 0 none does."""
+        return self.verifier == "rejection" and not self.sampling.greedy
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,10 @@ import numpy as np
 import torch
 
 from runtime.decoder import Decoder
-from runtime.drafts.eagle import HeadDraft
 from runtime.drafts.language_model import LanguageModelDraft
+from runtime.drafts.protocol import Drafted
 from runtime.loading import LoadedPair
-from runtime.loop import DecodeRequest, Drafted, StaticSource, decode_rounds
+from runtime.loop import DecodeRequest, StaticSource, decode_rounds
 from runtime.measuring import LAGS, PROMPTS, Bench, Progress, Turns, center, curve, errors
 from runtime.policies.document import (
     AUTOREGRESSIVE,
@@ -177,7 +177,6 @@ def _measure_rounds(bench: Bench, name: str, context: int, cells: _Cells, gammas
     without one pays what the draft evicted only once)."""
     known, backend = bench.pair.draft_names, bench.backend
     draft = backend.draft_named(name)
-    assert not isinstance(draft, HeadDraft)
     ready = {g: prepare(Policy(draft=name, window=FixedWindow(gamma=g)), known) for g in gammas}
     lookup = name == "ngram"
     # Prompt lookup finds what it looks for in a text that repeats itself.

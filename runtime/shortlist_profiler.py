@@ -14,8 +14,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from runtime.decoder import shortlisted_model, warmed_shortlists
-from runtime.drafts.eagle import HeadDraft
+from runtime.decoder import warmed_shortlists
 from runtime.measuring import Bench, curve
 from runtime.policies.document import ClustersShortlist, FixedWindow, FrequencyShortlist, Policy
 from runtime.policies.dynaspec import Clusters, Frequencies, Router, Routing
@@ -35,7 +34,7 @@ def measure_shortlists(bench: Bench, name: str) -> Mapping[str, CostCurve]:
     """Seconds of a draft's pass over the size of its shortlist, for ``fixed`` and ``routed`` ones, and ``full`` at the head's own size. A
     head smaller than :data:`CLUSTERS` has none."""
     pair = bench.pair
-    output, model = shortlisted_model(pair, name).output, shortlisted_model(pair, name)
+    output, model = pair.models[name].output, pair.models[name]
     rows = output.rows
     if rows < CLUSTERS:
         return {}
@@ -62,7 +61,7 @@ def measure_shortlists(bench: Bench, name: str) -> Mapping[str, CostCurve]:
     for repeat in range(bench.repeats + 1):
         for n in range(len(keys)):
             key = keys[(n + repeat) % len(keys)]
-            draft.rewind(len(text) - (2 if isinstance(draft, HeadDraft) else 1))
+            draft.rewind(len(text) - (2 if draft.reads_features else 1))
             seconds = bench.timed(lambda p=variants[key]: bench.backend.draft(p, gamma))  # type: ignore[misc]
             if repeat:
                 times[key].append(seconds)

@@ -27,9 +27,9 @@ import torch
 from numpy.typing import NDArray
 
 from runtime.decoder import Decoder, ModelBackend
-from runtime.drafts.eagle import HeadDraft
-from runtime.drafts.language_model import LanguageModelDraft
-from runtime.loop import DecodeRequest, Drafted, StaticSource, Verified, decode_rounds
+from runtime.drafts.eagle import EagleDraft
+from runtime.drafts.protocol import Drafted
+from runtime.loop import DecodeRequest, StaticSource, Verified, decode_rounds
 from runtime.measuring import PROMPTS, Bench, Turns, center, curve, errors
 from runtime.policies.c2t import beta_code
 from runtime.policies.document import GAMMA_LIMIT, EntropyStop, FixedWindow, Policy, Select, StaticGrowth, TopKGrowth
@@ -313,7 +313,6 @@ def _measure_group(
     the seconds that collect in ``apart``."""
     backend, known = bench.backend, bench.pair.draft_names
     draft = backend.draft_named(name)
-    assert isinstance(draft, (LanguageModelDraft, HeadDraft))
     middle, hot = MIDDLE, not sampling.greedy
     usual = tree_policy(name, WIDE, middle, 32)
     others = _other_kinds(name, known)
@@ -511,7 +510,7 @@ def _lines(seconds: dict[int, list[float]]) -> tuple[float, list[float]]:
 def head_prefill(bench: Bench, name: str) -> CostCurve:
     """Seconds in which a head reads a prompt whose features the target's prefill has given."""
     draft = bench.backend.draft_named(name)
-    assert isinstance(draft, HeadDraft)
+    assert isinstance(draft, EagleDraft)
     features, target = draft.features, bench.pair.target
     lengths = [n for n in PROMPTS if n <= bench.pair.max_positions]
     samples: list[list[float]] = []

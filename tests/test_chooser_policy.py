@@ -34,9 +34,10 @@ from runtime.loading import LoadedPair, load_pair
 from runtime.loop import DecodeRequest, StaticSource
 from runtime.pair import read_pair
 from runtime.policies.document import AUTOREGRESSIVE, ChooserPolicy, Policy, differences, parse_policy, policy_schema
-from runtime.policies.draft_choice import DRAFT_CHOOSER, Chooser, LinearAccuracy, Prompt, prompt_reader
+from runtime.policies.draft_choice import DRAFT_CHOOSER, Chooser, LinearAccuracy, Prompt
 from runtime.policies.plan import Plan, prepare
 from runtime.policies.tree_rules import Fitted
+from runtime.prompts import prompt_reader
 from traces.errors import PolicyError, TraceError
 from traces.schema import LatencyProfile, Request, Sampling, Step, Workload
 from traces.store import TraceStore

@@ -37,15 +37,13 @@ from runtime.policies.draft_choice import (
     Chooser,
     Option,
     Prompt,
-    log_perplexity,
     lookup_share,
     observed_accuracy,
-    prompt_reader,
     raw_scalars,
-    read_prompt,
     theorem_3,
 )
 from runtime.policies.plan import window_costs
+from runtime.prompts import log_perplexity, prompt_reader, read_prompt
 from traces.errors import PolicyError, TraceError
 from traces.schema import AGREE_NONE, AGREE_YES, ChainPanorama, Sampling, Step
 

@@ -19,11 +19,12 @@ from torch.utils._pytree import tree_leaves
 from optimizer.execute import DecodeOptions, encode, run
 from runtime import graphs
 from runtime.decoder import Decoder, prepare_for
-from runtime.graphs import RUNGS, Kind, bucket, pass_sizes, prepare_graphs, use_graphs, views_up_to, wanted
+from runtime.graphs import RUNGS, Kind, bucket, use_graphs, views_up_to, wanted
 from runtime.loading import LoadedPair, load_pair
 from runtime.loop import PolicySource, Round, StaticSource
 from runtime.measuring import Bench
 from runtime.pair import read_pair
+from runtime.pass_sizes import PassSizes, pass_sizes, prepare_graphs
 from runtime.policies.document import Policy, parse_policy
 from runtime.policies.plan import Plan, prepare
 from traces.schema import Request, Sampling, Workload
@@ -117,11 +118,11 @@ class Twins:
     def __init__(self, file: Path) -> None:
         self.plain, self.fast = (load_pair(read_pair(str(file)), device="cpu", threads=1) for _ in range(2))
         self.recorder = FakeRecorder()
-        use_graphs(self.fast, self.recorder)
+        use_graphs(self.models, self.recorder)
 
     @property
     def models(self) -> list[Any]:
-        return [self.fast.target, *self.fast.drafts.values(), *self.fast.heads.values()]
+        return [self.fast.target, *self.fast.models.values()]
 
     def forget(self) -> None:
         for model in self.models:
@@ -227,7 +228,7 @@ def test_decoding_with_graphs_is_decoding(twins: Twins, sampling: Sampling) -> N
         assert twins.missed() == {}, policy.label()
         assert sum(twins.fast.target.graphs.replayed.values()) == len(rounds)  # type: ignore[union-attr]
         if policy.speculates and policy.draft != "ngram":
-            draft = {**twins.fast.drafts, **twins.fast.heads}[policy.draft]
+            draft = twins.fast.models[policy.draft]
             assert sum(draft.graphs.replayed.values()) == sum(r.step.draft_steps for r in rounds)  # type: ignore[union-attr]
 
 
@@ -248,13 +249,13 @@ def test_shortlisted_drafts_leave_the_head_out_of_the_graph(twins: Twins, draft:
         )
         assert seen(plain) == seen(fast)
         assert twins.missed() == {}
-        model = {**twins.fast.drafts, **twins.fast.heads}[draft]
+        model = twins.fast.models[draft]
         assert {kind.head for _, kind in model.graphs.replayed} == {False}  # type: ignore[union-attr]
 
 
 def poisoned(pair: LoadedPair) -> None:
     """NaN in all scratch slots of a pair."""
-    for model in (pair.target, *pair.drafts.values(), *pair.heads.values()):
+    for model in (pair.target, *pair.models.values()):
         for layer in model.cache.layers:
             layer.keys[:, :, layer.capacity :] = torch.nan
             layer.values[:, :, layer.capacity :] = torch.nan
@@ -425,18 +426,18 @@ def test_execution_captures_before_the_clock_runs(tmp_path: Path, threads: None)
     assert fresh.missed() == {}
 
 
-def sizes(document: dict[str, Any], sampling: Sampling | None = GREEDY, *, head: bool = False) -> graphs.PassSizes:
+def sizes(document: dict[str, Any], sampling: Sampling | None = GREEDY, *, head: bool = False) -> PassSizes:
     policy = parse_policy(document)
     return pass_sizes(prepare(policy, [policy.draft], artifacts=artifacts(policy.draft)), 300, sampling, head=head)
 
 
 def test_what_a_policy_can_make_of_a_round() -> None:
     """By hand, from the policies' own words."""
-    assert sizes({"draft": "none"}) == graphs.PassSizes(frozenset({1}))
+    assert sizes({"draft": "none"}) == PassSizes(frozenset({1}))
     chain = sizes({"draft": "d", "window": {"kind": "fixed", "gamma": 4}})
     assert (chain.verify, chain.first, chain.later, chain.drafted) == ({1, 2, 3, 4, 5}, {1, 2}, {1}, 0)
     assert sizes({"draft": "d", "window": {"kind": "fixed", "gamma": 1}}).later == set()
-    assert sizes({"draft": "ngram", "window": {"kind": "fixed", "gamma": 2}}) == graphs.PassSizes(frozenset({1, 2, 3}))
+    assert sizes({"draft": "ngram", "window": {"kind": "fixed", "gamma": 2}}) == PassSizes(frozenset({1, 2, 3}))
     # A window that may choose 0 leaves the draft behind: one round (fsm), as long as its history reaches (analytic), any time.
     fsm = {"kind": "fsm", "gamma_max": 3}
     assert sizes({"draft": "d", "window": fsm}).first == {1, 2, 3}
@@ -505,7 +506,7 @@ def test_only_cuda_has_graphs_and_may_go_without(twins: Twins, monkeypatch: pyte
     monkeypatch.setenv(graphs.SWITCH, "0")
     assert not wanted(torch.device("cuda"))
     plain = twins.plain
-    assert all(m.graphs is None for m in (plain.target, *plain.drafts.values(), *plain.heads.values()))
+    assert all(m.graphs is None for m in (plain.target, *plain.models.values()))
     prepare_graphs(plain, prepare(Policy(), plain.draft_names), GREEDY, 1 << 40)  # reserves nothing
     assert plain.target.cache.capacity < 1 << 20
     layer = plain.target.cache.layers[0]

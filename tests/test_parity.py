@@ -105,15 +105,15 @@ def test_replay_is_the_runtime_round_by_round(pair: LoadedPair, sampling: Sampli
 def test_panorama_is_the_drafts_own_chain(pair: LoadedPair) -> None:
     """Every start's chain, as the panorama tells it, is what the draft proposes when asked there, one start at a time."""
     from optimizer.oracle import TraceBackend
-    from runtime.drafts.language_model import ChainContext, LanguageModelDraft, canonical_codes
-    from runtime.policies.document import NoStop
-    from runtime.policies.stops import compile_stop
+    from runtime.drafts.language_model import LanguageModelDraft, canonical_codes
+    from runtime.drafts.protocol import DraftContext
     from runtime.sampling import Noise
     from traces.schema import AGREE_YES, request_seed
 
     sampling = Sampling(temperature=1.0, seed=4)
     trajectories, panoramas = record(pair, sampling)
     for name in pair.drafts:
+        plan = prepare(parse_policy({"draft": name, "window": {"kind": "fixed", "gamma": GAMMA_MAX}}), pair.draft_names)
         for trajectory, view in list(zip(trajectories, panoramas[name], strict=True))[:2]:
             backend = TraceBackend(trajectory, view)
             text = trajectory.prompt_ids.tolist() + trajectory.output_ids.tolist()
@@ -123,7 +123,7 @@ def test_panorama_is_the_drafts_own_chain(pair: LoadedPair) -> None:
                 draft = LanguageModelDraft(pair.drafts[name])
                 prefix = text[: prompt + start]
                 draft.begin(prefix, len(text) + 2 * GAMMA_MAX)
-                chain = draft.propose(prefix, GAMMA_MAX, compile_stop(NoStop()), ChainContext(sampling, noise, True))
+                chain = draft.propose(prefix, GAMMA_MAX, GAMMA_MAX, DraftContext(plan, sampling, noise, exact=True))
                 for j, token in enumerate(chain.tokens):
                     agree, logp, entropy = backend._codes(start, j, True)
                     before = prefix + chain.tokens[:j]

@@ -21,20 +21,19 @@ from test_heads import HIDDEN, VOCAB, _eagle1, _eagle3
 from test_verifiers import PLAIN, tiny_pair
 from transformers import AutoModelForCausalLM
 
-from runtime import decoder as decoding
 from runtime import distributions as runtime_distributions
 from runtime import gathered_head, near_ties
 from runtime import shortlists as shortlisting
 from runtime.decoder import Decoder, output_hashes, prepare_for
 from runtime.distributions import codes, read_distributions
-from runtime.drafts.language_model import Chain, ChainContext, LanguageModelDraft
+from runtime.drafts.language_model import LanguageModelDraft
+from runtime.drafts.protocol import DraftContext, Drafted
 from runtime.loading import LoadedPair, load_pair
 from runtime.loop import DecodeRequest, Round, StaticSource
 from runtime.pair import read_pair
 from runtime.policies.document import Policy, parse_policy
 from runtime.policies.dynaspec import Clusters, Frequencies, Router, Routing
 from runtime.policies.plan import Plan, prepare
-from runtime.policies.stops import compile_stop
 from runtime.policies.tree_rules import Artifacts, Fitted
 from runtime.sampling import Noise, log_distribution
 from runtime.shortlists import Shortlists, head_hash
@@ -94,7 +93,7 @@ def order(vocab: int) -> list[int]:
 
 def routing(pair: LoadedPair, draft: str, seed: int = 0) -> Routing:
     """A planted router of some strength over random clusters, of which the last is empty."""
-    model = decoding.shortlisted_model(pair, draft)
+    model = pair.models[draft]
     wide = int(model.embedded(torch.zeros(1, dtype=torch.int64)).shape[1])
     rng = torch.Generator().manual_seed(seed)
     w1 = torch.randn(16, wide + model.hidden_size, generator=rng)
@@ -111,7 +110,7 @@ def artifacts(pair: LoadedPair) -> Artifacts:
         "order": Fitted("frequencies", *frequencies.to_document()),
         "bins": Fitted("bins", {"thresholds": [30, 70, 100, 140, 200], "depth": 3}, {}),
     }
-    for draft in (*pair.drafts, *pair.heads):
+    for draft in pair.models:
         document, arrays = routing(pair, draft).to_document()
         found[f"router-{draft}"] = Fitted("router", {**document, "draft": draft}, arrays)
     return lambda name: found[name]
@@ -274,7 +273,7 @@ class Reference:
 
     def logits(self, text: list[int], path: list[int]) -> dict[int, float]:
         """Of every token that the draft has."""
-        head = decoding.shortlisted_model(self.pair, self.draft).output
+        head = self.pair.models[self.draft].output
         values = head.weight.double().numpy() @ self.state(text, path)
         return dict(zip(head.ids.tolist(), values.tolist(), strict=True))
 
@@ -282,7 +281,7 @@ class Reference:
         """The router's, for the last token: its embedding and the state before it."""
         whole = text + path
         w1, b1, w2, b2 = self.weights
-        embedding = decoding.shortlisted_model(self.pair, self.draft).embedded(torch.tensor(whole[-1:]))[0].double().numpy()
+        embedding = self.pair.models[self.draft].embedded(torch.tensor(whole[-1:]))[0].double().numpy()
         width = w1.shape[1] - len(embedding)
         first = 1 if self.draft in self.pair.drafts else 2
         if path:
@@ -297,7 +296,7 @@ class Reference:
 
     def tokens(self, shortlist: dict[str, Any], step: int, text: list[int], beam: list[list[int]]) -> set[int]:
         """S_t for the paths of a beam."""
-        head = decoding.shortlisted_model(self.pair, self.draft).output.ids.tolist()
+        head = self.pair.models[self.draft].output.ids.tolist()
         if shortlist["kind"] == "clusters":
             k = (shortlist["k0"], shortlist["k1"])[step] if step < 2 else (shortlist["k1"] + step) // (2 * step)
             kept = set().union(*(self.clusters(text, path, max(k, shortlist["k_min"])) for path in beam))
@@ -435,8 +434,8 @@ def test_a_proposal_depends_on_the_prefix_alone(pair: LoadedPair) -> None:
             for exact in (True, False):  # without near ties a draft that does not look for any proposes the same
                 shortlists = Shortlists(prepared.shortlist, again, exact)
                 fresh.begin(text, 512)
-                context = ChainContext(sampling, noise, exact, shortlists=shortlists)
-                assert fresh.propose(text, len(item.drafted), compile_stop(prepared.policy.stop), context).tokens == item.drafted
+                context, depth = DraftContext(prepared, sampling, noise, exact, shortlists), len(item.drafted)
+                assert fresh.propose(text, depth, depth, context).tokens == item.drafted
                 assert [set(s.ids.tolist()) for s in shortlists.chosen] == chosen
             rounds, lags = rounds + 1, lags | {item.step.lag}
     assert rounds > 8
@@ -572,11 +571,10 @@ def test_the_draft_law_before_the_shortlist_fails_the_same_test(monkeypatch: pyt
     """The classical mistake, shortlisted draws with the whole law in ratio and residual, is told from the exact law."""
     propose = LanguageModelDraft.propose
 
-    def biased(self: LanguageModelDraft, text: list[int], *rest: Any) -> Chain:
+    def biased(self: LanguageModelDraft, text: list[int], *rest: Any) -> Drafted:
         chain = propose(self, text, *rest)
         rows = [self.model.canonical(text + chain.tokens[:j])[None] for j in range(len(chain.tokens))]
-        chain.log_q = [log_distribution(row, PLAIN)[0] for row in rows]
-        return chain
+        return replace(chain, log_q=[log_distribution(row, PLAIN)[0] for row in rows])
 
     monkeypatch.setattr(LanguageModelDraft, "propose", biased)
     assert rejection_p_value(SMALL[0], 7)[0] < 1e-6
@@ -670,7 +668,7 @@ def test_preparing_aside_leaves_decoding_alone(pair: LoadedPair) -> None:
 def test_the_router_runs_beside_the_core(pair: LoadedPair, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On two streams, as far as a fake device knows: the router is issued first and waits for nothing of the core, the rounds are those of
     one stream, and only a pass that reads the token before the last itself is not run beside its router."""
-    model = decoding.shortlisted_model(pair, draft)
+    model = pair.models[draft]
     core_pass = "_hidden" if draft == "near" else "_run"
     plain, passes = getattr(model, core_pass), []
     cases = [(sampling, body) for sampling in (COLD, HOT) for body in (CHAIN, TREE, STATIC)]

@@ -21,9 +21,10 @@ from optimizer.record import split
 from optimizer.replay import ReplayTrace, run_replay
 from runtime.loading import LoadedPair
 from runtime.policies.document import AUTOREGRESSIVE, ChooserPolicy, Policy
-from runtime.policies.draft_choice import DRAFT_CHOOSER, NO_DRAFT, Chooser, Prompt, Rule, prompt_reader
+from runtime.policies.draft_choice import DRAFT_CHOOSER, NO_DRAFT, Chooser, Prompt, Rule
 from runtime.policies.plan import prepare
 from runtime.policies.prepared_chooser import PREDICTED, prompt_key
+from runtime.prompts import prompt_reader
 from traces.errors import PolicyError, TraceError
 from traces.schema import LatencyProfile
 from traces.store import RecordingInfo, TraceStore
@@ -181,9 +182,8 @@ def _tried(store: TraceStore, info: RecordingInfo, pair: LoadedPair) -> dict[str
     from optimizer.tree_sources import tried_on
 
     found = {draft: [policy for policy, _ in tried_on(store, info, draft)][:TRIED] for draft in pair.draft_names}
-    for head in pair.heads:
-        if head in info.trees and not found[head]:
-            found[head] = [Policy.model_validate({"draft": head, "window": {"kind": "fixed", "gamma": 2}})]
+    for draft in found.keys() & info.trees.keys() - set(pair.chain_drafts):
+        found[draft] = found[draft] or [Policy.model_validate({"draft": draft, "window": {"kind": "fixed", "gamma": 2}})]
     return found
 
 

@@ -22,7 +22,6 @@ from optimizer.artifacts import fitted
 from optimizer.fit.draft_distributions import States, WholeDistributions, states_over
 from optimizer.fit.shared import Progress
 from optimizer.shortlist_ranks import ClusterRanks, budget_grid, keep_ranks, wanted_ranks
-from runtime.decoder import shortlisted_model
 from runtime.loading import LoadedPair
 from runtime.near_ties import near_cluster_places
 from runtime.policies.document import ClustersShortlist, Policy
@@ -74,7 +73,7 @@ def _shortlists(store: TraceStore, pair: LoadedPair, draft: str, router: str) ->
     policy = Policy(draft=draft, shortlist=ClustersShortlist(k0=1, k1=1, k_min=1, artifact=router))
     rule = compile_shortlist(policy, fitted(store, pair.id))
     assert rule is not None
-    return Shortlists(rule, shortlisted_model(pair, draft), pair.exact)
+    return Shortlists(rule, pair.models[draft], pair.exact)
 
 
 class _Part(NamedTuple):

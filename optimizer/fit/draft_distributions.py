@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from optimizer.shortlist_ranks import UNKNOWN_CODE
-from runtime.decoder import shortlisted_model
 from runtime.drafts.eagle import columns
 from runtime.loading import LoadedPair
 from runtime.models import CHUNK
@@ -119,7 +118,7 @@ class WholeDistributions:
     rows of the target's tokens (-1: none)."""
 
     def __init__(self, pair: LoadedPair, draft: str) -> None:
-        self.pair, self.draft, self.output = pair, draft, shortlisted_model(pair, draft).output
+        self.pair, self.draft, self.output = pair, draft, pair.models[draft].output
         self.ids: npt.NDArray[np.int64] = self.output.ids
         self.row = np.full(pair.target.vocab_size, -1, np.int64)
         self.row[self.ids] = np.arange(self.output.rows)

@@ -33,12 +33,11 @@ from runtime.policies.draft_choice import (
     PromptFeatures,
     Rule,
     check_candidate,
-    prompt_reader,
     raw_scalars,
-    read_prompt,
 )
 from runtime.policies.plan import Plan, QTables, prepare
 from runtime.policies.tree_rules import Artifacts
+from runtime.prompts import prompt_reader, read_prompt
 from traces.errors import PolicyError, TraceError
 from traces.schema import AGREE_NONE, AGREE_YES, PROB_SCALE, LatencyProfile, Trajectory
 
@@ -194,7 +193,7 @@ class Measured:
 
 def read_prompts(pair: LoadedPair, trajectories: Sequence[Trajectory], *, reader: str | None = None) -> tuple[Prompt, ...]:
     """Every trajectory's prompt as a chooser reads it, by one pass of ``reader``, by default
-    :func:`runtime.policies.draft_choice.prompt_reader`."""
+    :func:`runtime.prompts.prompt_reader`."""
     name = prompt_reader(pair) if reader is None else reader
     return tuple(read_prompt(pair, t.prompt_ids.tolist(), name) for t in trajectories)
 

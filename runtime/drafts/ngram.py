@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from runtime.drafts.protocol import DraftContext, Drafted
+
 
 class NgramIndex:
     """Where each n-gram of a growing token sequence was last continued, with undo.
@@ -46,3 +48,39 @@ class NgramIndex:
             if token is not None:
                 return token
         return None
+
+
+class NgramDraft:
+    """Prompt lookup as draft. A proposal counts as certain: q = 1, entropy 0."""
+
+    reads_features = False
+
+    def __init__(self) -> None:
+        self._index = NgramIndex()
+        self._read = 0
+
+    def begin(self, text: list[int], capacity: int) -> None:
+        self._index = NgramIndex()
+        self._index.extend(text)
+        self._read = len(text) - 1
+
+    def propose(self, text: list[int], depth: int, limit: int, context: DraftContext) -> Drafted:
+        index, tokens, steps = self._index, [], 0
+        index.extend(text[len(index.tokens) :])
+        while steps < depth:
+            steps += 1
+            token = index.propose()
+            if token is None:
+                break
+            tokens.append(token)
+            index.extend([token])
+        index.truncate(len(text))
+        return Drafted(len(tokens), steps, len(text) - self._read, tokens)
+
+    def commit(self, length: int, drafted: Drafted, path: list[int]) -> None:
+        # Reading costs nothing here; the lag is counted as for a model so that every draft's rounds look alike.
+        self._read = length + min(len(path), drafted.steps - 1)
+
+    def rewind(self, length: int) -> None:
+        self._index.truncate(length)
+        self._read = min(self._read, length)
