@@ -9,11 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from runtime.drafts.protocol import Drafted
 from runtime.policies.plan import Plan
-from runtime.session import Sessions
+from runtime.session import Session, Sessions
 from traces.schema import NO_BIN, Finish, Sampling, Step, Verifier
 
 if TYPE_CHECKING:
@@ -107,6 +107,55 @@ class Round:
     canonical_passes: tuple[int, int] = (0, 0)
 
 
+class Phase(NamedTuple):
+    """What a phase of a round took: seconds, and canonical passes for near ties."""
+
+    seconds: float
+    canonical_passes: int
+
+
+class _Meter:
+    """Reads clock and passes between the phases of a round."""
+
+    def __init__(self, clock: Callable[[], float], backend: Backend) -> None:
+        self._clock, self._backend = clock, backend
+
+    def start(self) -> None:
+        self._began = self._at = self._clock()
+        self._passes = self._backend.canonical_passes
+
+    def phase(self) -> Phase:
+        """What was taken since the start, or the phase before."""
+        at, passes = self._clock(), self._backend.canonical_passes
+        found = Phase(at - self._at, passes - self._passes)
+        self._at, self._passes = at, passes
+        return found
+
+    @property
+    def round_s(self) -> float:
+        return self._clock() - self._began
+
+
+class _InForce:
+    """The plan in force and its session. A chooser chooses once, for the prompt, when it comes into force."""
+
+    plan: Plan
+    session: Session
+
+    def __init__(self, backend: Backend, request: DecodeRequest, source: PolicySource, sessions: Sessions) -> None:
+        self._backend, self._request, self._source, self._sessions = backend, request, source, sessions
+        self._found: Plan | None = None
+
+    def look(self, output: list[int]) -> None:
+        """Takes up what the source has now."""
+        found = self._source.current()
+        if found is not self._found:
+            self._found = found
+            self.plan = found if found.chooser is None else self._backend.choose(self._request, found)
+            self.session = self._sessions.of(self.plan)
+            self.session.start([*self._request.prompt_ids, *output])
+
+
 def decode_rounds(
     backend: Backend,
     request: DecodeRequest,
@@ -117,83 +166,67 @@ def decode_rounds(
     """Decodes one request round by round.
 
     Each round: ask the window for gamma, clip it so that no drafted token can exceed the budget, draft, verify, cut at EOS or a stop
-    string, tell the window. Yields until the text has ended. A chooser chooses once, for the prompt, when it comes into force; steps
-    name the candidate that it chose. ``sessions`` hold what windows carry from request to request.
+    string, tell the window. Yields until the text has ended. Steps name the candidate that a chooser chose. ``sessions`` hold what
+    windows carry from request to request.
     """
-
-    def decoding(found: Plan) -> Plan:
-        return found if found.chooser is None else backend.choose(request, found)
-
-    in_force = source.current()
-    prepared = decoding(in_force)
-    sessions = Sessions() if sessions is None else sessions
-    session = sessions.of(prepared)
-    session.start(request.prompt_ids)
+    in_force, meter = _InForce(backend, request, source, sessions or Sessions()), _Meter(clock, backend)
     output: list[int] = []
-    lag = 1
-    backend.begin(request, prepared)
-    while True:
-        started = clock()
-        newest = source.current()
-        if newest is not in_force:
-            in_force, prepared = newest, decoding(newest)
-            session = sessions.of(prepared)
-            session.start([*request.prompt_ids, *output])
-        start = len(output)
-        limit = request.max_new_tokens - start - 1
-        passes = backend.canonical_passes
+    lag, finish = 1, None
+    in_force.look(output)
+    backend.begin(request, in_force.plan)
+    while finish is None:
+        meter.start()
+        in_force.look(output)
+        plan, session, start = in_force.plan, in_force.session, len(output)
+        limit = request.max_new_tokens - start - 1  # the last token of a round is the target's own
         gamma = min(session.gamma, limit)
-        drafted = backend.draft(prepared, gamma, limit) if gamma > 0 else None
-        draft_done, passes_drafting = clock(), backend.canonical_passes - passes
+        drafted = backend.draft(plan, gamma, limit) if gamma > 0 else None
+        drafting = meter.phase()
         verdict = backend.verify(drafted)
-        verify_done, passes_verifying = clock(), backend.canonical_passes - passes - passes_drafting
+        verifying = meter.phase()
         tokens, finish = _cut(request, output, verdict.tokens)
-        emitted, accepted = len(tokens), min(verdict.accepted, len(tokens))
+        accepted = min(verdict.accepted, len(tokens))
         backend.commit(tokens, accepted, drafted)
-        count, steps = (drafted.count, drafted.steps) if drafted else (0, 0)
-        draft_s, verify_s = draft_done - started, verify_done - draft_done
-        depth = drafted.depth if drafted else 0
-        session.observe(depth, accepted, tokens, draft_s, verify_s)
+        drafted = drafted or Drafted(count=0, steps=0, lag=lag)
+        session.observe(drafted.depth, accepted, tokens, drafting.seconds, verifying.seconds)
         output.extend(tokens)
         step = Step(
             start=start,
-            drafted=count,
-            verified=count + 1,
+            drafted=drafted.count,
+            verified=drafted.count + 1,
             accepted=accepted,
-            emitted=emitted,
-            draft_steps=steps,
-            lag=drafted.lag if drafted else lag,
-            draft=prepared.policy.draft,
-            policy=prepared.policy_id,
-            draft_s=draft_s if drafted else 0.0,
-            verify_s=verify_s,
-            round_s=clock() - started,
-            depth=depth,
-            bin=drafted.tree.bin if drafted and drafted.tree else NO_BIN,
+            emitted=len(tokens),
+            draft_steps=drafted.steps,
+            lag=drafted.lag,
+            draft=plan.policy.draft,
+            policy=plan.policy_id,
+            draft_s=drafting.seconds if gamma > 0 else 0.0,
+            verify_s=verifying.seconds,
+            round_s=meter.round_s,
+            depth=drafted.depth,
+            bin=NO_BIN if drafted.tree is None else drafted.tree.bin,
         )
-        read = min(accepted, steps - 1) if verdict.read is None else verdict.read
-        lag = emitted - read if steps else step.lag + emitted
-        tree = drafted.tree if drafted else None
-        canonical = passes_drafting, passes_verifying
-        yield Round(step, tokens, drafted.tokens if drafted else [], finish, tree, verdict.path[:accepted], canonical)
-        if finish is not None:
-            return
+        lag = _lag_after(drafted, verdict, accepted, len(tokens))
+        canonical_passes = drafting.canonical_passes, verifying.canonical_passes
+        yield Round(step, tokens, drafted.tokens, finish, drafted.tree, verdict.path[:accepted], canonical_passes)
+
+
+def _lag_after(drafted: Drafted, verdict: Verified, accepted: int, emitted: int) -> int:
+    """Tokens that the draft has not read after a round."""
+    if not drafted.steps:
+        return drafted.lag + emitted
+    # Of a chain it has read all but its last proposal.
+    return emitted - (min(accepted, drafted.steps - 1) if verdict.read is None else verdict.read)
 
 
 def _cut(request: DecodeRequest, output: list[int], tokens: list[int]) -> tuple[list[int], Finish | None]:
-    if request.eos_ids:
-        for i, token in enumerate(tokens):
-            if token in request.eos_ids:
-                kept, finish = tokens[: i + 1], "eos"
-                break
-        else:
-            kept, finish = tokens, ""
-    else:
-        kept, finish = tokens, ""
+    """What the text keeps of a round's tokens, and how it has ended, if it has."""
+    eos = next((i for i, token in enumerate(tokens) if token in request.eos_ids), None)
+    tokens = tokens if eos is None else tokens[: eos + 1]
     if request.ends_at is not None:
-        end = request.ends_at(output, kept)
+        end = request.ends_at(output, tokens)
         if end is not None:
-            return kept[:end], "stop"
-    if finish == "eos":
-        return kept, "eos"
-    return kept, "length" if len(output) + len(kept) >= request.max_new_tokens else None
+            return tokens[:end], "stop"
+    if eos is not None:
+        return tokens, "eos"
+    return tokens, "length" if len(output) + len(tokens) >= request.max_new_tokens else None
