@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from optimizer.fit.shared import Progress, StoredFit, keep, silent, stored
-from runtime.decoder import shortlisted_model
 from runtime.loading import LoadedPair
 from runtime.policies.dynaspec import ROUTER, Clusters
 from traces.errors import PolicyError
@@ -48,7 +47,7 @@ def fit_clusters(
     """Stores clusters of a draft's output head, without a router; ``count``: M. Raises PolicyError
     for a draft without an output head, or for more clusters than it has rows."""
     check_draft(pair, draft)
-    output = shortlisted_model(pair, draft).output
+    output = pair.models[draft].output
     if count is not None and count > output.rows:
         raise PolicyError(
             f"--clusters {count}: the output head of draft {draft!r} has {output.rows} rows; ask for at most so many"
@@ -67,7 +66,7 @@ def fit_clusters(
 def stored_clusters(store: TraceStore, pair: LoadedPair, draft: str, name: str) -> Clusters:
     """Stored clusters of a draft's head, or a router's. Raises PolicyError for anything else."""
     found = stored(store, "--clusters-from", name, CLUSTERS, ROUTER)
-    head = shortlisted_model(pair, draft).output.hash
+    head = pair.models[draft].output.hash
     if found.document.get("head") != head:
         raise PolicyError(
             f"--clusters-from {name}: fitted on another output head (hash {found.document.get('head')}) than draft {draft!r} has (hash "
@@ -78,8 +77,8 @@ def stored_clusters(store: TraceStore, pair: LoadedPair, draft: str, name: str) 
 
 def check_draft(pair: LoadedPair, draft: str) -> None:
     """Raises PolicyError for a draft without an output head."""
-    if draft not in (*pair.drafts, *pair.heads):
-        known = ", ".join((*pair.drafts, *pair.heads)) or "none"
+    if draft not in pair.models:
+        known = ", ".join(pair.models) or "none"
         raise PolicyError(
             f"--draft {draft}: pair {pair.spec.name} has no such draft with an output head; it has: {known}"
         )

@@ -26,7 +26,6 @@ from optimizer.fit.frequency_ranks import frequency_ranks
 from optimizer.fit.perceptron import Weights
 from optimizer.fit.shared import LeftOut, Progress, StoredFit, held_out, keep, search_texts, silent
 from optimizer.shortlist_ranks import CLUSTER_RANKS, FREQUENCY_RANKS, budget_grid
-from runtime.decoder import shortlisted_model
 from runtime.loading import LoadedPair
 from runtime.policies.dynaspec import ROUTER, Clusters, Frequencies, Router, Routing, top_clusters
 from traces.errors import PolicyError, TraceError
@@ -149,7 +148,7 @@ def fit_router(
         seed=seed,
         progress=progress,
     )
-    output = shortlisted_model(pair, draft).output
+    output = pair.models[draft].output
     described, arrays = Routing(router, partition, output.hash).to_document()
     document = {
         "recording": recording,
@@ -258,7 +257,7 @@ def contexts(
 ) -> Contexts:
     """What a draft says after every output token of texts, each read in one pass; a head reads the
     target's features."""
-    model = shortlisted_model(pair, draft)
+    model = pair.models[draft]
     parts, groups = [], []
     for n, text in enumerate(texts):
         ids = torch.tensor(
@@ -286,7 +285,7 @@ def contexts(
 
 def head_frequencies(pair: LoadedPair, draft: str, texts: Sequence[Trajectory]) -> Frequencies:
     """The rows of a draft's output head by the frequency of their tokens in texts."""
-    output = shortlisted_model(pair, draft).output
+    output = pair.models[draft].output
     counts = count_tokens(token_ids(texts), pair.target.vocab_size)
     return frequency_order(counts[output.ids])
 

@@ -81,7 +81,7 @@ def fit_fr_spec(
         for d in grown
     }
     policy = {
-        "draft": next(iter((*pair.drafts, *pair.heads)), "DRAFT"),
+        "draft": next(iter(pair.models), "DRAFT"),
         "window": {"kind": "fixed", "gamma": 4},
         "shortlist": {"kind": "frequency", "size": max(1, order.vocab // 4), "artifact": artifact},
     }

@@ -20,7 +20,6 @@ from optimizer.fit.sequoia import fit_sequoia
 from optimizer.fit.shared import LeftOut, Progress, search_texts, silent
 from optimizer.shortlist_ranks import Ranks
 from optimizer.spaces import Fold, ShortlistLimit, TreeLimit
-from runtime.decoder import shortlisted_model
 from runtime.loading import LoadedPair
 from runtime.policies.document import Policy
 from runtime.policies.dynaspec import ROUTER
@@ -121,7 +120,7 @@ def fit_shortlists(
     """
     trees = store.get_recording(recording).trees
     usable = [
-        d for d in drafts if d in (*pair.drafts, *pair.heads) and d in trees and trees[d].width > 1
+        d for d in drafts if d in pair.models and d in trees and trees[d].width > 1
     ]
     if not usable:
         return {}
@@ -149,7 +148,7 @@ def fit_shortlists(
             Fold(frozenset(texts[i::of]), *fits)
             for (i, of), *fits in zip(folds, orders[1:], routers[1:], strict=True)
         )
-        rows = shortlisted_model(pair, draft).output.rows
+        rows = pair.models[draft].output.rows
         found[draft] = ShortlistLimit(
             rows, orders[0], routers[0], default_clusters(rows) if routers[0] else 0, tuple(apart)
         )
@@ -169,7 +168,7 @@ def _router(
 ) -> str:
     """A router for a draft: the newest one that was fitted with the defaults to the same requests,
     head and seed, else a new one. Raises TraceError for too few texts."""
-    output = shortlisted_model(pair, draft).output
+    output = pair.models[draft].output
     same = {
         "recording": recording,
         "requests": texts
