@@ -26,7 +26,7 @@ from runtime.policies.tree_rules import static_levels
 from runtime.policies.trees import INFINITE, Growing, LawRows, Laws, Level, TreeRule, select
 from runtime.sampling import Noise, filters
 from runtime.tree_drafts import AnyGrowing, GrownTree, ModelLaws, TreeContext, grow
-from runtime.verification import verify_tree
+from runtime.verification import TargetText, verify_tree
 from traces.schema import NO_BIN, Sampling
 
 CPU = torch.device("cpu")
@@ -438,7 +438,7 @@ def test_walks_as_the_papers_say(kind: str, exact: bool) -> None:
         target = reference.random_target(rng, case.draft, case.vocab, rng.choice([0.5, 0.9, 1.0]))
         accepted, bonus = reference.verify(expected.kept, target)
         logits = one_hot_logits(tree, target, case.vocab)
-        verdict = verify_tree(nobody, logits, [7, 8], tree, Sampling(), None, exact and case.vocab > 1)
+        verdict = verify_tree(TargetText(nobody, [7, 8], Sampling(), None, exact and case.vocab > 1), logits, tree)
         assert verdict.tokens == [*(node.token for node in accepted), bonus]
         assert verdict.path == [expected.kept.index(node) for node in accepted]
         assert verdict.accepted == len(accepted)
@@ -467,7 +467,7 @@ def test_walk_takes_the_targets_noisy_choice(exact: bool) -> None:
 
         accepted, bonus = reference.verify(case.expected().kept, target)
         model = cast(CausalModel, None)
-        verdict = verify_tree(model, logits, [1, 2, 3], tree, Sampling(temperature=0.5), noise, exact)
+        verdict = verify_tree(TargetText(model, [1, 2, 3], Sampling(temperature=0.5), noise, exact), logits, tree)
         assert verdict.tokens == [*(node.token for node in accepted), bonus]
 
 

@@ -20,7 +20,7 @@ from runtime.pair import PairSpec
 from runtime.policies.document import parse_policy
 from runtime.policies.plan import prepare
 from runtime.sampling import Noise, choose, gumbel_row, log_distribution, stream_key, uniform
-from runtime.verification import verify_coupled, verify_rejection
+from runtime.verification import TargetText, verify_coupled, verify_rejection
 from traces.schema import Sampling, Verifier
 
 VOCAB, LENGTH, WINDOW = 5, 3, 2
@@ -78,7 +78,7 @@ def draw_coupled(p: torch.Tensor, q: torch.Tensor, seed: int) -> list[int]:
             drafted.append(previous)
         states = [text[-1] if text else VOCAB, *drafted]
         no_model: CausalModel = None  # type: ignore[assignment]  # without `exact` it is not asked
-        text += verify_coupled(no_model, p[states], text, drafted, PLAIN, noise, False).tokens
+        text += verify_coupled(TargetText(no_model, text, PLAIN, noise, False), p[states], drafted).tokens
     return text[:LENGTH]
 
 
