@@ -1,4 +1,5 @@
-"""Decoding with real models: the backend behind the loop, and the session that serves requests with it."""
+"""Decoding with real models: the backend behind the loop, and the session that serves requests with
+it."""
 
 from __future__ import annotations
 
@@ -32,18 +33,28 @@ from runtime.shortlists import HeadHashes, ShortlistRule, Shortlists, head_hashe
 from runtime.tree_drafts import GrownTree, ancestors
 from runtime.verification import TargetText, verify_coupled, verify_rejection, verify_tree
 from traces.errors import PolicyError, WorkloadError
-from traces.schema import Finish, LatencyProfile, Request, Sampling, Step, Trajectory, Verifier, request_seed
+from traces.schema import (
+    Finish,
+    LatencyProfile,
+    Request,
+    Sampling,
+    Step,
+    Trajectory,
+    Verifier,
+    request_seed,
+)
 
 SHORTLISTS_KEPT = 8
 """Shortlists of policies that a backend keeps ready, with the weights cut out for them."""
 
 
 class ModelBackend:
-    """The loop's backend over a loaded pair. One request at a time; its caches are reused from request to request.
+    """The loop's backend over a loaded pair. One request at a time; its caches are reused from
+    request to request.
 
-    ``every_shape``: on CUDA, passes of every shape are captured before a request, not those of its policy alone (the profiler's, whose
-    policies take turns). ``keeps_pruned``: trees hold what was drafted and not verified, for a reader to look at.
-    """
+    ``every_shape``: on CUDA, passes of every shape are captured before a request, not those of its
+    policy alone (the profiler's, whose policies take turns). ``keeps_pruned``: trees hold what was
+    drafted and not verified, for a reader to look at."""
 
     every_shape = False
     keeps_pruned = False
@@ -71,11 +82,15 @@ class ModelBackend:
 
     @property
     def canonical_passes(self) -> int:
-        """Canonical passes that its language models have made for near ties so far (a head's are mostly the target's)."""
-        return sum(model.canonical_passes for model in (self.pair.target, *self.pair.drafts.values()))
+        """Canonical passes that its language models have made for near ties so far (a head's are
+        mostly the target's)."""
+        return sum(
+            model.canonical_passes for model in (self.pair.target, *self.pair.drafts.values())
+        )
 
     def choose(self, request: DecodeRequest, prepared: Plan) -> Plan:
-        """The candidate for a request's prompt. The draft that reads the perplexity has then read the prompt, and needs no prefill."""
+        """The candidate for a request's prompt. The draft that reads the perplexity has then read
+        the prompt, and needs no prefill."""
         assert prepared.chooser is not None
         chooser, ids = prepared.chooser.chooser, request.prompt_ids
         if not chooser.chooses:
@@ -87,25 +102,34 @@ class ModelBackend:
         elif reader is not None:
             nats = self._readers[reader].begin_reading(ids, capacity + TREE_SLOTS)
             self._awake.discard(reader)
-        chosen = prepared.chooser.of_prompt(Prompt.of(self.pair.text(ids), ids, nats), request.max_new_tokens, request.sampling)
+        chosen = prepared.chooser.of_prompt(
+            Prompt.of(self.pair.text(ids), ids, nats), request.max_new_tokens, request.sampling
+        )
         if reader is not None and keeps_reading(chosen.policy, reader):
             self._read_ahead = request, reader
             self._awake.add(reader)
         return chosen
 
     def begin(self, request: DecodeRequest, prepared: Plan) -> None:
-        """Prefills the target, and the policy's draft where it speculates, with the prompt but for its last token."""
+        """Prefills the target, and the policy's draft where it speculates, with the prompt but for
+        its last token."""
         target, speculates = self.pair.target, prepared.policy.speculates
         self._request, self._rounds = request, 0
         self._text = list(request.prompt_ids)
         self._capacity = len(self._text) + request.max_new_tokens + 1
         sampled = not request.sampling.greedy
         self._noise = Noise(request.seed, target.vocab_size, target.device) if sampled else None
-        self._awake = {self._read_ahead[1]} if self._read_ahead is not None and self._read_ahead[0] is request else set()
+        self._awake = (
+            {self._read_ahead[1]}
+            if self._read_ahead is not None and self._read_ahead[0] is request
+            else set()
+        )
         self._read_ahead = None
         self._process = self.pair.processor(len(self._text))
         target.reserve(self._capacity + NODE_LIMIT)
-        prepare_graphs(self.pair, prepared, request.sampling, self._capacity, every=self.every_shape)
+        prepare_graphs(
+            self.pair, prepared, request.sampling, self._capacity, every=self.every_shape
+        )
         if len(self._text) > 1:
             target.read(torch.tensor(self._text[:-1], device=target.device), 0)
         self._features.kept = False
@@ -119,7 +143,8 @@ class ModelBackend:
         return self._drafts[name]
 
     def set_text(self, text: list[int]) -> None:
-        """Replaces the text of the request in hand, and lets every draft forget what it read (the profiler's)."""
+        """Replaces the text of the request in hand, and lets every draft forget what it read (the
+        profiler's)."""
         self._text = text
         self._awake.clear()
 
@@ -129,16 +154,19 @@ class ModelBackend:
         return len(self._text)
 
     def rewind(self, length: int) -> None:
-        """Forgets the text beyond its first ``length`` tokens (the profiler's; drafts have a ``rewind`` of their own)."""
+        """Forgets the text beyond its first ``length`` tokens (the profiler's; drafts have a
+        ``rewind`` of their own)."""
         del self._text[length:]
 
     def draw_noise(self, positions: int) -> None:
-        """Draws the noise of the next ``positions`` tokens, which rounds then find ready (the profiler's)."""
+        """Draws the noise of the next ``positions`` tokens, which rounds then find ready (the
+        profiler's)."""
         if self._noise is not None:
             self._noise.rows(len(self._text), positions)
 
     def _wake(self, name: str) -> Draft:
-        """The draft behind a name, after it has read the text but for its last token where it did not follow it."""
+        """The draft behind a name, after it has read the text but for its last token where it did
+        not follow it."""
         draft = self._drafts[name]
         if name not in self._awake:
             draft.begin(self._text, self._capacity + TREE_SLOTS)
@@ -146,8 +174,9 @@ class ModelBackend:
         return draft
 
     def shortlists(self, prepared: Plan) -> Shortlists | None:
-        """A policy's shortlist for the draft as it is loaded here; None: the whole vocabulary. What :func:`prepare_for` made aside is
-        taken, else it is made now. Raises PolicyError when the artifact does not fit the draft's output head."""
+        """A policy's shortlist for the draft as it is loaded here; None: the whole vocabulary. What
+        :func:`prepare_for` made aside is taken, else it is made now. Raises PolicyError when the
+        artifact does not fit the draft's output head."""
         rule, ready = prepared.shortlist, prepared.shortlists
         if rule is None:
             return None
@@ -156,7 +185,9 @@ class ModelBackend:
         found = self._shortlists.get(rule)
         if found is None:
             found = self._shortlists[rule] = warmed_shortlists(self.pair, prepared, rule)
-            if len(self._shortlists) > SHORTLISTS_KEPT:  # the oldest, so that publications do not pile up
+            if (
+                len(self._shortlists) > SHORTLISTS_KEPT
+            ):  # the oldest, so that publications do not pile up
                 del self._shortlists[next(iter(self._shortlists))]
         return found
 
@@ -178,7 +209,13 @@ class ModelBackend:
 
     def _target_text(self, request: DecodeRequest) -> TargetText:
         return TargetText(
-            self.pair.target, self._text, request.sampling, self._noise, self.exact, self._process, widening(self.pair.settings)
+            self.pair.target,
+            self._text,
+            request.sampling,
+            self._noise,
+            self.exact,
+            self._process,
+            widening(self.pair.settings),
         )
 
     def verify(self, drafted: Drafted | None) -> Verified:
@@ -191,23 +228,32 @@ class ModelBackend:
             self._path = verdict.path
             assert self._drafting is not None
             return replace(verdict, read=0) if self._drafting.reads_features else verdict
-        logits = target.chain(ids_tensor([self._text[-1], *tokens], target.device), length - 1, logits=len(tokens) + 1)
+        logits = target.chain(
+            ids_tensor([self._text[-1], *tokens], target.device), length - 1, logits=len(tokens) + 1
+        )
         if request.rejects:
             log_q = drafted.log_q if drafted else []
-            verdict = verify_rejection(logits, length, tokens, log_q, request.sampling, request.seed, self._rounds)
+            verdict = verify_rejection(
+                logits, length, tokens, log_q, request.sampling, request.seed, self._rounds
+            )
         else:
             verdict = verify_coupled(self._target_text(request), logits, tokens)
         self._path = list(range(verdict.accepted))
         return verdict
 
     def _read_tree(self, tree: GrownTree) -> Tensor:
-        """Float32 logits [1 + nodes, vocab] of the root and of a tree's nodes, which see the text and their ancestors."""
+        """Float32 logits [1 + nodes, vocab] of the root and of a tree's nodes, which see the text
+        and their ancestors."""
         target, length, n = self.pair.target, len(self._text), len(tree.tokens)
-        ids = torch.tensor([[self._text[-1], *tree.tokens], [0, *tree.depths]], device=target.device)
+        ids = torch.tensor(
+            [[self._text[-1], *tree.tokens], [0, *tree.depths]], device=target.device
+        )
         mask = np.zeros((n + 1, length + n), dtype=np.bool_)
         mask[:, :length] = True  # the text and the root
         mask[:, length - 1 :] |= ancestors(tree)
-        return target.tree(ids[0], length - 1 + ids[1], length - 1, torch.from_numpy(mask).to(target.device))
+        return target.tree(
+            ids[0], length - 1 + ids[1], length - 1, torch.from_numpy(mask).to(target.device)
+        )
 
     def commit(self, emitted: list[int], accepted: int, drafted: Drafted | None) -> None:
         length, path = len(self._text), self._path[:accepted]
@@ -223,7 +269,8 @@ class ModelBackend:
 
 @dataclass(frozen=True)
 class Decoded:
-    """One request as executed: its trajectory, its rounds, and the seconds it took (prefill included in ``seconds``)."""
+    """One request as executed: its trajectory, its rounds, and the seconds it took (prefill
+    included in ``seconds``)."""
 
     trajectory: Trajectory
     steps: tuple[Step, ...]
@@ -235,9 +282,9 @@ class Decoded:
 class Decoder:
     """Serves requests one after another under a policy source.
 
-    Windows that carry their state (Q-learning, transformers' heuristic) carry it from request to request of one decoder.
-    ``after_round`` is called by :meth:`decode` after every round; what it takes is no part of the request's seconds.
-    """
+    Windows that carry their state (Q-learning, transformers' heuristic) carry it from request to
+    request of one decoder. ``after_round`` is called by :meth:`decode` after every round; what it
+    takes is no part of the request's seconds."""
 
     pair: LoadedPair
     source: PolicySource
@@ -251,9 +298,15 @@ class Decoder:
         self.backend = ModelBackend(self.pair)
 
     def request(
-        self, item: Request, prompt_ids: list[int], sampling: Sampling, max_new_tokens: int, stop_strings: tuple[str, ...] = ()
+        self,
+        item: Request,
+        prompt_ids: list[int],
+        sampling: Sampling,
+        max_new_tokens: int,
+        stop_strings: tuple[str, ...] = (),
     ) -> DecodeRequest:
-        """Builds a request. Raises WorkloadError when prompt and budget exceed the models' context, or the prompt is empty."""
+        """Builds a request. Raises WorkloadError when prompt and budget exceed the models' context,
+        or the prompt is empty."""
         check_length(self.pair, item.id, len(prompt_ids), max_new_tokens)
         check(self.pair.settings, greedy=sampling.greedy, verifier=self.verifier)
         return DecodeRequest(
@@ -279,7 +332,9 @@ class Decoder:
                 )
         return decode_rounds(self.backend, request, self.source, self.clock, self.sessions)
 
-    def decode(self, request: DecodeRequest, category: str = "", stop_strings: tuple[str, ...] = ()) -> Decoded:
+    def decode(
+        self, request: DecodeRequest, category: str = "", stop_strings: tuple[str, ...] = ()
+    ) -> Decoded:
         """Decodes a request to its end."""
         began = self.clock()
         steps: list[Step] = []
@@ -316,8 +371,8 @@ class Decoder:
 
 
 def output_hashes(pair: LoadedPair) -> HeadHashes:
-    """Hashes of the output heads of a pair's drafts, for :func:`runtime.policies.plan.prepare`; each is computed once, when first asked
-    for."""
+    """Hashes of the output heads of a pair's drafts, for :func:`runtime.policies.plan.prepare`;
+    each is computed once, when first asked for."""
     return head_hashes(lambda name: pair.models[name])
 
 
@@ -331,9 +386,10 @@ def prepare_for(
     artifacts: Artifacts | None = None,
     sampling: Sampling | None = None,
 ) -> Plan:
-    """:func:`runtime.policies.plan.prepare` for a loaded pair, with everything done that its first rounds would otherwise wait for: a
-    shortlist's weights are cut out, and the quickest ways to multiply them measured; on CUDA the graphs that rounds at ``sampling`` (None:
-    any) can need are captured. It may run in another thread than decoding does.
+    """:func:`runtime.policies.plan.prepare` for a loaded pair, with everything done that its first
+    rounds would otherwise wait for: a shortlist's weights are cut out, and the quickest ways to
+    multiply them measured; on CUDA the graphs that rounds at ``sampling`` (None: any) can need are
+    captured. It may run in another thread than decoding does.
 
     Raises PolicyError as ``prepare``, and for a router of another head.
     """
@@ -347,27 +403,40 @@ def prepare_for(
         head_hashes=output_hashes(pair),
     )
     if prepared.chooser is not None:
-        return with_candidates(prepared, {name: _made_aside(pair, p, sampling) for name, p in prepared.chooser.candidates.items()})
+        return with_candidates(
+            prepared,
+            {
+                name: _made_aside(pair, p, sampling)
+                for name, p in prepared.chooser.candidates.items()
+            },
+        )
     return _made_aside(pair, prepared, sampling)
 
 
 def _made_aside(pair: LoadedPair, prepared: Plan, sampling: Sampling | None) -> Plan:
     prepare_graphs(pair, prepared, sampling)
     rule = prepared.shortlist
-    return prepared if rule is None else replace(prepared, shortlists=warmed_shortlists(pair, prepared, rule))
+    return (
+        prepared
+        if rule is None
+        else replace(prepared, shortlists=warmed_shortlists(pair, prepared, rule))
+    )
 
 
 def warmed_shortlists(pair: LoadedPair, prepared: Plan, rule: ShortlistRule) -> Shortlists:
-    """A policy's shortlists for a loaded pair, made ready for as many nodes as its trees can have. Raises PolicyError when the artifact
-    does not fit the draft's output head."""
+    """A policy's shortlists for a loaded pair, made ready for as many nodes as its trees can have.
+    Raises PolicyError when the artifact does not fit the draft's output head."""
     made = Shortlists(rule, pair.models[rule.draft], pair.exact)
     trees, steps = prepared.rules or (), range(1, prepared.policy.depth_max + 1)
     made.warm([max([1, *(tree.step_width(step) for tree in trees)]) for step in steps])
     return made
 
 
-def check_length(pair: LoadedPair, request_id: str, prompt_tokens: int, max_new_tokens: int) -> None:
-    """Raises WorkloadError when a request has no tokens or does not fit the shortest context of the pair."""
+def check_length(
+    pair: LoadedPair, request_id: str, prompt_tokens: int, max_new_tokens: int
+) -> None:
+    """Raises WorkloadError when a request has no tokens or does not fit the shortest context of the
+    pair."""
     if prompt_tokens == 0:
         raise WorkloadError(f"request {request_id}: the prompt has no tokens")
     limit = pair.max_positions

@@ -1,15 +1,20 @@
-"""The gathered head of DynaSpec (section 4.3): logits over a union of tokens only, out[:, j] = hidden . W[ids[j]] (+ bias[ids[j]]).
+"""The gathered head of DynaSpec (section 4.3): logits over a union of tokens only, out[:, j] =
+hidden . W[ids[j]] (+ bias[ids[j]]).
 
-Of the head's work only what the shortlist needs is done, O(B d) instead of O(V d) for B tokens. Ways to do it:
+Of the head's work only what the shortlist needs is done, O(B d) instead of O(V d) for B tokens.
+Ways to do it:
 
-- ``compiled`` (CPU, float32): compiled sums that read the rows where they lie, four at a time, so that no sub-matrix is written;
+- ``compiled`` (CPU, float32): compiled sums that read the rows where they lie, four at a time, so
+  that no sub-matrix is written;
 - ``gather``: the rows are copied into a buffer, then one product;
-- ``full``: the product with all rows, of which the columns wanted are kept; pays for unions that are most of the vocabulary;
-- ``kernel`` (CUDA): a Triton kernel that selects and multiplies at once (:mod:`runtime.gathered_kernel`).
+- ``full``: the product with all rows, of which the columns wanted are kept; pays for unions that
+  are most of the vocabulary;
+- ``kernel`` (CUDA): a Triton kernel that selects and multiplies at once
+  (:mod:`runtime.gathered_kernel`).
 
-Which is fastest depends on the machine, the sizes and the union, so a head measures them (:meth:`GatheredHead.fastest`). Ways differ in
-the last bits, as batch shapes do; products made by a library are rounded to the weights' dtype, the others only to float32.
-"""
+Which is fastest depends on the machine, the sizes and the union, so a head measures them
+(:meth:`GatheredHead.fastest`). Ways differ in the last bits, as batch shapes do; products made by a
+library are rounded to the weights' dtype, the others only to float32."""
 
 from __future__ import annotations
 
@@ -30,28 +35,41 @@ from torch import Tensor
 from runtime.gathered_kernel import gathered_logits, kernel_runs, power_of_two
 from traces.errors import PairError, PolicyError
 
-Sums = Callable[[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.int64], npt.NDArray[np.float32]], int]
+Sums = Callable[
+    [
+        npt.NDArray[np.float32],
+        npt.NDArray[np.float32],
+        npt.NDArray[np.int64],
+        npt.NDArray[np.float32],
+    ],
+    int,
+]
 
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 MEASURED_SECONDS: Final = 0.02
-"""Time that the fastest way is measured for, about; every way is called three times at least and :data:`MEASURED_CALLS` times at most,
-beside a first call that does not count."""
+"""Time that the fastest way is measured for, about; every way is called three times at least and
+:data:`MEASURED_CALLS` times at most, beside a first call that does not count."""
 MEASURED_CALLS: Final = 15
 HOPELESS: Final = 2.0
 """Ways this many times slower than the best after three calls are not measured further."""
 
 
 class GatheredHead:
-    """An output matrix of which shortlists are multiplied: ``weight`` [vocab, d] float32, bfloat16 or float16, ``bias`` [vocab].
+    """An output matrix of which shortlists are multiplied: ``weight`` [vocab, d] float32, bfloat16
+    or float16, ``bias`` [vocab].
 
-    Hidden states are [n, d] of any float dtype, cast to the weights'; logits are float32. ``way`` forces one of the ways above for
-    :meth:`over`; by default the fastest is taken. The weights are shared with the model, not copied, unless their rows are not
-    contiguous. A head is for one thread at a time. Raises PairError for weights and ways that do not fit.
-    """
+    Hidden states are [n, d] of any float dtype, cast to the weights'; logits are float32. ``way``
+    forces one of the ways above for :meth:`over`; by default the fastest is taken. The weights are
+    shared with the model, not copied, unless their rows are not contiguous. A head is for one
+    thread at a time. Raises PairError for weights and ways that do not fit."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, way: str | None = None) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, *, way: str | None = None
+    ) -> None:
         if weight.dtype not in DTYPES:
-            raise PairError(f"an output matrix must be in float32, bfloat16 or float16, not {weight.dtype}")
+            raise PairError(
+                f"an output matrix must be in float32, bfloat16 or float16, not {weight.dtype}"
+            )
         self.weight = weight.detach().contiguous()
         self.bias = None if bias is None else bias.detach().contiguous()
         self.vocab_size, self.hidden_size = self.weight.shape
@@ -62,8 +80,14 @@ class GatheredHead:
         sums = self.device.type == "cpu" and self.dtype == torch.float32
         self._rows = self.weight.numpy() if sums else None
         self._every = torch.arange(self.vocab_size) if sums else torch.zeros(0, dtype=torch.int64)
-        compiled, kernel = ("compiled",) if sums else (), ("kernel",) if kernel_runs(self.device) else ()
-        self.ways: dict[str, tuple[str, ...]] = {"over": (*compiled, *kernel, "gather", "full"), "all": (*compiled, "linear")}
+        compiled, kernel = (
+            ("compiled",) if sums else (),
+            ("kernel",) if kernel_runs(self.device) else (),
+        )
+        self.ways: dict[str, tuple[str, ...]] = {
+            "over": (*compiled, *kernel, "gather", "full"),
+            "all": (*compiled, "linear"),
+        }
         self._way = way
         if way is not None and way not in self.ways["over"]:
             raise PairError(
@@ -75,19 +99,22 @@ class GatheredHead:
         return self._all(self._cast(hidden), self.fastest(len(hidden), self.vocab_size, "all"))
 
     def over(self, hidden: Tensor, ids: Tensor) -> Tensor:
-        """Logits [n, len(ids)] of tokens ``ids`` (int64, on the head's device; ascending reads memory in order, any order is right).
+        """Logits [n, len(ids)] of tokens ``ids`` (int64, on the head's device; ascending reads
+        memory in order, any order is right).
 
-        Raises PolicyError, or what torch raises, for ids beyond the matrix; on CUDA ids are not checked, which would wait for it.
-        """
+        Raises PolicyError, or what torch raises, for ids beyond the matrix; on CUDA ids are not
+        checked, which would wait for it."""
         return self._over(self._cast(hidden), ids, self._way or self.fastest(len(hidden), len(ids)))
 
     def fastest(self, rows: int, count: int, what: Literal["over", "all"] = "over") -> str:
-        """The way that is fastest for ``rows`` hidden states and ``count`` tokens; ``all``: of :meth:`full`'s ways.
+        """The way that is fastest for ``rows`` hidden states and ``count`` tokens; ``all``: of
+        :meth:`full`'s ways.
 
-        Measured on random numbers, at the next powers of two, when first asked for, and remembered for all heads of the same shape, dtype
-        and device in this process. That takes tens of milliseconds, so ask for what will be needed before it is. Random number streams of
-        torch are left alone. While a CUDA graph is captured nothing is measured, and what was not measured is the kernel (else ``gather``).
-        """
+        Measured on random numbers, at the next powers of two, when first asked for, and remembered
+        for all heads of the same shape, dtype and device in this process. That takes tens of
+        milliseconds, so ask for what will be needed before it is. Random number streams of torch
+        are left alone. While a CUDA graph is captured nothing is measured, and what was not
+        measured is the kernel (else ``gather``)."""
         rows, count = power_of_two(rows), min(self.vocab_size, power_of_two(count))
         known = self._fastest.get((what, rows, count))
         if known is not None:
@@ -95,7 +122,16 @@ class GatheredHead:
         ways = self.ways[what]
         if len(ways) == 1:
             return ways[0]
-        key = (what, self.device, self.dtype, self.weight.shape, torch.get_num_threads(), ways, rows, count)
+        key = (
+            what,
+            self.device,
+            self.dtype,
+            self.weight.shape,
+            torch.get_num_threads(),
+            ways,
+            rows,
+            count,
+        )
         found = _measured.get(key)
         if found is None:
             if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -104,25 +140,45 @@ class GatheredHead:
         self._fastest[what, rows, count] = found
         return found
 
-    def warm(self, rows: int, counts: tuple[int, int], what: Literal["over", "all"] = "over") -> None:
-        """Measures every case that calls with up to ``rows`` hidden states and ``counts`` (least, most) tokens can meet, and launches what
-        is compiled at a first launch, so that no such call is slow. ``what`` as in :meth:`fastest`."""
+    def warm(
+        self, rows: int, counts: tuple[int, int], what: Literal["over", "all"] = "over"
+    ) -> None:
+        """Measures every case that calls with up to ``rows`` hidden states and ``counts`` (least,
+        most) tokens can meet, and launches what is compiled at a first launch, so that no such call
+        is slow. ``what`` as in :meth:`fastest`."""
         least, most = (min(self.vocab_size, power_of_two(count)) for count in counts)
-        sizes = sorted({min(self.vocab_size, max(least, 1 << bits)) for bits in range(power_of_two(most).bit_length())})
-        for n, count in itertools.product((1 << bits for bits in range(power_of_two(rows).bit_length())), sizes):
+        sizes = sorted(
+            {
+                min(self.vocab_size, max(least, 1 << bits))
+                for bits in range(power_of_two(most).bit_length())
+            }
+        )
+        for n, count in itertools.product(
+            (1 << bits for bits in range(power_of_two(rows).bit_length())), sizes
+        ):
             if self.fastest(n, count, what) != "kernel":
                 continue
-            for m, size in itertools.product({n, max(1, n - 1)}, {count, max(1, count - 1)}):  # Triton tells multiples of 16
+            for m, size in itertools.product(
+                {n, max(1, n - 1)}, {count, max(1, count - 1)}
+            ):  # Triton tells multiples of 16
                 hidden = torch.zeros(m, self.hidden_size, dtype=self.dtype, device=self.device)
                 self.over(hidden, torch.arange(size, device=self.device))
 
-    def _trials(self, what: str, ways: tuple[str, ...], rows: int, count: int) -> dict[str, Callable[[], object]]:
+    def _trials(
+        self, what: str, ways: tuple[str, ...], rows: int, count: int
+    ) -> dict[str, Callable[[], object]]:
         """Calls of each way on ``rows`` random hidden states and ``count`` random tokens."""
         generator = torch.Generator().manual_seed(0)
-        hidden = torch.randn(rows, self.hidden_size, generator=generator).to(self.device, self.dtype)
+        hidden = torch.randn(rows, self.hidden_size, generator=generator).to(
+            self.device, self.dtype
+        )
         if what == "all":
             return {way: functools.partial(self._all, hidden, way) for way in ways}
-        ids = torch.randperm(self.vocab_size, generator=generator)[:count].sort().values.to(self.device)
+        ids = (
+            torch.randperm(self.vocab_size, generator=generator)[:count]
+            .sort()
+            .values.to(self.device)
+        )
         return {way: functools.partial(self._over, hidden, ids, way) for way in ways}
 
     def _cast(self, hidden: Tensor) -> Tensor:
@@ -145,11 +201,16 @@ class GatheredHead:
 
     def _all(self, hidden: Tensor, way: str) -> Tensor:
         """Float32 [n, vocab]."""
-        out = self._sums(hidden, self._every) if way == "compiled" else F.linear(hidden, self.weight).float()
+        out = (
+            self._sums(hidden, self._every)
+            if way == "compiled"
+            else F.linear(hidden, self.weight).float()
+        )
         return out if self._float_bias is None else out.add_(self._float_bias)
 
     def _gathered(self, ids: Tensor) -> Tensor:
-        """Rows ``ids``. On the CPU into a buffer that grows; elsewhere torch's allocator is such a buffer, and safe to capture."""
+        """Rows ``ids``. On the CPU into a buffer that grows; elsewhere torch's allocator is such a
+        buffer, and safe to capture."""
         if self.device.type != "cpu":
             return self.weight.index_select(0, ids)
         if len(self._buffer) < len(ids):
@@ -162,18 +223,21 @@ class GatheredHead:
         assert self._rows is not None
         out = torch.empty(len(hidden), len(ids))
         if _sums(self._rows, hidden.numpy(), ids.contiguous().numpy(), out.numpy()) >= 0:
-            raise PolicyError(f"a shortlist holds a token outside 0 .. {self.vocab_size - 1}; fit it for this draft's vocabulary")
+            raise PolicyError(
+                f"a shortlist holds a token outside 0 .. {self.vocab_size - 1}; fit it for this draft's vocabulary"
+            )
         return out
 
 
-# -- choosing a way ------------------------------------------------------------------------------------------------------------------
+# -- choosing a way --------------------------------------------------------------------------------
+# ----------------------------------
 
 _measured: dict[tuple[Any, ...], str] = {}
 
 
 def quickest(ways: Mapping[str, Callable[[], object]], device: torch.device) -> str:
-    """The name whose call takes least time on ``device``: the shortest of several, taken in turns (:data:`MEASURED_SECONDS`,
-    :data:`HOPELESS`), which a busy machine disturbs less than a mean."""
+    """The name whose call takes least time on ``device``: the shortest of several, taken in turns
+    (:data:`MEASURED_SECONDS`, :data:`HOPELESS`), which a busy machine disturbs less than a mean."""
 
     def timed(way: str) -> float:
         began = time.perf_counter()
@@ -198,14 +262,16 @@ def quickest(ways: Mapping[str, Callable[[], object]], device: torch.device) -> 
     return min(ways, key=lambda way: times[way])
 
 
-# -- sums on the CPU -----------------------------------------------------------------------------------------------------------------
+# -- sums on the CPU -------------------------------------------------------------------------------
+# ----------------------------------
 
 
 def _reassociated(function: Callable[..., int]) -> Sums:
-    """Compiled with leave to add in any order, without which sums are not vectorized; NaN and infinities stay what they are.
+    """Compiled with leave to add in any order, without which sums are not vectorized; NaN and
+    infinities stay what they are.
 
-    Uses no other module's code, so numba's own disk cache never goes stale (:mod:`runtime.policies.jit`).
-    """
+    Uses no other module's code, so numba's own disk cache never goes stale
+    (:mod:`runtime.policies.jit`)."""
     options = {"nogil": True, "error_model": "numpy", "fastmath": {"reassoc", "contract", "nsz"}}
     try:
         return cast(Sums, numba.njit(cache=True, _nrt=False, **options)(function))
@@ -215,9 +281,13 @@ def _reassociated(function: Callable[..., int]) -> Sums:
 
 @_reassociated
 def _sums(
-    weight: npt.NDArray[np.float32], hidden: npt.NDArray[np.float32], ids: npt.NDArray[np.int64], out: npt.NDArray[np.float32]
+    weight: npt.NDArray[np.float32],
+    hidden: npt.NDArray[np.float32],
+    ids: npt.NDArray[np.int64],
+    out: npt.NDArray[np.float32],
 ) -> int:
-    """out[i, j] = hidden[i] . weight[ids[j]]; the first j whose id is no row, before anything is written, or -1.
+    """out[i, j] = hidden[i] . weight[ids[j]]; the first j whose id is no row, before anything is
+    written, or -1.
 
     Four rows at a time keep the memory busy, two hidden states at a time use each value twice.
     """

@@ -1,8 +1,8 @@
 """The loop: draft, verify, emit; the one place where windows are clipped and texts end.
 
-Any :class:`Backend` can stand behind it: the runtime's models, or a recorded trace. With the trace it is the oracle that the fast
-replay must agree with, round by round; with the runtime it is what serves. A policy may be swapped at the top of any round.
-"""
+Any :class:`Backend` can stand behind it: the runtime's models, or a recorded trace. With the trace
+it is the oracle that the fast replay must agree with, round by round; with the runtime it is what
+serves. A policy may be swapped at the top of any round."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ if TYPE_CHECKING:
 class DecodeRequest:
     """What to decode. ``seed`` is the request's own (:func:`traces.schema.request_seed`).
 
-    ``ends_at`` tells, given the output so far and the new tokens, how many of the new ones to keep if a stop string ends the text
-    among them, else None.
-    """
+    ``ends_at`` tells, given the output so far and the new tokens, how many of the new ones to keep
+    if a stop string ends the text among them, else None."""
 
     id: str
     prompt_ids: list[int]
@@ -39,14 +38,16 @@ class DecodeRequest:
 
     @property
     def rejects(self) -> bool:
-        """Whether the rejection verifier decides, for which proposals are drawn independently of the target; at temperature 0 none does."""
+        """Whether the rejection verifier decides, for which proposals are drawn independently of
+        the target; at temperature 0 none does."""
         return self.verifier == "rejection" and not self.sampling.greedy
 
 
 @dataclass(frozen=True)
 class Verified:
-    """``accepted`` drafted tokens, and the tokens to emit: those, then the target's own. ``path``: the accepted nodes' numbers among
-    the drafted ones. ``read``: how many of the accepted tokens the draft has read already (None: those its passes began with)."""
+    """``accepted`` drafted tokens, and the tokens to emit: those, then the target's own. ``path``:
+    the accepted nodes' numbers among the drafted ones. ``read``: how many of the accepted tokens
+    the draft has read already (None: those its passes began with)."""
 
     accepted: int
     tokens: list[int]
@@ -55,19 +56,22 @@ class Verified:
 
 
 class Backend(Protocol):
-    """Where drafts and verdicts come from. ``canonical_passes``: how many passes near ties have cost so far."""
+    """Where drafts and verdicts come from. ``canonical_passes``: how many passes near ties have
+    cost so far."""
 
     @property
     def canonical_passes(self) -> int: ...
 
     def choose(self, request: DecodeRequest, prepared: Plan) -> Plan:
-        """The candidate of a chooser under which the request is decoded. Called before ``begin``, or between two rounds."""
+        """The candidate of a chooser under which the request is decoded. Called before ``begin``,
+        or between two rounds."""
 
     def begin(self, request: DecodeRequest, prepared: Plan) -> None:
         """Makes ready for the first round of a request (prefill)."""
 
     def draft(self, prepared: Plan, gamma: int, limit: int | None = None) -> Drafted:
-        """Drafts at most ``gamma`` > 0 levels from the current end of the text; HeteroSpec may go on up to ``limit``."""
+        """Drafts at most ``gamma`` > 0 levels from the current end of the text; HeteroSpec may go
+        on up to ``limit``."""
 
     def verify(self, drafted: Drafted | None) -> Verified:
         """The target's verdict on the drafted tokens (None: it only supplies its own token)."""
@@ -95,8 +99,9 @@ class StaticSource:
 
 @dataclass(frozen=True)
 class Round:
-    """One round as the loop yields it: its step, the tokens it emitted, what was drafted, how the text ended, if it did, and the
-    tree with the accepted nodes' numbers in it, where one was drafted. ``canonical_passes``: of drafting and of verification."""
+    """One round as the loop yields it: its step, the tokens it emitted, what was drafted, how the
+    text ended, if it did, and the tree with the accepted nodes' numbers in it, where one was
+    drafted. ``canonical_passes``: of drafting and of verification."""
 
     step: Step
     tokens: list[int]
@@ -137,13 +142,17 @@ class _Meter:
 
 
 class _InForce:
-    """The plan in force and its session. A chooser chooses once, for the prompt, when it comes into force."""
+    """The plan in force and its session. A chooser chooses once, for the prompt, when it comes into
+    force."""
 
     plan: Plan
     session: Session
 
-    def __init__(self, backend: Backend, request: DecodeRequest, source: PolicySource, sessions: Sessions) -> None:
-        self._backend, self._request, self._source, self._sessions = backend, request, source, sessions
+    def __init__(
+        self, backend: Backend, request: DecodeRequest, source: PolicySource, sessions: Sessions
+    ) -> None:
+        self._backend, self._request = backend, request
+        self._source, self._sessions = source, sessions
         self._found: Plan | None = None
 
     def look(self, output: list[int]) -> None:
@@ -151,7 +160,8 @@ class _InForce:
         found = self._source.current()
         if found is not self._found:
             self._found = found
-            self.plan = found if found.chooser is None else self._backend.choose(self._request, found)
+            chooses = found.chooser is not None
+            self.plan = self._backend.choose(self._request, found) if chooses else found
             self.session = self._sessions.of(self.plan)
             self.session.start([*self._request.prompt_ids, *output])
 
@@ -165,11 +175,12 @@ def decode_rounds(
 ) -> Iterator[Round]:
     """Decodes one request round by round.
 
-    Each round: ask the window for gamma, clip it so that no drafted token can exceed the budget, draft, verify, cut at EOS or a stop
-    string, tell the window. Yields until the text has ended. Steps name the candidate that a chooser chose. ``sessions`` hold what
-    windows carry from request to request.
-    """
-    in_force, meter = _InForce(backend, request, source, sessions or Sessions()), _Meter(clock, backend)
+    Each round: ask the window for gamma, clip it so that no drafted token can exceed the budget,
+    draft, verify, cut at EOS or a stop string, tell the window. Yields until the text has ended.
+    Steps name the candidate that a chooser chose. ``sessions`` hold what windows carry from request
+    to request."""
+    in_force = _InForce(backend, request, source, sessions or Sessions())
+    meter = _Meter(clock, backend)
     output: list[int] = []
     lag, finish = 1, None
     in_force.look(output)
@@ -207,8 +218,9 @@ def decode_rounds(
             bin=NO_BIN if drafted.tree is None else drafted.tree.bin,
         )
         lag = _lag_after(drafted, verdict, accepted, len(tokens))
-        canonical_passes = drafting.canonical_passes, verifying.canonical_passes
-        yield Round(step, tokens, drafted.tokens, finish, drafted.tree, verdict.path[:accepted], canonical_passes)
+        path = verdict.path[:accepted]
+        passes = drafting.canonical_passes, verifying.canonical_passes
+        yield Round(step, tokens, drafted.tokens, finish, drafted.tree, path, passes)
 
 
 def _lag_after(drafted: Drafted, verdict: Verified, accepted: int, emitted: int) -> int:
@@ -219,7 +231,9 @@ def _lag_after(drafted: Drafted, verdict: Verified, accepted: int, emitted: int)
     return emitted - (min(accepted, drafted.steps - 1) if verdict.read is None else verdict.read)
 
 
-def _cut(request: DecodeRequest, output: list[int], tokens: list[int]) -> tuple[list[int], Finish | None]:
+def _cut(
+    request: DecodeRequest, output: list[int], tokens: list[int]
+) -> tuple[list[int], Finish | None]:
     """What the text keeps of a round's tokens, and how it has ended, if it has."""
     eos = next((i for i, token in enumerate(tokens) if token in request.eos_ids), None)
     tokens = tokens if eos is None else tokens[: eos + 1]

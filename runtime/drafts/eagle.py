@@ -1,8 +1,9 @@
-"""EAGLE heads as drafts: what a head reads of the text comes with the target's features, what it drafts with its own outputs.
+"""EAGLE heads as drafts: what a head reads of the text comes with the target's features, what it
+drafts with its own outputs.
 
-A head's distribution after drafted tokens therefore depends on where the round began, and all it drafts are trees, chains those of
-width 1. It never keeps what it read of a tree: accepted tokens are read again with the target's features at the next round.
-"""
+A head's distribution after drafted tokens therefore depends on where the round began, and all it
+drafts are trees, chains those of width 1. It never keeps what it read of a tree: accepted tokens
+are read again with the target's features at the next round."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from runtime.tree_drafts import GrownTree, Pruned
 
 
 class Features:
-    """The target's hidden states of a text, while a head drafts: [capacity, width], row p of token p. ``count`` rows are there; none
-    while no head drafts (``kept`` False)."""
+    """The target's hidden states of a text, while a head drafts: [capacity, width], row p of token
+    p. ``count`` rows are there; none while no head drafts (``kept`` False)."""
 
     def __init__(self, target: CausalModel) -> None:
         self.target = target
@@ -37,16 +38,18 @@ class Features:
     def begin_prefilled(self, capacity: int, read: int) -> None:
         """Starts with those of the ``read`` tokens that the target has just read."""
         target = self.target
-        width = len(target.taps) * target.hidden_size
-        self.begin(capacity, target.tapped if read else torch.zeros(0, width, device=target.device, dtype=target.dtype))
+        none = self.rows.new_zeros(0, len(target.taps) * target.hidden_size)
+        self.begin(capacity, target.tapped if read else none)
 
     def catch_up(self, text: list[int], capacity: int) -> None:
-        """Where a head takes over in the middle of a text whose features were not kept, one pass makes those of all but the last token."""
+        """Where a head takes over in the middle of a text whose features were not kept, one pass
+        makes those of all but the last token."""
         if len(text) > 1 and (not self.kept or self.count < len(text) - 1):
             self.begin(capacity, self.target.canonical_features(text[:-1], self.target.taps))
 
     def put(self, at: int, path: list[int]) -> None:
-        """Keeps those of tokens ``at ..`` from the target's last pass: of the root and the nodes ``path``."""
+        """Keeps those of tokens ``at ..`` from the target's last pass: of the root and the nodes
+        ``path``."""
         if self.kept:
             rows = self.target.tapped[[0, *(node + 1 for node in path)]]
             self.rows[at : at + len(rows)] = rows
@@ -82,7 +85,8 @@ class EagleDraft:
         while self._read < len(text) - 1:
             end = min(len(text) - 1, self._read + CHUNK)
             ids = torch.tensor(text[self._read : end], device=self.head.device)
-            out = self.head.read(ids, self.features.of(self.head, self._read - 1, end - 1), self._read)
+            features = self.features.of(self.head, self._read - 1, end - 1)
+            out = self.head.read(ids, features, self._read)
             self._read = end
             self._states.put(end - 1, out[-1:])
 
@@ -105,8 +109,9 @@ class EagleDraft:
 
 
 class CanonicalPasses:
-    """A head's canonical passes after the first tokens of one text: functions of these and of what is drafted after them, alone. The pass
-    of the target, the dearest part, is made once for all that follow the same tokens, as the near ties of one round do."""
+    """A head's canonical passes after the first tokens of one text: functions of these and of what
+    is drafted after them, alone. The pass of the target, the dearest part, is made once for all
+    that follow the same tokens, as the near ties of one round do."""
 
     def __init__(self, target: CausalModel, head: EagleHead, text: list[int]) -> None:
         self.target, self.head, self.text = target, head, text
@@ -114,7 +119,8 @@ class CanonicalPasses:
         self._features = torch.zeros(0)
 
     def output(self, length: int, path: list[int]) -> torch.Tensor:
-        """The output [1, hidden_size] after ``length`` tokens (two or more) of the text and a drafted ``path``."""
+        """The output [1, hidden_size] after ``length`` tokens (two or more) of the text and a
+        drafted ``path``."""
         return self.head.canonical_output(self.text[:length], self._of(length), path)
 
     def law(self, length: int, path: list[int]) -> torch.Tensor:
@@ -141,7 +147,8 @@ class EagleReader(TreeReader):
     def root(self) -> Tensor:
         draft, head, at = self.draft, self.head, self.draft._read
         ids = torch.tensor(self.text[at:], device=self.device)
-        features, shortlists, states = draft.features.of(head, at - 1, self.length - 1), self._shortlists, draft._states
+        features = draft.features.of(head, at - 1, self.length - 1)
+        shortlists, states = self._shortlists, draft._states
         draft._read = self.length
         if shortlists is None:
             logits, out = head.chain(ids, features, at, logits=1)
@@ -160,7 +167,9 @@ class EagleReader(TreeReader):
             out = states.at(self.length - 2)
             return None if out is None else head.state(out)
 
-        last, support = shortlisted(shortlists, 0, ids, read, before, lambda _: self._state_before([]))
+        last, support = shortlisted(
+            shortlists, 0, ids, read, before, lambda _: self._state_before([])
+        )
         self.ids = support.ids
         self._beam.begin(last)
         return shortlists.logits(last, support)

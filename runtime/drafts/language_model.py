@@ -1,4 +1,5 @@
-"""A causal language model as draft, over a slot cache of its own: chains a token at a time, trees a level at a time."""
+"""A causal language model as draft, over a slot cache of its own: chains a token at a time, trees a
+level at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +11,14 @@ from runtime.drafts.passes import Places, TreeReader, propose_tree, shortlisted
 from runtime.drafts.protocol import LONG_LAG, DraftContext, Drafted
 from runtime.models import CausalModel, ids_tensor
 from runtime.near_ties import near_code
-from runtime.policies.stops import STOP_ENTROPY, STOP_JOINT_PROB, STOP_MAX_PROB, STOP_NONE, CompiledStop, should_stop
+from runtime.policies.stops import (
+    STOP_ENTROPY,
+    STOP_JOINT_PROB,
+    STOP_MAX_PROB,
+    STOP_NONE,
+    CompiledStop,
+    should_stop,
+)
 from runtime.prompts import log_perplexity
 from runtime.sampling import choose, entropy_of, gumbel_row, log_distribution, nat_code, stream_key
 from runtime.shortlists import Shortlists, States, Support
@@ -27,7 +35,8 @@ class LanguageModelDraft:
         self._read = 0
         self._states = States()
         self._nodes: list[Tensor] = []
-        """The states of the nodes read for the tree in hand, level by level, where a router will ask for them."""
+        """The states of the nodes read for the tree in hand, level by level, where a router will
+        ask for them."""
 
     def begin(self, text: list[int], capacity: int) -> None:
         self.model.reserve(capacity)
@@ -37,7 +46,8 @@ class LanguageModelDraft:
             self._catch_up(text)
 
     def begin_reading(self, prompt: list[int], capacity: int) -> float:
-        """:meth:`begin`, which does not keep the last state; the logarithm of the prompt's perplexity from the same pass."""
+        """:meth:`begin`, which does not keep the last state; the logarithm of the prompt's
+        perplexity from the same pass."""
         self.model.reserve(capacity)
         self._states.clear()
         self._read = max(0, len(prompt) - 1)
@@ -64,26 +74,29 @@ class LanguageModelDraft:
         self._states.forget_from(length)
 
     def pending(self, text: list[int]) -> tuple[Tensor, int]:
-        """Token ids int64 that the pass for the first proposal reads, and where they begin; a long lag is read apart first."""
+        """Token ids int64 that the pass for the first proposal reads, and where they begin; a long
+        lag is read apart first."""
         if len(text) - self._read > LONG_LAG:
             self._catch_up(text)
         return ids_tensor(text[self._read :], self.model.device), self._read
 
     def _catch_up(self, text: list[int]) -> None:
         """Reads the text but for its last token."""
-        last = self.model.read_last(torch.tensor(text[self._read : -1], device=self.model.device), self._read)
+        ids = torch.tensor(text[self._read : -1], device=self.model.device)
+        last = self.model.read_last(ids, self._read)
         self._read = len(text) - 1
         self._states.put(self._read - 1, last)
 
     def _see_previous(self, length: int) -> None:
-        """Before a routed round: where the state of the token before the last is not known, since rounds without a router do not keep
-        theirs, that token is read again."""
+        """Before a routed round: where the state of the token before the last is not known, since
+        rounds without a router do not keep theirs, that token is read again."""
         if length > 1 and self._read == length - 1 and self._states.at(length - 2) is None:
             self._read = length - 2
 
     def _keep(self, places: list[int], length: int) -> int:
-        """Keeps the accepted nodes that were read, as far as they follow each other, moved to where the text goes on. ``places``: theirs
-        among those read for the tree (-1: not read). How many they are."""
+        """Keeps the accepted nodes that were read, as far as they follow each other, moved to where
+        the text goes on. ``places``: theirs among those read for the tree (-1: not read). How many
+        they are."""
         kept = places.index(-1) if -1 in places else len(places)
         self.model.cache.move([length + place for place in places[:kept]], length)
         self._states.forget_from(length)
@@ -113,18 +126,23 @@ class LanguageModelDraft:
             token = int(pending.item())
             if stop.kind != STOP_NONE:
                 assert log_q is not None
-                codes = self._codes(log_q, token if ids is None else int(column), prefix, context, ids)
+                codes = self._codes(log_q, int(column), prefix, context, ids)
                 joint += codes[0]
-                ended = should_stop(stop.kind, stop.max_logp_code, stop.max_joint_code, stop.max_entropy_code, codes[0], joint, codes[1])
+                limits = stop.max_logp_code, stop.max_joint_code, stop.max_entropy_code
+                ended = should_stop(stop.kind, *limits, codes[0], joint, codes[1])
                 if ended and not stop.keep_last:
                     break
             tokens.append(token)
             if context.own_seed is not None and log_q is not None:
-                # Outside a shortlist q is 0: ratio and residual of the rejection verifier are of what was drawn from.
-                log_qs.append(log_q if ids is None else log_q.new_full((self.model.vocab_size,), -torch.inf).index_copy_(0, ids, log_q))
+                # Outside a shortlist q is 0: ratio and residual of the rejection verifier are of
+                # what was drawn from.
+                outside = log_q.new_full((self.model.vocab_size,), -torch.inf)
+                log_qs.append(log_q if ids is None else outside.index_copy_(0, ids, log_q))
         return Drafted(len(tokens), steps, lag, tokens, log_q=log_qs)
 
-    def _propose_blind(self, pending: Tensor, at: int, length: int, depth: int, lag: int, context: DraftContext) -> Drafted:
+    def _propose_blind(
+        self, pending: Tensor, at: int, length: int, depth: int, lag: int, context: DraftContext
+    ) -> Drafted:
         """A full window without looking at any token on the host: no device sync until the end."""
         drafted: list[Tensor] = []
         for j in range(depth):
@@ -141,7 +159,8 @@ class LanguageModelDraft:
     def _forward(
         self, pending: Tensor, at: int, step: int, prefix: list[int], shortlists: Shortlists | None
     ) -> tuple[Tensor, Tensor | None]:
-        """One pass over ``pending``, the end of ``prefix``: float32 logits [1, vocab or size], and the tokens they are of (None: all)."""
+        """One pass over ``pending``, the end of ``prefix``: float32 logits [1, vocab or size], and
+        the tokens they are of (None: all)."""
         if shortlists is None:
             return self.model.chain(pending, at, logits=1), None
         states, support = self._forward_states(pending, at, step, prefix, shortlists)
@@ -150,7 +169,8 @@ class LanguageModelDraft:
     def _forward_states(
         self, pending: Tensor, at: int, step: int, prefix: list[int], shortlists: Shortlists
     ) -> tuple[Tensor, Support]:
-        """The same pass without the head: the last state [1, hidden_size], and the shortlist of draft step ``step``."""
+        """The same pass without the head: the last state [1, hidden_size], and the shortlist of
+        draft step ``step``."""
 
         def read() -> Tensor:
             states = self.model.chain_states(pending, at)
@@ -159,18 +179,30 @@ class LanguageModelDraft:
             return states[-1:]
 
         return shortlisted(
-            shortlists, step, pending, read, lambda: self._states.at(len(prefix) - 2), lambda _: self._state_before(prefix)
+            shortlists,
+            step,
+            pending,
+            read,
+            lambda: self._states.at(len(prefix) - 2),
+            lambda _: self._state_before(prefix),
         )
 
     def _state_before(self, prefix: list[int]) -> Tensor | None:
-        """The state of the token before the last of ``prefix`` by a canonical pass, [1, hidden_size]; None where there is none."""
+        """The state of the token before the last of ``prefix`` by a canonical pass, [1,
+        hidden_size]; None where there is none."""
         return self.model.canonical_state(prefix[:-1]) if len(prefix) > 1 else None
 
     def _choose(
-        self, logits: Tensor, log_q: Tensor | None, prefix: list[int], context: DraftContext, ids: Tensor | None
+        self,
+        logits: Tensor,
+        log_q: Tensor | None,
+        prefix: list[int],
+        context: DraftContext,
+        ids: Tensor | None,
     ) -> Tensor:
-        """The column of ``logits`` [1, size] that is proposed after ``prefix``, int64 [1]: coupled with the target's noise, or drawn from
-        q by a stream of its own. ``ids`` int64 [size] are the tokens of a shortlist; None: columns are tokens."""
+        """The column of ``logits`` [1, size] that is proposed after ``prefix``, int64 [1]: coupled
+        with the target's noise, or drawn from q by a stream of its own. ``ids`` int64 [size] are
+        the tokens of a shortlist; None: columns are tokens."""
         model, sampling = self.model, context.sampling
         if ids is not None and ids.shape[0] == 1:
             return torch.zeros_like(ids)
@@ -178,7 +210,8 @@ class LanguageModelDraft:
             assert log_q is not None
             key = stream_key(context.own_seed, len(prefix), "draft", context.salt)
             own = gumbel_row(key, model.vocab_size, model.device)
-            return (log_q + (own if ids is None else own.index_select(0, ids))).argmax(-1, keepdim=True)
+            own = own if ids is None else own.index_select(0, ids)
+            return (log_q + own).argmax(-1, keepdim=True)
         noise = None if context.noise is None else context.noise.row(len(prefix))
         if noise is not None and ids is not None:
             noise = noise.index_select(0, ids)
@@ -186,18 +219,30 @@ class LanguageModelDraft:
         return near_ties.choose(logits, sampling, None if noise is None else noise[None], canonical)
 
     def _codes(
-        self, log_q: Tensor, column: int, prefix: list[int], context: DraftContext, ids: Tensor | None
+        self,
+        log_q: Tensor,
+        column: int,
+        prefix: list[int],
+        context: DraftContext,
+        ids: Tensor | None,
     ) -> tuple[int, int]:
-        """Codes of -log q of a column and of the entropy. Those near a border that the stop looks at come from the canonical pass."""
+        """Codes of -log q of a column and of the entropy. Those near a border that the stop looks
+        at come from the canonical pass."""
         stop, nats = context.plan.stop, -log_q[column]
         entropy = entropy_of(log_q) if stop.kind == STOP_ENTROPY else torch.zeros_like(nats)
         codes = nat_code(float(nats)), nat_code(float(entropy))
-        if context.exact and log_q.shape[0] > 1 and _near_tie(nats, entropy, codes, stop, context.sampling):
+        if (
+            context.exact
+            and log_q.shape[0] > 1
+            and _near_tie(nats, entropy, codes, stop, context.sampling)
+        ):
             return canonical_codes(self.model, prefix, column, context.sampling, ids)
         return codes
 
 
-def _near_tie(nats: Tensor, entropy: Tensor, codes: tuple[int, int], stop: CompiledStop, sampling: Sampling) -> bool:
+def _near_tie(
+    nats: Tensor, entropy: Tensor, codes: tuple[int, int], stop: CompiledStop, sampling: Sampling
+) -> bool:
     """Whether rounding could change what a stop decides."""
     if stop.kind == STOP_ENTROPY:
         return abs(codes[1] - stop.max_entropy_code) <= 1 and bool(near_code(entropy, sampling))
@@ -209,7 +254,9 @@ def _near_tie(nats: Tensor, entropy: Tensor, codes: tuple[int, int], stop: Compi
 class LanguageModelReader(TreeReader):
     """A language model's passes over one tree."""
 
-    def __init__(self, draft: LanguageModelDraft, text: list[int], shortlists: Shortlists | None) -> None:
+    def __init__(
+        self, draft: LanguageModelDraft, text: list[int], shortlists: Shortlists | None
+    ) -> None:
         super().__init__(draft.model.cache, text, shortlists, draft.model.device, first_slot=0)
         self.draft, self.model = draft, draft.model
         draft._nodes = []
@@ -247,9 +294,14 @@ def _canonical(model: CausalModel, prefix: list[int], ids: Tensor | None) -> Ten
 
 
 def canonical_codes(
-    model: CausalModel, prefix: list[int], column: int, sampling: Sampling, ids: Tensor | None = None
+    model: CausalModel,
+    prefix: list[int],
+    column: int,
+    sampling: Sampling,
+    ids: Tensor | None = None,
 ) -> tuple[int, int]:
-    """Codes of -log q(token | prefix) and of q's entropy from the canonical pass: one answer for one prefix. ``ids`` int64 [size]
-    restrict q to a shortlist, whose token ``column`` is then meant; None: columns are tokens."""
+    """Codes of -log q(token | prefix) and of q's entropy from the canonical pass: one answer for
+    one prefix. ``ids`` int64 [size] restrict q to a shortlist, whose token ``column`` is then
+    meant; None: columns are tokens."""
     log_q = log_distribution(_canonical(model, prefix, ids)[None], sampling)[0]
     return nat_code(float(-log_q[column])), nat_code(float(entropy_of(log_q)))

@@ -10,9 +10,8 @@ from runtime.drafts.protocol import DraftContext, Drafted
 class NgramIndex:
     """Where each n-gram of a growing token sequence was last continued, with undo.
 
-    A proposal is a function of the sequence alone: the token after the most recent earlier occurrence of its longest suffix of
-    ``max_n`` down to ``min_n`` tokens.
-    """
+    A proposal is a function of the sequence alone: the token after the most recent earlier
+    occurrence of its longest suffix of ``max_n`` down to ``min_n`` tokens."""
 
     def __init__(self, max_n: int = 3, min_n: int = 1) -> None:
         self.max_n, self.min_n = max_n, min_n
@@ -78,7 +77,8 @@ class NgramDraft:
         return Drafted(len(tokens), steps, len(text) - self._read, tokens)
 
     def commit(self, length: int, drafted: Drafted, path: list[int]) -> None:
-        # Reading costs nothing here; the lag is counted as for a model so that every draft's rounds look alike.
+        # Reading costs nothing here; the lag is counted as for a model so that every draft's rounds
+        # look alike.
         self._read = length + min(len(path), drafted.steps - 1)
 
     def rewind(self, length: int) -> None:

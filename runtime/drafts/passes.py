@@ -1,4 +1,5 @@
-"""Passes over a tree, which a language model and an EAGLE head share: where nodes stand, what they see, which tokens are evaluated."""
+"""Passes over a tree, which a language model and an EAGLE head share: where nodes stand, what they
+see, which tokens are evaluated."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from runtime.tree_drafts import ModelLaws, TreeContext, grow
 
 
 class Places(NamedTuple):
-    """Where n nodes stand: ``positions`` and ``slots`` int64 [n], and what each sees, ``mask`` bool [n, view]."""
+    """Where n nodes stand: ``positions`` and ``slots`` int64 [n], and what each sees, ``mask`` bool
+    [n, view]."""
 
     positions: Tensor
     slots: Tensor
@@ -26,12 +28,20 @@ class Places(NamedTuple):
 
 
 class TreeReader(ABC):
-    """A draft's passes over one tree (:class:`runtime.tree_drafts.Reader`): each level in one pass, nodes apart under a mask.
+    """A draft's passes over one tree (:class:`runtime.tree_drafts.Reader`): each level in one pass,
+    nodes apart under a mask.
 
-    ``ids`` are the tokens that the last pass's logits are of, int64 [size], where there are ``shortlists``; None: all.
-    """
+    ``ids`` are the tokens that the last pass's logits are of, int64 [size], where there are
+    ``shortlists``; None: all."""
 
-    def __init__(self, cache: SlotCache, text: list[int], shortlists: Shortlists | None, device: torch.device, first_slot: int) -> None:
+    def __init__(
+        self,
+        cache: SlotCache,
+        text: list[int],
+        shortlists: Shortlists | None,
+        device: torch.device,
+        first_slot: int,
+    ) -> None:
         self.text, self.length, self.device = text, len(text), device
         self.ids: Tensor | None = None
         self._cache, self._first_slot, self._shortlists = cache, first_slot, shortlists
@@ -41,11 +51,13 @@ class TreeReader(ABC):
 
     @abstractmethod
     def root(self) -> Tensor:
-        """Float32 logits [1, vocab or size] after the text; reads what the draft has not read of it."""
+        """Float32 logits [1, vocab or size] after the text; reads what the draft has not read of
+        it."""
 
     @abstractmethod
     def _logits(self, tokens: Tensor, parents: Tensor | None, at: Places) -> Tensor:
-        """Float32 logits [n, vocab] after n tokens, children of the nodes read last in places ``parents`` (None: of the root)."""
+        """Float32 logits [n, vocab] after n tokens, children of the nodes read last in places
+        ``parents`` (None: of the root)."""
 
     @abstractmethod
     def _states(self, tokens: Tensor, parents: Tensor | None, at: Places) -> Tensor:
@@ -57,12 +69,15 @@ class TreeReader(ABC):
 
     @abstractmethod
     def _state_before(self, path: list[int]) -> Tensor | None:
-        """The state of the token before the last of the text and ``path`` by a canonical pass, [1, hidden_size]; None where there is
-        none."""
+        """The state of the token before the last of the text and ``path`` by a canonical pass, [1,
+        hidden_size]; None where there is none."""
 
-    def level(self, tokens: Tensor, parents: Tensor | None, depth: int, exists: Tensor | None = None) -> Tensor:
-        """Float32 logits [n, vocab or size] after n tokens at ``depth``, children of the nodes that pass depth - 1 read in these places
-        (None: of the root). ``exists`` bool [n]: the tokens that are nodes of the tree; None: all."""
+    def level(
+        self, tokens: Tensor, parents: Tensor | None, depth: int, exists: Tensor | None = None
+    ) -> Tensor:
+        """Float32 logits [n, vocab or size] after n tokens at ``depth``, children of the nodes that
+        pass depth - 1 read in these places (None: of the root). ``exists`` bool [n]: the tokens
+        that are nodes of the tree; None: all."""
         at = self._place(len(tokens), parents, depth)
         if self._shortlists is None:
             return self._logits(tokens, parents, at)
@@ -79,7 +94,8 @@ class TreeReader(ABC):
         return self._shortlists.logits(states, support)
 
     def canonical(self, path: list[int]) -> Tensor:
-        """Float32 logits [vocab or size] after the text and ``path``: one answer whatever the batch."""
+        """Float32 logits [vocab or size] after the text and ``path``: one answer whatever the
+        batch."""
         logits = self._canonical(path)
         return logits if self.ids is None else logits.index_select(0, self.ids)
 
@@ -87,7 +103,9 @@ class TreeReader(ABC):
         """The next n slots behind the text; each node sees the text, its ancestors and itself."""
         first = self.length + self._placed
         slots = torch.arange(first, first + n, device=self.device)
-        mask = torch.zeros(n, min(self._cache.capacity, view_of(first + n)), dtype=torch.bool, device=self.device)
+        mask = torch.zeros(
+            n, min(self._cache.capacity, view_of(first + n)), dtype=torch.bool, device=self.device
+        )
         if parents is None or self._mask is None:
             mask[:, self._first_slot : self.length] = True
         else:
@@ -95,15 +113,25 @@ class TreeReader(ABC):
         mask[torch.arange(n, device=self.device), slots] = True
         self._mask = mask
         self._placed += n
-        return Places(torch.full((n,), self.length + depth - 1, dtype=torch.int64, device=self.device), slots, mask)
+        return Places(
+            torch.full((n,), self.length + depth - 1, dtype=torch.int64, device=self.device),
+            slots,
+            mask,
+        )
 
 
-def propose_tree(reader: TreeReader, depth: int, limit: int, lag: int, context: DraftContext, vocab_size: int) -> Drafted:
+def propose_tree(
+    reader: TreeReader, depth: int, limit: int, lag: int, context: DraftContext, vocab_size: int
+) -> Drafted:
     """Grows a tree by a draft's passes, as the policy says."""
     rule, shortlists = context.plan.rule(context.sampling), context.shortlists
-    whole = not filters(context.sampling, vocab_size) and (shortlists is None or shortlists.least(limit) >= rule.width)
+    whole = not filters(context.sampling, vocab_size) and (
+        shortlists is None or shortlists.least(limit) >= rule.width
+    )
     source = ModelLaws(rule, reader, TreeContext(context.sampling, context.noise, context.exact))
-    tree = grow(rule, depth, limit, source, reader.device, whole=whole, keep_pruned=context.keeps_pruned)
+    tree = grow(
+        rule, depth, limit, source, reader.device, whole=whole, keep_pruned=context.keeps_pruned
+    )
     return Drafted(len(tree.tokens), tree.steps, lag, tree.tokens, tree)
 
 
@@ -115,12 +143,15 @@ def shortlisted(
     before: Callable[[], Tensor | None],
     canonical: Callable[[int], Tensor | None],
 ) -> tuple[Tensor, Support]:
-    """A pass over the ``pending`` tokens, the end of a chain: its last state [1, hidden_size], and the shortlist for what follows.
+    """A pass over the ``pending`` tokens, the end of a chain: its last state [1, hidden_size], and
+    the shortlist for what follows.
 
-    ``read`` makes the pass; ``before`` is the state of the token before the last (None: there is none, or no router asks). Where that
-    token is pending too, the router waits for the pass; else the two overlap.
-    """
+    ``read`` makes the pass; ``before`` is the state of the token before the last (None: there is
+    none, or no router asks). Where that token is pending too, the router waits for the pass; else
+    the two overlap."""
     if shortlists.routed and len(pending) > 1:
         states = read()
         return states, shortlists.of(step, pending[-1:], before(), canonical)
-    return shortlists.beside(read, step, pending[-1:], before() if shortlists.routed else None, canonical)
+    return shortlists.beside(
+        read, step, pending[-1:], before() if shortlists.routed else None, canonical
+    )

@@ -1,9 +1,9 @@
 """What the runtime asks of any draft: begin, propose, commit, rewind.
 
-A draft is a function of its prefix (and, at temperature > 0, of the noise that the target will use): that is what lets a panorama
-stand for every start. A chain is a tree of width 1. Language models propose it without growing a tree, which measured 5 to 9% faster
-with four tokens a round, and lets a stop look at probabilities in 1/256 nat.
-"""
+A draft is a function of its prefix (and, at temperature > 0, of the noise that the target will
+use): that is what lets a panorama stand for every start. A chain is a tree of width 1. Language
+models propose it without growing a tree, which measured 5 to 9% faster with four tokens a round,
+and lets a stop look at probabilities in 1/256 nat."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ LONG_LAG: Final = 64
 class DraftContext:
     """What a draft may read of the request and the policy in force.
 
-    ``exact`` asks that near ties be decided by the canonical pass. ``shortlists``: which tokens each step evaluates; None: all.
-    ``own_seed`` is set where proposals must be drawn independently of the target's noise; ``salt`` then counts rounds.
-    ``keeps_pruned``: a tree holds what was drafted and not selected.
-    """
+    ``exact`` asks that near ties be decided by the canonical pass. ``shortlists``: which tokens
+    each step evaluates; None: all. ``own_seed`` is set where proposals must be drawn independently
+    of the target's noise; ``salt`` then counts rounds. ``keeps_pruned``: a tree holds what was
+    drafted and not selected."""
 
     plan: Plan
     sampling: Sampling
@@ -48,11 +48,12 @@ class DraftContext:
 
 @dataclass(frozen=True)
 class Drafted:
-    """What one draft phase did: ``count`` tokens for verification, the passes (``steps``) and the tokens read before the first (``lag``).
+    """What one draft phase did: ``count`` tokens for verification, the passes (``steps``) and the
+    tokens read before the first (``lag``).
 
-    ``tokens`` are their ids (a trace knows only those on the text, so there it is empty). ``tree`` is set where they form one; else
-    each follows the one before. ``log_q``: float32 [vocab] for each token of a chain that was drawn independently of the target.
-    """
+    ``tokens`` are their ids (a trace knows only those on the text, so there it is empty). ``tree``
+    is set where they form one; else each follows the one before. ``log_q``: float32 [vocab] for
+    each token of a chain that was drawn independently of the target."""
 
     count: int
     steps: int
@@ -71,16 +72,20 @@ class Draft(Protocol):
     """Proposes tokens for the target to verify. Texts are token ids, prompt included."""
 
     reads_features: bool
-    """Whether it reads the target's hidden states. Then it reads what it drafted again, once that is accepted."""
+    """Whether it reads the target's hidden states. Then it reads what it drafted again, once that
+    is accepted."""
 
     def begin(self, text: list[int], capacity: int) -> None:
-        """A new request, or a text that another draft served so far: reads it but for its last token. ``capacity``: slots needed."""
+        """A new request, or a text that another draft served so far: reads it but for its last
+        token. ``capacity``: slots needed."""
 
     def propose(self, text: list[int], depth: int, limit: int, context: DraftContext) -> Drafted:
-        """At most ``depth`` >= 1 levels after ``text``; HeteroSpec may go on up to ``limit``. The policy's stop may end it earlier."""
+        """At most ``depth`` >= 1 levels after ``text``; HeteroSpec may go on up to ``limit``. The
+        policy's stop may end it earlier."""
 
     def commit(self, length: int, drafted: Drafted, path: list[int]) -> None:
-        """Of what :meth:`propose` drafted after a text of ``length`` tokens, the nodes ``path`` were accepted, from the root."""
+        """Of what :meth:`propose` drafted after a text of ``length`` tokens, the nodes ``path``
+        were accepted, from the root."""
 
     def rewind(self, length: int) -> None:
         """Forgets what was read beyond the first ``length`` tokens of the text."""
