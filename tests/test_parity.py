@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -68,7 +69,17 @@ def random_policies(drafts: Sequence[str], count: int, seed: int) -> list[Policy
     return found
 
 
-def record(pair: LoadedPair, sampling: Sampling) -> tuple[list[Trajectory], dict[str, list[ChainPanorama]]]:
+Recorded = tuple[list[Trajectory], dict[str, list[ChainPanorama]]]
+Record = Callable[[Sampling], Recorded]
+
+
+@pytest.fixture(scope="module")
+def record(pair: LoadedPair) -> Record:
+    """Texts and panoramas at a sampling, made once."""
+    return cache(lambda sampling: recorded(pair, sampling))
+
+
+def recorded(pair: LoadedPair, sampling: Sampling) -> Recorded:
     decoder = Decoder(pair, StaticSource(prepare(Policy(), pair.draft_names)))
     trajectories = []
     for i, prompt in enumerate(PROMPTS):
@@ -78,9 +89,9 @@ def record(pair: LoadedPair, sampling: Sampling) -> tuple[list[Trajectory], dict
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: f"T{s.temperature}")
-def test_replay_is_the_runtime_round_by_round(pair: LoadedPair, sampling: Sampling) -> None:
+def test_replay_is_the_runtime_round_by_round(pair: LoadedPair, record: Record, sampling: Sampling) -> None:
     """simulate = run on every round, for every kind of policy; the plain loop over the trace agrees with both."""
-    trajectories, panoramas = record(pair, sampling)
+    trajectories, panoramas = record(sampling)
     profile = flat_profile(pair.id, pair.drafts)
     trace = ReplayTrace(trajectories, panoramas)
     near, far = pair.drafts
@@ -102,7 +113,7 @@ def test_replay_is_the_runtime_round_by_round(pair: LoadedPair, sampling: Sampli
     assert rounds > 2000
 
 
-def test_panorama_is_the_drafts_own_chain(pair: LoadedPair) -> None:
+def test_panorama_is_the_drafts_own_chain(pair: LoadedPair, record: Record) -> None:
     """Every start's chain, as the panorama tells it, is what the draft proposes when asked there, one start at a time."""
     from optimizer.oracle import TraceBackend
     from runtime.drafts.language_model import LanguageModelDraft, canonical_codes
@@ -111,7 +122,7 @@ def test_panorama_is_the_drafts_own_chain(pair: LoadedPair) -> None:
     from traces.schema import AGREE_YES, request_seed
 
     sampling = Sampling(temperature=1.0, seed=4)
-    trajectories, panoramas = record(pair, sampling)
+    trajectories, panoramas = record(sampling)
     for name in pair.drafts:
         plan = prepare(parse_policy({"draft": name, "window": {"kind": "fixed", "gamma": GAMMA_MAX}}), pair.draft_names)
         for trajectory, view in list(zip(trajectories, panoramas[name], strict=True))[:2]:
@@ -134,17 +145,17 @@ def test_panorama_is_the_drafts_own_chain(pair: LoadedPair) -> None:
                     assert abs(codes[1] - entropy) <= 1
 
 
-def test_retrace_of_a_stored_text_equals_the_first_recording(pair: LoadedPair) -> None:
+def test_retrace_of_a_stored_text_equals_the_first_recording(pair: LoadedPair, record: Record) -> None:
     """Panoramas are functions of the text: made again, by a fresh load, they are equal, bit for bit."""
-    trajectories, panoramas = record(pair, Sampling(temperature=1.0, seed=4))
+    trajectories, panoramas = record(Sampling(temperature=1.0, seed=4))
     again = load_pair(pair.spec, device="cpu")
     for name in pair.draft_names:
         assert [record_panorama(again, t, name, GAMMA_MAX) for t in trajectories] == panoramas[name]
 
 
-def test_shorter_panoramas_are_prefixes(pair: LoadedPair) -> None:
+def test_shorter_panoramas_are_prefixes(pair: LoadedPair, record: Record) -> None:
     """What a panorama of gamma_max 5 says is what one of 16 says: recording wider changes nothing."""
-    trajectories, panoramas = record(pair, Sampling())
+    trajectories, panoramas = record(Sampling())
     for name in pair.draft_names:
         for trajectory, wide in zip(trajectories, panoramas[name], strict=True):
             narrow = record_panorama(pair, trajectory, name, 5)
@@ -177,9 +188,9 @@ def test_rejection_is_replayed_in_law(pair: LoadedPair) -> None:
     assert predicted == pytest.approx(measured, rel=0.08)
 
 
-def test_coupled_replays_of_a_rejection_text_differ_only_in_acceptance(pair: LoadedPair) -> None:
+def test_coupled_replays_of_a_rejection_text_differ_only_in_acceptance(pair: LoadedPair, record: Record) -> None:
     """A text is a text: recorded by one verifier, it can be replayed as served by the other."""
-    trajectories, panoramas = record(pair, Sampling(temperature=1.0, seed=4))
+    trajectories, panoramas = record(Sampling(temperature=1.0, seed=4))
     near = next(iter(pair.drafts))
     policy = parse_policy({"draft": near, "window": {"kind": "fixed", "gamma": 4}})
     coupled = run_replay(ReplayTrace(trajectories, panoramas), policy).total
@@ -189,10 +200,10 @@ def test_coupled_replays_of_a_rejection_text_differ_only_in_acceptance(pair: Loa
     assert coupled.rounds != rejection.rounds
 
 
-def test_a_stored_q_table_is_where_the_next_session_begins(pair: LoadedPair, tmp_path: Path) -> None:
+def test_a_stored_q_table_is_where_the_next_session_begins(pair: LoadedPair, record: Record, tmp_path: Path) -> None:
     """What a Q-learning window learned in replay is kept as an artifact; a frozen policy that names it decodes by it, alike in
     replay and execution."""
-    trajectories, panoramas = record(pair, Sampling())
+    trajectories, panoramas = record(Sampling())
     near = next(iter(pair.drafts))
     trace = ReplayTrace(trajectories, panoramas)
     window = {"kind": "q_learning", "gamma_max": 6, "epsilon": 0.3}
