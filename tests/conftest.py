@@ -15,6 +15,18 @@ from db import Database, open_database, upgrade
 from traces.store import TraceStore
 
 TEMPLATE = "spectune_template"
+SLOWEST = ("parity", "tree_parity", "cli_flow", "shortlists", "hot_reload", "shortlist_replay", "frequency_ranks", "kill")
+"""Test files that take longest, the slowest first: begun last, one of them would keep a single worker busy at the end."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # pytest-xdist would begin with the files of most tests, which are not the slowest.
+    config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    ranks = {f"test_{name}": rank for rank, name in enumerate(SLOWEST)}
+    items.sort(key=lambda item: ranks.get(item.path.stem, len(SLOWEST)))
 
 
 class Postgresql:

@@ -259,7 +259,7 @@ def serving(url: str, database: Database, tiny_pair: Path, tmp_path: Path, pair:
     store = TraceStore(database)
     publish(store, pair, fixed(2))
     door = Door(url, str(tiny_pair))
-    workload = write_workload(tmp_path / "long.jsonl", 12)
+    workload = write_workload(tmp_path / "long.jsonl", 9)
     process = door.start(
         *("run", "--pair", tiny_pair, "--workload", workload, "--policy", "active", "--max-new-tokens", 400, "--device", "cpu"),
         *("--outputs", tmp_path / "texts.jsonl", "--per-round", tmp_path / "rounds.jsonl", "--json"),

@@ -1,4 +1,7 @@
-"""The one idea: text does not depend on the policy. Tested on two architectures, at temperatures 0, 0.7 and 1."""
+"""The one idea: text does not depend on the policy. Tested on two architectures, here under a top-k filter.
+
+:mod:`test_parity` and :mod:`test_tree_parity` compare the texts of the same policies at temperatures 0, 0.7 and 1.
+"""
 
 from __future__ import annotations
 
@@ -19,22 +22,8 @@ from runtime.policies.document import Policy, parse_policy
 from runtime.policies.plan import prepare
 from traces.schema import LatencyProfile, Request, Sampling, Trajectory
 
-PROMPTS = [
-    "def add(a, b):",
-    "The quick brown",
-    "Question: Bob has 9",
-    "for i in",
-    "x",
-    "hello world, the dog",
-    "return a + b\n",
-    "Ann buys 4 apples and",
-]
-SAMPLINGS = [
-    Sampling(),
-    Sampling(temperature=0.7, top_p=0.95, seed=3),
-    Sampling(temperature=1.0, seed=4),
-    Sampling(temperature=1.0, top_k=20, seed=5),
-]
+PROMPTS = ["def add(a, b):", "The quick brown", "Question: Bob has 9", "for i in", "x"]
+FILTERED = Sampling(temperature=1.0, top_k=20, seed=5)
 
 
 def policies(near: str, far: str) -> list[Policy]:
@@ -89,13 +78,12 @@ def decode(pair: LoadedPair, policy: Policy, sampling: Sampling, profile: Latenc
     return found
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: f"T{s.temperature}k{s.top_k}p{s.top_p}")
-def test_text_is_the_same_under_every_policy(pair: LoadedPair, profile: LatencyProfile, sampling: Sampling) -> None:
+def test_text_is_the_same_under_every_policy(pair: LoadedPair, profile: LatencyProfile) -> None:
     """Token ids are identical to autoregression's with the same seed, for every window, stop and draft."""
-    plain = decode(pair, Policy(), sampling)
+    plain = decode(pair, Policy(), FILTERED)
     near, far = pair.drafts
     for policy in policies(near, far):
-        assert decode(pair, policy, sampling, profile) == plain, policy.label()
+        assert decode(pair, policy, FILTERED, profile) == plain, policy.label()
 
 
 def test_greedy_autoregression_is_generates(pair: LoadedPair) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from runtime.loading import LoadedPair, load_pair
 from runtime.pair import read_pair
 from runtime.policies.document import ClassifierGrowth, StaticGrowth, TopKGrowth, parse_policy
 from runtime.policies.tree_rules import compile_tree
-from runtime.tree_panorama import Cover, cover_name
+from runtime.tree_panorama import cover_name
 from traces.errors import PolicyError
 from traces.schema import Trajectory, TreePanorama
 from traces.store import TraceStore
@@ -231,63 +231,50 @@ def test_a_chain_is_no_cover() -> None:
 # --- heads
 
 
-def test_heads_get_their_chains_as_trees(store: TraceStore, pair: LoadedPair, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[str, int, int, int]] = []
+Retrace = Callable[..., set[tuple[str, int, int, int]]]
 
-    def fake(
-        _pair: LoadedPair,
-        trajectory: Trajectory,
-        draft: str,
-        width: int,
-        depth: int,
-        *,
-        proposals: Any,
-        covers: tuple[Cover, ...],
-        chain_depth: int,
-    ) -> TreePanorama:
-        calls.append((draft, width, depth, chain_depth))
-        return a_tree(trajectory, draft, width=width, depth=depth, proposals=proposals, covers=tuple(c.name for c in covers))
+
+@pytest.fixture
+def retraced(store: TraceStore, pair: LoadedPair, monkeypatch: pytest.MonkeyPatch) -> Retrace:
+    """Retraces the trees of drafts, one of them a head; what was made: (draft, width, depth, depth of chains alone)."""
+    calls: set[tuple[str, int, int, int]] = set()
+
+    def fake(_pair: LoadedPair, text: Trajectory, draft: str, width: int, depth: int, **how: Any) -> TreePanorama:
+        calls.add((draft, width, depth, how["chain_depth"]))
+        covers = tuple(c.name for c in how["covers"])
+        return a_tree(text, draft, width=width, depth=depth, proposals=how["proposals"], covers=covers)
 
     monkeypatch.setattr(recorder, "record_tree_panorama", fake)
     headed = replace(pair, heads={"head": object()})  # type: ignore[dict-item]  # only its name is looked at
     recording = store.resolve_recording("latest")
+    assert retrace(store, headed, recording, headed.draft_names, 4) == 0, "heads have no chain panorama"
 
-    def made(width: int, depth: int, chains: int, **how: Any) -> set[tuple[str, int, int, int]]:
+    def made(width: int, depth: int, chains: int, drafts: tuple[str, ...] = headed.draft_names, **how: Any) -> Any:
         calls.clear()
-        retrace_trees(store, headed, recording, headed.draft_names, width, depth, chain_depth=chains, **how)
+        retrace_trees(store, headed, recording, drafts, width, depth, chain_depth=chains, **how)
         return set(calls)
 
-    assert retrace(store, headed, recording, headed.draft_names, 4) == 0  # heads have no chain panorama
-    assert made(0, 0, 6) == {("head", 1, 6, 0)}
-    assert made(0, 0, 6) == made(0, 0, 4) == set()
-    assert made(3, 2, 6) == {("near", 3, 2, 0), ("far", 3, 2, 0), ("head", 3, 6, 0)}
-    assert made(3, 2, 6) == made(2, 2, 5) == set()
-    assert made(3, 2, 6, proposals="probability") == {(d, 3, 2, 0) for d in ("near", "far", "head")}
+    return made
 
 
-def test_a_heads_chains_may_be_deeper_than_its_trees(
-    store: TraceStore, pair: LoadedPair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[tuple[int, int, int]] = []
+def test_heads_get_their_chains_as_trees(retraced: Retrace) -> None:
+    assert retraced(0, 0, 6) == {("head", 1, 6, 0)}
+    assert retraced(0, 0, 6) == retraced(0, 0, 4) == set()
+    assert retraced(3, 2, 6) == {("near", 3, 2, 0), ("far", 3, 2, 0), ("head", 3, 6, 0)}
+    assert retraced(3, 2, 6) == retraced(2, 2, 5) == set()
+    by_probability = retraced(3, 2, 6, proposals="probability")
+    assert by_probability == {(d, 3, 2, 0) for d in ("near", "far", "head")}
 
-    def fake(_pair: LoadedPair, t: Trajectory, draft: str, width: int, depth: int, **how: Any) -> TreePanorama:
-        calls.append((width, depth, how["chain_depth"]))
-        return a_tree(t, draft, width=width, depth=depth, covers=tuple(c.name for c in how["covers"]))
 
-    monkeypatch.setattr(recorder, "record_tree_panorama", fake)
-    headed = replace(pair, heads={"head": object()})  # type: ignore[dict-item]
-    recording = store.resolve_recording("latest")
+def test_a_heads_chains_may_be_deeper_than_its_trees(retraced: Retrace) -> None:
+    def made(*asked: int) -> set[tuple[str, int, int, int]]:
+        return retraced(*asked, ("head",))
 
-    def made(width: int, depth: int, chains: int) -> set[tuple[int, int, int]]:
-        calls.clear()
-        retrace_trees(store, headed, recording, ("head",), width, depth, chain_depth=chains)
-        return set(calls)
-
-    assert made(4, 3, 9) == {(4, 3, 9)}
+    assert made(4, 3, 9) == {("head", 4, 3, 9)}
     assert made(4, 3, 9) == made(0, 0, 9) == made(0, 0, 7) == made(4, 2, 2) == set()
-    assert made(0, 0, 12) == {(4, 3, 12)}  # the trees stay
-    assert made(5, 3, 4) == {(5, 3, 12)}  # and so do the chains
-    assert made(5, 14, 4) == {(5, 14, 0)}
+    assert made(0, 0, 12) == {("head", 4, 3, 12)}  # the trees stay
+    assert made(5, 3, 4) == {("head", 5, 3, 12)}  # and so do the chains
+    assert made(5, 14, 4) == {("head", 5, 14, 0)}
     assert made(0, 0, 14) == set()
 
 

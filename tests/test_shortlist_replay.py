@@ -27,7 +27,7 @@ from runtime.tree_panorama import record_tree_panorama
 from traces.errors import PolicyError, TraceError
 from traces.schema import CostCurve, Request, Sampling, Trajectory
 
-TOKENS, WIDTH, DEPTH, GAMMA = 32, 8, 5, 12
+TOKENS, WIDTH, DEPTH, GAMMA = 24, 8, 5, 12
 SAMPLINGS = [Sampling(), Sampling(temperature=1.0, seed=4)]
 
 
@@ -85,8 +85,8 @@ def policies(vocab: int) -> list[Policy]:
     ]
     shortlists = [{"kind": "frequency", "size": size, "artifact": "a"} for size in (1, 8, vocab // 4, vocab // 2, vocab)]
     shortlists += [{"kind": "position_frequency", "k_max": size, "artifact": "a"} for size in (16, vocab // 2)]
-    # Every shortlist under a fixed window and a state machine, and a third of them, in turn, under each of the others.
-    chosen = [(w, s) for i, w in enumerate(windows) for j, s in enumerate(shortlists) if i in (1, 2) or (i + j) % 3 == 0]
+    # Every shortlist under a fixed window, and a third of them, in turn, under each of the others.
+    chosen = [(w, s) for i, w in enumerate(windows) for j, s in enumerate(shortlists) if i == 1 or (i + j) % 3 == 0]
     return [parse_policy({"draft": "near", "window": w, "shortlist": s}) for w, s in chosen]
 
 

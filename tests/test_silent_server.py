@@ -136,17 +136,6 @@ def test_a_server_that_falls_silent_in_a_statement_is_given_up_and_found_again(w
 
 
 @pytest.mark.usefixtures("impatient")
-def test_an_idle_connection_to_a_silent_server_is_given_up(wire: Wire, through: str) -> None:
-    with open_database(f"{through}?connect_timeout=2") as database, no_hang():
-        assert ask(database) == 1
-        wire.freeze()
-        with pytest.raises(UnavailableError, match="cannot reach database"):
-            ask(database)
-        wire.thaw()
-        assert ask(database) == 1
-
-
-@pytest.mark.usefixtures("impatient")
 def test_a_long_statement_is_cut_only_where_it_was_not_announced(postgresql_url: str) -> None:
     upgrade(postgresql_url)
     with open_database(f"{postgresql_url}?options=-c%20statement_timeout=200ms") as database:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import tracemalloc
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,9 +18,7 @@ from trace_values import a_panorama, a_recording, a_trajectory, a_tree, steps_of
 
 from db import CorruptedChunkError
 from db.models import PanoramaChunkRow, StepChunkRow, TrajectoryRow
-from traces import codec
 from traces.codec import _HEADERS, CODEC, RAW_LIMIT, SCHEMA_VERSION, Chunk, CodecError, pack, unpack
-from traces.errors import TraceError
 from traces.packing import (
     pack_chain,
     pack_document,
@@ -83,15 +80,6 @@ def test_any_steps_come_back_equal(steps: list[Step]) -> None:
 
 
 @few
-@given(hnp.arrays(np.int32, st.integers(0, 50)), hnp.arrays(np.int32, st.integers(0, 50)))
-def test_any_tokens_come_back_equal(prompt: np.ndarray, output: np.ndarray) -> None:
-    back = unpack_tokens(pack_tokens(prompt, output))
-    assert np.array_equal(back[0], prompt)
-    assert np.array_equal(back[1], output)
-    assert back[0].dtype == back[1].dtype == np.int32
-
-
-@few
 @given(st.integers(0, 10**6), st.integers(0, 7))
 def test_any_flipped_bit_is_noticed(where: int, bit: int) -> None:
     chunk = pack_chain(a_panorama(a_trajectory(0), "small"))
@@ -99,14 +87,6 @@ def test_any_flipped_bit_is_noticed(where: int, bit: int) -> None:
     damaged[where % len(damaged)] ^= 1 << bit
     with pytest.raises(CodecError, match="checksum differs"):
         unpack_chain(replace(chunk, data=bytes(damaged)))
-
-
-def test_documents_carry_arrays() -> None:
-    document = {"a": [1, 2.5, None, "ž"], "b": {"c": True}}
-    array = np.linspace(0, 1, 7)
-    back, arrays = unpack_document(pack_document(document, {"x": array}))
-    assert back == document
-    assert np.array_equal(arrays["x"], array)
 
 
 def test_other_kinds_and_newer_versions_are_refused() -> None:
@@ -188,42 +168,31 @@ STEPS, CHAIN = pack_steps(steps_of(a_trajectory(0))), pack_chain(a_panorama(a_tr
 TREE, TOKENS = pack_tree(a_tree(a_trajectory(0), "small")), pack_tokens(np.zeros(3, np.int32), np.zeros(4, np.int32))
 
 
-@pytest.mark.parametrize(
-    ("chunk", "reader"),
-    [
-        (changed(STEPS, start=None), unpack_steps),
-        (changed(STEPS, drafts=[]), unpack_steps),
-        (changed(STEPS, drafts=None), unpack_steps),
-        (changed(STEPS, policies=[["x"]]), unpack_steps),
-        (changed(STEPS, policies={"0": "x"}), unpack_steps),
-        (changed(STEPS, lag=np.zeros(1, np.int32)), unpack_steps),
-        (changed(STEPS, lag=np.zeros((1, 1), np.int32)), unpack_steps),
-        (changed(STEPS, draft_s=np.zeros(1, np.float64)), unpack_steps),
-        (changed(STEPS, more=np.zeros(1, np.int32)), unpack_steps),
-        (changed(CHAIN, gamma_max="16"), unpack_chain),
-        (changed(CHAIN, gamma_max=True), unpack_chain),
-        (changed(CHAIN, draft=[1]), unpack_chain),
-        (changed(CHAIN, agree=np.full(60, 3, np.uint8)), unpack_chain),
-        (changed(CHAIN, branch_len=unpack(CHAIN)[0]["branch_len"] + 200), unpack_chain),
-        (changed(CHAIN, branch_len=unpack(CHAIN)[0]["branch_len"].astype(np.int64)), unpack_chain),
-        (changed(CHAIN, logp=unpack(CHAIN)[0]["logp"].astype(np.float32)), unpack_chain),
-        (changed(TREE, width=-4), unpack_tree),
-        (changed(TREE, width=10**9), unpack_tree),
-        (changed(TREE, depth=0), unpack_tree),
-        (changed(TREE, depth="3"), unpack_tree),
-        (changed(TREE, covers=[[]]), unpack_tree),
-        (changed(TREE, token_bytes=[2]), unpack_tree),
-        (changed(TREE, logp=np.zeros(3, np.uint8)), unpack_tree),
-        (changed(TREE, text_slot=np.full(183, 9, np.uint8)), unpack_tree),
-        (changed(TOKENS, prompt=None), unpack_tokens),
-        (changed(TOKENS, output=np.zeros((2, 2), np.int32)), unpack_tokens),
-        (changed(TOKENS, output=np.zeros(2, np.float64)), unpack_tokens),
-        (changed(pack_document({"a": 1}), document=None), unpack_document),
-    ],
-)
-def test_columns_that_their_kind_does_not_have_are_one_error(chunk: Chunk, reader: Callable[[Chunk], object]) -> None:
-    with pytest.raises(CodecError):
-        reader(chunk)
+WRONG = [
+    (STEPS, unpack_steps, {"start": None}),
+    (STEPS, unpack_steps, {"drafts": []}),
+    (STEPS, unpack_steps, {"policies": {"0": "x"}}),
+    (STEPS, unpack_steps, {"lag": np.zeros((1, 1), np.int32)}),
+    (STEPS, unpack_steps, {"draft_s": np.zeros(1, np.float64)}),
+    (STEPS, unpack_steps, {"more": np.zeros(1, np.int32)}),
+    (CHAIN, unpack_chain, {"gamma_max": True}),
+    (CHAIN, unpack_chain, {"agree": np.full(60, 3, np.uint8)}),
+    (CHAIN, unpack_chain, {"branch_len": unpack(CHAIN)[0]["branch_len"] + 200}),
+    (CHAIN, unpack_chain, {"logp": unpack(CHAIN)[0]["logp"].astype(np.float32)}),
+    (TREE, unpack_tree, {"width": 10**9}),
+    (TREE, unpack_tree, {"depth": "3"}),
+    (TREE, unpack_tree, {"covers": [[]]}),
+    (TREE, unpack_tree, {"text_slot": np.full(183, 9, np.uint8)}),
+    (TOKENS, unpack_tokens, {"output": np.zeros((2, 2), np.int32)}),
+    (TOKENS, unpack_tokens, {"output": np.zeros(2, np.float64)}),
+    (pack_document({"a": 1}), unpack_document, {"document": None}),
+]
+
+
+def test_columns_that_their_kind_does_not_have_are_one_error() -> None:
+    for chunk, reader, values in WRONG:
+        with pytest.raises(CodecError):
+            reader(changed(chunk, **values))
 
 
 def test_a_chunk_that_unpacks_to_more_than_any_of_ours_takes_no_memory() -> None:
@@ -241,19 +210,9 @@ def test_a_chunk_that_unpacks_to_more_than_any_of_ours_takes_no_memory() -> None
         tracemalloc.stop()
 
 
-def test_a_chunk_that_would_be_too_large_is_one_line(store: TraceStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    recording = a_recording(store, n=1)
-    monkeypatch.setattr(codec, "RAW_LIMIT", 100_000)
-    large = replace(a_trajectory(1), output_ids=np.zeros(30_000, np.int32))
-    with pytest.raises(TraceError, match="in one chunk; record smaller trees or shorter texts"):
-        store.append_trajectory(recording, 1, large)
-    assert store.recorded_ordinals(recording) == {0}
-
-
-@pytest.mark.parametrize("name", ["nested", "meta is a list", "a shape beyond memory"])
-def test_a_forged_chunk_costs_what_a_damaged_one_does(store: TraceStore, name: str) -> None:
+def test_a_forged_chunk_costs_what_a_damaged_one_does(store: TraceStore) -> None:
     recording = a_recording(store, n=4)
-    chunk = FORGED[name]
+    chunk = FORGED["nested"]
     with store.database.write() as session:
         steps = session.query(StepChunkRow).filter_by(recording_id=recording, ordinal=2).one()
         rows = session.get_one(TrajectoryRow, (recording, 0)), session.get_one(PanoramaChunkRow, (recording, 1, "small", "chain"))

@@ -145,7 +145,7 @@ def covers(policies: list[Policy], sampling: Sampling, find: Artifacts) -> list[
 def test_trees_change_no_text_and_replay_exactly(pair: LoadedPair, sampling: Sampling) -> None:
     draft = next(iter(pair.drafts))
     find = artifacts(draft)
-    policies = tree_policies(draft, 20, seed=int(10 * sampling.temperature))
+    policies = tree_policies(draft, 14, seed=int(10 * sampling.temperature))
     plain = [d.trajectory for d in decode(pair, Policy(), sampling)]
     wanted = covers(policies, sampling, find)
     trees = [record_tree_panorama(pair, t, draft, WIDTH, DEPTH, covers=wanted) for t in plain]
