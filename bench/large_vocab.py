@@ -52,9 +52,8 @@ from optimizer.execute import DecodeOptions, Encoded, encode, run
 from optimizer.fit.dynaspec import fit_router
 from optimizer.fit.fr_spec import count_tokens, fit_fr_spec, frequency_order
 from optimizer.inputs import load_workload
-from optimizer.record import keep_served
+from optimizer.record import record_served
 from optimizer.tune import finite
-from runtime.decoder import Decoded
 from runtime.loading import LoadedPair, load_pair
 from runtime.loop import StaticSource
 from runtime.pair import read_pair
@@ -201,7 +200,10 @@ def laboratory(state: Path, vocab: int) -> Lab:
     search, test = parts(texts)
     (folder / "spectune.db").unlink(missing_ok=True)
     store = stored(folder / "spectune.db")
-    recording = keep_served(store, pair, RECORDED, [Decoded(t, (), 0.0, 0.0) for t in texts])
+    with record_served(store, pair, RECORDED) as writer:
+        for text in texts:
+            writer.put(text)
+    recording = writer.recording
     tokens = demo.target.vocab_size
     counts = count_tokens([np.concatenate([t.prompt_ids, t.output_ids]) for t in search], pair.target.vocab_size)
     shadowed = frequency_order(np.tile(counts[:tokens], vocab // tokens), sorted(pair.eos_ids))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from db.errors import UnavailableError
 from optimizer.artifacts import fitted
 from optimizer.execute import DecodeOptions, encode, warm
-from runtime.decoder import Decoded, Decoder
+from runtime.decoder import Decoder
 from runtime.loading import LoadedPair
 from runtime.loop import PolicySource
 from runtime.panorama import record_panorama
@@ -21,6 +23,7 @@ from traces.errors import PolicyError, TraceError
 from traces.recording import TREE_DEPTH, TREE_WIDTH
 from traces.schema import Proposals, Trajectory, Workload
 from traces.store import RecordingInfo, TraceStore
+from traces.writer import TrafficWriter
 
 Progress = Callable[[str, int, int], None]
 """Called with (phase, done, total)."""
@@ -366,8 +369,10 @@ def _stored_rule(name: str, draft: str, proposals: Proposals, sampled: bool, art
     return compile_tree(parse_policy(document, where=f"stored cover {name}"), sampled=sampled, artifacts=find)
 
 
-def keep_served(store: TraceStore, pair: LoadedPair, options: DecodeOptions, decoded: Sequence[Decoded]) -> str:
-    """Stores what was served as a recording (source ``serve``): tokens and rounds only; panoramas are made when it is tuned on."""
+@contextmanager
+def record_served(store: TraceStore, pair: LoadedPair, options: DecodeOptions) -> Iterator[TrafficWriter]:
+    """A new recording of what is served (source ``serve``), written while serving goes on, and ended however that ends: tokens and rounds
+    only; panoramas are made when it is tuned on. Raises UnavailableError at the end where requests could not be written."""
     store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
     info = store.create_recording(
         pair.id,
@@ -378,9 +383,15 @@ def keep_served(store: TraceStore, pair: LoadedPair, options: DecodeOptions, dec
         options=recording_options(pair, options),
         source="serve",
     )
-    store.append_trajectories(info.id, [(i, d.trajectory, d.steps) for i, d in enumerate(decoded)])
-    store.finish_recording(info.id)
-    return info.id
+    with TrafficWriter(store, info.id) as writer:
+        try:
+            yield writer
+        finally:
+            status = writer.close()
+            if not status.dropped:
+                store.finish_recording(info.id)
+    if status.dropped:
+        raise UnavailableError(f"recording {info.id} lacks {status.dropped} of the requests served: {status.error or 'they came too fast'}")
 
 
 def split(ids: Sequence[str], categories: Sequence[str], *, test_share: float = 0.4) -> tuple[list[int], list[int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sqlite3
+import time
 from pathlib import Path
 
 from doors import Door, write_workload
@@ -42,6 +43,25 @@ def test_ctrl_c_is_one_line_and_exit_130_and_resumes(tiny_pair: Path, tmp_path: 
     assert (resumed["n_requests"], resumed["state"]) == (12, "complete")
     assert stored.items() <= trajectories(tmp_path / "spectune.db").items()
     assert len(door.json("traces", "list")["recordings"]) == 1
+
+
+def test_an_interrupted_run_keeps_what_it_has_served(tiny_pair: Path, tmp_path: Path) -> None:
+    """`run --record` writes while it decodes: after Ctrl-C the texts that had ended are a recording, and `kill -9` loses a second's."""
+    door = Door(str(tmp_path / "spectune.db"), str(tiny_pair))
+    workload = write_workload(tmp_path / "w.jsonl", 400)
+    for sent, code in ((signal.SIGINT, 130), (signal.SIGKILL, -9)):
+        run = door.start("run", "--pair", tiny_pair, "--workload", workload, "--policy", "autoregressive", "--record", "--no-store")
+        assert run.stderr is not None
+        recording = run.stderr.readline().split()[1]
+        deadline = time.monotonic() + 60
+        while not any(key[0] == recording for key in trajectories(tmp_path / "spectune.db")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        run.send_signal(sent)
+        assert run.wait(60) == code
+        info = next(r for r in door.json("traces", "list")["recordings"] if r["id"] == recording)
+        assert info["state"] == ("complete" if sent == signal.SIGINT else "recording")
+        assert 1 <= info["n_requests"] < 400
+    assert door.json("db", "check")["ok"] is True
 
 
 def trajectories(database: Path) -> dict[tuple[str, int], tuple[bytes, str]]:

@@ -42,7 +42,8 @@ class TrafficWriter:
     """
 
     def __init__(self, store: Recordings, recording: str, *, capacity: int = CAPACITY, flush_s: float = FLUSH_S) -> None:
-        self._store, self._recording, self._flush_s = store, recording, flush_s
+        self.recording = recording
+        self._store, self._flush_s = store, flush_s
         self._queue: queue.Queue[Item] = queue.Queue(capacity)
         self._next = max(store.recorded_ordinals(recording), default=-1) + 1
         self._written = self._dropped = self._in_hand = 0
@@ -136,9 +137,9 @@ class TrafficWriter:
         """Raises whatever the store does; a single request never because somebody else appended to this recording."""
         numbered = [(self._next + i, *item) for i, item in enumerate(items)]
         try:
-            self._store.append_trajectories(self._recording, numbered)
+            self._store.append_trajectories(self.recording, numbered)
         except TraceError:
-            here = max(self._store.recorded_ordinals(self._recording), default=-1) + 1
+            here = max(self._store.recorded_ordinals(self.recording), default=-1) + 1
             if len(items) > 1 or here == self._next:
                 raise
             self._next = here

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -458,14 +458,20 @@ def run(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         pair = load(kw, store)
         from optimizer.execute import encode, outcome
         from optimizer.execute import run as execute
+        from optimizer.record import record_served
         from optimizer.report import outcome_table
 
         encoded = encode(pair, workload, options)
         _, found = profile_of(store, kw["profile_id"], pair.id, pair.device.type)
-        with _source(store, pair, kw["policy_name"], found, options) as source, Meter() as meter:
-            decoded = []
+        recording = record_served(store, pair, options) if kw["keep_texts"] else nullcontext()
+        decoded: list[Decoded] = []
+        with _source(store, pair, kw["policy_name"], found, options) as source, recording as writer, Meter() as meter:
+            if writer is not None:
+                click.echo(f"recording {writer.recording}", err=True)
             for done in execute(pair, source, encoded):
                 decoded.append(done)
+                if writer is not None:
+                    writer.put(done.trajectory, done.steps)
                 meter("run", len(decoded), len(encoded.items))
             last = source.current().policy
         result = outcome(last.label(), decoded)
@@ -475,10 +481,6 @@ def run(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         with kept_unless_stored(ctx, "run", lambda: {"pair": pair.id, **data, "texts": _with_rounds(texts, decoded)}):
             if not kw["no_store"]:
                 _keep_run(store, pair, last, result, workload, decoded)
-            if kw["keep_texts"]:
-                from optimizer.record import keep_served
-
-                click.echo(f"recording {keep_served(store, pair, options, decoded)}", err=True)
             if failed is not None:
                 raise failed
     emit(as_json, data, lambda: outcome_table(result))
