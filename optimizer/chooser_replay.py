@@ -6,68 +6,19 @@ to, which takes models to know of any other.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from optimizer.replay import ROUND_COLUMNS, Replay, ReplayTrace, run_replay
-from optimizer.shortlist_ranks import Ranks, stored_ranks
-from runtime.policies.document import ChooserPolicy, FullShortlist, Policy
+from runtime.policies.document import ChooserPolicy
 from runtime.policies.plan import QTables, prepare
 from runtime.policies.prepared_chooser import stored_chooser
 from runtime.policies.tree_rules import Artifacts
 from runtime.policies.windows import init_state
-from traces.errors import PolicyError, TraceError
-from traces.recording import Skipped
-from traces.schema import LatencyProfile, Proposals, Step, TreePanorama
-from traces.store import RecordingInfo, TraceStore
-
-
-def trace_for(
-    store: TraceStore, info: RecordingInfo, policies: Iterable[Policy], *, skip_corrupted: bool = False
-) -> tuple[ReplayTrace, tuple[Skipped, ...]]:
-    """What several policies are replayed from, and the damaged chunks that were left out. Raises PolicyError for the first of them
-    whose draft the recording does not hold, TraceError where no request is left."""
-    chains: set[str] = set()
-    grown: set[tuple[str, Proposals]] = set()
-    ranks: dict[tuple[str, str], Ranks] = {}
-    for policy in (p for p in policies if p.speculates):
-        draft = policy.draft
-        proposals: Proposals = getattr(policy.growth, "proposals", "coupled")
-        trees = info.trees if proposals == "coupled" else info.trees_q
-        as_tree = policy.is_tree or (draft in trees and draft not in info.drafts)
-        if draft not in (trees if as_tree or policy.shortlisted else info.drafts):
-            flags = f" --tree-width 8 --tree-depth {max(8, policy.depth_max)}" if draft in info.drafts or policy.is_tree else ""
-            raise PolicyError(
-                f"draft: recording {info.id} has not what {policy.label()} is replayed from; `record --resume {info.id}{flags}` makes it"
-            )
-        if not as_tree:
-            chains.add(draft)
-        if as_tree or policy.shortlisted:
-            grown.add((draft, proposals))
-        if (found := ranks_of(store, info.id, policy)) is not None:
-            ranks[draft, found.fitted] = found
-    loaded = store.load(info.id, sorted({*chains, *(d for d, _ in grown)}), trees=bool(grown), skip_corrupted=skip_corrupted)
-    skipped = loaded.skipped
-    loaded = loaded.having(chains)
-    for draft, proposals in grown:
-        loaded = loaded.having(trees=[draft], proposals=proposals)
-    if not loaded.requests:
-        raise TraceError(f"recording {info.id} has no usable request")
-    panoramas = {d: loaded.panoramas(d) for d in sorted(chains)}
-    forests: dict[tuple[str, str], Sequence[TreePanorama]] = {(d, kind): loaded.trees(d, kind) for d, kind in sorted(grown)}
-    return ReplayTrace(loaded.trajectories, panoramas, trees=forests, ranks=ranks or None), skipped
-
-
-def ranks_of(store: TraceStore, recording: str, policy: Policy) -> Ranks | None:
-    """What is stored of a shortlisted policy's order over a recording, as a ReplayTrace takes it. Raises NotFoundError where its artifact
-    is unknown."""
-    shortlist = policy.shortlist
-    if not policy.speculates or isinstance(shortlist, FullShortlist):
-        return None
-    return stored_ranks(store, recording, policy.draft, shortlist.artifact, getattr(policy.growth, "proposals", "coupled"))
+from traces.schema import LatencyProfile, Step
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from optimizer.artifacts import fitted, q_tables
 from optimizer.inputs import stored_policy
-from optimizer.replay import ReplayTrace
+from optimizer.trace import open_trace
 from optimizer.tree_report import Point, Stored, TreeReport, point_of, tree_report
 from runtime.policies.document import Policy, parse_policy
 from runtime.policies.tree_rules import BINS, CLASSIFIER, STATIC_TREE
@@ -45,9 +45,7 @@ def report_of(
             f"recording {info.id} holds trees of draft {name!r} of width {extent.width} and depth {extent.depth}, not {wide} and {deep}; "
             f"`record --resume {info.id} --tree-width {max(wide, extent.width)} --tree-depth {max(deep, extent.depth)}{more}` makes them"
         )
-    loaded = store.load(info.id, [name], trees=True)
-    chains = {name: loaded.panoramas(name)} if name in loaded.drafts else {}
-    trace = ReplayTrace(loaded.trajectories, chains, trees={(name, proposals): loaded.trees(name, proposals)})
+    trace = open_trace(store, info.id, chains=[name] if name in info.drafts else [], trees=[(name, proposals)]).trace
     profile = store.latest_profile(info.pair_id, str(info.options.get("device", "cpu")))
     report = tree_report(
         trace,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -35,14 +36,13 @@ from optimizer.commands.shared import (
 
 if TYPE_CHECKING:
     from optimizer.execute import DecodeOptions
-    from optimizer.shortlist_ranks import Ranks
     from runtime.decoder import Decoded
     from runtime.loading import LoadedPair
     from runtime.loop import PolicySource
-    from runtime.policies.document import ChooserPolicy, Policy
+    from runtime.policies.document import Policy
     from traces.errors import OutputError
-    from traces.schema import LatencyProfile, Outcome, Proposals, Workload
-    from traces.store import RecordingInfo, TraceStore
+    from traces.schema import LatencyProfile, Outcome, Workload
+    from traces.store import TraceStore
 
 
 def _rounds(request: str, steps: Any) -> Iterator[dict[str, Any]]:
@@ -288,138 +288,50 @@ def simulate(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     \b
     Example:  cli.py simulate --policy '{"draft": "small", "window": {"kind": "fixed", "gamma": 4}}'
     """
-    from runtime.policies.document import ChooserPolicy
-    from traces.errors import PolicyError, TraceError
-
     check_writable(ctx, ("--per-round", kw["per_round"]), reads=[kw["policy_name"]])
     with open_store(ctx, create=False) as store:
-        recording = store.resolve_recording(kw["recording"])
-        info = store.get_recording(recording)
+        info = store.get_recording(kw["recording"])
         device = kw["on"] or str(info.options.get("device", "cpu"))
         policy = policy_named(store, kw["policy_name"], info.pair_id, device)
         _, found = profile_of(store, kw["profile_id"], info.pair_id, device)
-        if isinstance(policy, ChooserPolicy):
-            _simulate_chosen(store, policy, info, found, kw, as_json)
-            return
-        drafts = [policy.draft] if policy.speculates else []
-        proposals: Proposals = getattr(policy.growth, "proposals", "coupled")
-        grown = info.trees if proposals == "coupled" else info.trees_q
-        as_tree = policy.is_tree or (policy.draft in grown and policy.draft not in info.drafts)
-        trees = as_tree or policy.shortlisted  # a shortlist looks at the draft's laws
-        if trees and policy.draft not in grown:
-            flag = "" if proposals == "coupled" else f" --tree-proposals {proposals}"
-            raise PolicyError(
-                f"draft: recording {recording} has no trees of draft {policy.draft!r} (it has: {info.trees_shown() or 'none'}); "
-                f"`record --resume {recording} --tree-width 8 --tree-depth {max(8, policy.depth_max)}{flag}` makes them"
-            )
-        if policy.speculates and not as_tree and policy.draft not in info.drafts:
-            raise PolicyError(
-                f"draft: recording {recording} has no panorama of draft {policy.draft!r}; it has: "
-                f"{', '.join(sorted(info.drafts)) or 'none'}; `record --resume {recording}` makes those of every draft of its pair"
-            )
-        loaded = store.load(recording, drafts, trees=trees, skip_corrupted=kw["skip_corrupted"])
-        ranks = _ranks(store, policy, recording, proposals) if policy.shortlisted else None
-    for skipped in loaded.skipped:
-        click.echo(f"left out: request {skipped.ordinal} of {skipped.recording}: {skipped.problem}", err=True)
-    if found is None:
-        click.echo("no latency profile of this pair and device: seconds are left at 0 (run `profile`)", err=True)
-    from optimizer.artifacts import fitted, keep_q_table, q_table, q_tables
-    from optimizer.replay import ReplayTrace, run_replay
-    from optimizer.report import outcome_table
-    from optimizer.shortlist_ranks import how_to_rank
+        from optimizer.artifacts import keep_q_table, q_table
+        from optimizer.chooser_replay import ChosenReplay
+        from optimizer.report import outcome_table
+        from optimizer.trace import simulate as do_simulate
+        from runtime.policies.document import ChooserPolicy
+        from traces.errors import PolicyError
 
-    chains = [] if as_tree else drafts
-    if kw["skip_corrupted"]:
-        loaded = loaded.having(chains, trees=drafts if trees else (), proposals=proposals)
-    if not loaded.requests:
-        raise TraceError(f"recording {recording} has no usable request")
-    trace = ReplayTrace(
-        loaded.trajectories,
-        {d: loaded.panoramas(d) for d in chains},
-        trees={(d, proposals): loaded.trees(d, proposals) for d in drafts} if trees else None,
-        ranks=ranks,
-    )
-    if kw["limit"]:
-        trace = trace.select(range(min(kw["limit"], len(loaded.requests))))
-    with open_store(ctx, create=False) as store:
-        replayed = run_replay(
-            trace,
+        if kw["keep_q_table"] and isinstance(policy, ChooserPolicy):
+            raise PolicyError("--keep-q-table: a chooser's candidates keep their tables to themselves; simulate one of them")
+        replayed, skipped, approximate = do_simulate(
+            store,
+            info.id,
             policy,
             found,
+            limit=kw["limit"],
             per_round=kw["per_round"] is not None,
-            q_tables=q_tables(store),
-            artifacts=fitted(store, info.pair_id),
+            skip_corrupted=kw["skip_corrupted"],
         )
+        for chunk in skipped:
+            click.echo(f"left out: request {chunk.ordinal} of {chunk.recording}: {chunk.problem}", err=True)
+        if found is None:
+            click.echo("no latency profile of this pair and device: seconds are left at 0 (run `profile`)", err=True)
         if kw["per_round"]:
-            pairs = zip(trace.request_ids, replayed.steps(), strict=True)
+            pairs = zip(replayed.trace.request_ids, replayed.steps(), strict=True)
             write_rounds(kw["per_round"], (row for request, steps in pairs for row in _rounds(request, steps)))
         outcome = replayed.outcome()
         data = _outcome_json(outcome, policy)
+        if isinstance(replayed, ChosenReplay):
+            data["picks"] = dict(sorted(Counter(replayed.chosen).items()))
         if kw["keep_q_table"]:
-            about = {"recording": recording, "policy": policy.spelled_out()}
+            about = {"recording": info.id, "policy": policy.spelled_out()}
             with kept_unless_stored(ctx, "simulate", lambda: {**data, "q_table": q_table(replayed.state).tolist()}):
                 data["artifact"] = keep_q_table(store, replayed.state, info.pair_id, about)
             click.echo(f"artifact {data['artifact']}", err=True)
-    if policy.shortlisted and (as_tree or policy.stop.kind != "none" or not all(f.full for f in trace.forests.values())):
-        click.echo("approximate: trees, stops and filters under a shortlist read renormalised probabilities (docs/shortlists.md)", err=True)
-        data["approximate"] = True
-    elif replayed.missing:
-        click.echo(
-            f"approximate: in {replayed.missing} rounds the shortlist holds none of the recorded children; "
-            + how_to_rank(recording, getattr(policy.shortlist, "artifact", "ID"), policy.draft, proposals, "frequencies")
-            + ", with which it is exact",
-            err=True,
-        )
+    if approximate:
+        click.echo(f"approximate: {approximate}", err=True)
         data["approximate"] = True
     emit(as_json, data, lambda: outcome_table(outcome))
-
-
-def _simulate_chosen(
-    store: TraceStore, policy: ChooserPolicy, info: RecordingInfo, profile: LatencyProfile | None, kw: dict[str, Any], as_json: bool
-) -> None:
-    """Replays a chooser of drafts: the recording must hold what each of its candidates is replayed from."""
-    from optimizer.artifacts import fitted, q_tables
-    from optimizer.chooser_replay import run_chosen, trace_for
-    from optimizer.report import outcome_table
-    from runtime.policies.prepared_chooser import stored_chooser
-    from traces.errors import PolicyError
-
-    if kw["keep_q_table"]:
-        raise PolicyError("--keep-q-table: a chooser's candidates keep their tables to themselves; simulate one of them")
-    find = fitted(store, info.pair_id)
-    candidates = stored_chooser(policy, find)[0].used.values()
-    trace, skipped = trace_for(store, info, candidates, skip_corrupted=kw["skip_corrupted"])
-    for chunk in skipped:
-        click.echo(f"left out: request {chunk.ordinal} of {chunk.recording}: {chunk.problem}", err=True)
-    if kw["limit"]:
-        trace = trace.select(range(min(kw["limit"], len(trace.trajectories))))
-    replayed = run_chosen(trace, policy, profile, per_round=kw["per_round"] is not None, q_tables=q_tables(store), artifacts=find)
-    if kw["per_round"]:
-        pairs = zip(trace.request_ids, replayed.steps(), strict=True)
-        write_rounds(kw["per_round"], (row for request, steps in pairs for row in _rounds(request, steps)))
-    outcome, chosen = replayed.outcome(), replayed.chosen
-    picks = {draft: chosen.count(draft) for draft in sorted(set(chosen))}
-    emit(as_json, {**_outcome_json(outcome, policy), "picks": picks}, lambda: outcome_table(outcome))
-
-
-def _ranks(store: TraceStore, policy: Policy, recording: str, proposals: Proposals) -> dict[tuple[str, str], Ranks]:
-    """What is stored of a shortlist's order over a recording, as a ReplayTrace takes it. A router's must be there."""
-    from optimizer.artifacts import fitted
-    from optimizer.chooser_replay import ranks_of
-    from optimizer.shortlist_ranks import how_to_rank
-    from runtime.shortlists import compile_shortlist
-    from traces.errors import PolicyError
-
-    info = store.get_recording(recording)
-    rule, found = compile_shortlist(policy, fitted(store, info.pair_id)), ranks_of(store, recording, policy)
-    assert rule is not None
-    if found is None and rule.routed:
-        order = rule.block.artifact
-        raise PolicyError(
-            f"shortlist: recording {recording} has no cluster ranks of router {order}; "
-            + how_to_rank(recording, order, policy.draft, proposals)
-        )
-    return {} if found is None else {(policy.draft, found.fitted): found}
 
 
 def _outcome_json(outcome: Outcome, policy: Policy) -> dict[str, Any]:

@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from optimizer.artifacts import fitted, q_tables
-from optimizer.chooser_replay import trace_for
 from optimizer.fit.on_the_fly import Ridge, fit_chooser, read_prompts
 from optimizer.fit.shared import Progress, StoredFit, hash_of
 from optimizer.record import split
 from optimizer.replay import ReplayTrace, run_replay
+from optimizer.trace import open_trace
 from runtime.loading import LoadedPair
 from runtime.policies.document import AUTOREGRESSIVE, ChooserPolicy, Policy
 from runtime.policies.draft_choice import DRAFT_CHOOSER, NO_DRAFT, Chooser, Prompt, Rule
@@ -68,13 +68,13 @@ def fit_chooser_artifact(
     if candidates is None:
         tried = _tried(store, info, pair)
         chains = [Policy.model_validate({"draft": d}) for d in pair.draft_names if d in info.drafts]
-        trace, _ = trace_for(store, info, [*chains, *(p for found in tried.values() for p in found)], skip_corrupted=True)
+        trace = open_trace(store, info.id, [*chains, *(p for found in tried.values() for p in found)], skip_corrupted=True).trace
         candidates = best_by_draft(store, trace, pair, tried, costs, progress=progress)
     else:
         unknown = sorted(candidates.keys() - {NO_DRAFT, *pair.draft_names})
         if unknown:
             raise PolicyError(f"draft: this pair has no draft {unknown[0]!r}; it has: {', '.join(sorted(pair.draft_names))}")
-        trace, _ = trace_for(store, info, candidates.values(), skip_corrupted=True)
+        trace = open_trace(store, info.id, candidates.values(), skip_corrupted=True).trace
     progress("reading prompts", 0, 1)
     source = ChooserSource(
         trace,

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from optimizer.fit.shared import Arrays, keep, search_part
 from optimizer.replay import ReplayTrace
+from optimizer.trace import open_trace
 from optimizer.tree_outcomes import Forest
 from runtime.policies.document import parse_policy
 from runtime.policies.tree_rules import compile_tree
@@ -173,15 +174,8 @@ def tree_source(
             f"recording {info.id} was decoded by the rejection verifier, whose texts do not show what trees would accept; record with the "
             "coupled one"
         )
-    loaded = store.load(info.id, [draft], trees=True, skip_corrupted=True).having(
-        trees=[draft], proposals=proposals
-    )
-    if not loaded.requests:
-        raise TraceError(f"recording {info.id} has no usable request with trees of draft {draft!r}")
-    texts = loaded.trajectories
-    trace = ReplayTrace(
-        texts, {}, trees={(draft, proposals): loaded.trees(draft, proposals)}
-    ).select(search_part(texts))
+    trace = open_trace(store, info.id, trees=[(draft, proposals)], skip_corrupted=True).trace
+    trace = trace.select(search_part(trace.trajectories))
     return TreeSource(store, info, trace, RecordedTrees.of(trace, draft, proposals))
 
 
