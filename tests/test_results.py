@@ -82,7 +82,7 @@ def kept(here: Path, stderr: str) -> dict[str, Any]:
 
 def test_files_are_whole_though_the_database_takes_nothing(door: Door, here: Path) -> None:
     forbid_writing(door.db, "run")
-    found = door.call(*run(door, "--outputs", "texts.jsonl", "--per-round", "rounds.jsonl", "--record"))
+    found = door.call(*run(door, "--outputs", "texts.jsonl", "--per-round", "rounds.jsonl"))
     assert (found.exit_code, found.stdout) == (2, "")
     texts = lines(here / "texts.jsonl")
     assert [row["id"] for row in texts] == ["r0", "r1", "r2"]

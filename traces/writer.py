@@ -69,6 +69,12 @@ class TrafficWriter:
         """What has been written, dropped and is pending."""
         return WriterStatus(self._written, self._dropped, self._queue.qsize() + self._in_hand, self._error)
 
+    def check(self) -> None:
+        """Raises UnavailableError where requests were dropped."""
+        if self._dropped:
+            why = self._error or "they came faster than the database takes them"
+            raise UnavailableError(f"recording {self.recording} lacks {self._dropped} of the requests served: {why}")
+
     def flush(self, timeout_s: float = 10.0) -> bool:
         """Writes what is pending now; whether all of it was written in time."""
         self._hurry.set()

@@ -391,6 +391,8 @@ def run(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         data = _outcome_json(result, last)
         failed = _write_results(kw, texts, decoded)
         with kept_unless_stored(ctx, "run", lambda: {"pair": pair.id, **data, "texts": _with_rounds(texts, decoded)}):
+            if writer is not None:
+                writer.check()
             if not kw["no_store"]:
                 _keep_run(store, pair, last, result, workload, decoded)
             if failed is not None:
