@@ -23,7 +23,8 @@ from optimizer.execute import Comparison, DecodeOptions, Encoded, encode, race, 
 from optimizer.inputs import load_workload
 from optimizer.record import RecordRequest, record
 from optimizer.replay import Replay, ReplayTrace, run_replay
-from optimizer.tune import TuneOptions, expected_seconds, finite, profile_for, tune
+from optimizer.tune import TuneOptions, expected_seconds, profile_for, tune
+from optimizer.verdict import finite
 from runtime.decoder import Decoded
 from runtime.loading import LoadedPair, load_pair
 from runtime.loop import StaticSource

@@ -20,7 +20,8 @@ from optimizer.fit.on_the_fly import read_prompts
 from optimizer.inputs import load_workload
 from optimizer.record import split
 from optimizer.replay import ReplayTrace, run_replay
-from optimizer.tune import TuneOptions, finite, profile_for
+from optimizer.tune import TuneOptions, profile_for
+from optimizer.verdict import finite
 from runtime.decoder import Decoded
 from runtime.loading import LoadedPair
 from runtime.loop import StaticSource

@@ -27,7 +27,8 @@ from optimizer.record import RecordRequest, record, split, whole_texts
 from optimizer.replay import ReplayTrace, run_replay
 from optimizer.search import TIE, Study, Trial, finalists, search
 from optimizer.spaces import Kinds
-from optimizer.tune import TuneOptions, finite, profile_for, weighed
+from optimizer.tune import TuneOptions, profile_for
+from optimizer.verdict import finite, weighed
 from runtime.decoder import Decoded
 from runtime.loading import LoadedPair, load_pair
 from runtime.loop import StaticSource

@@ -53,7 +53,7 @@ from optimizer.fit.dynaspec import fit_router
 from optimizer.fit.fr_spec import count_tokens, fit_fr_spec, frequency_order
 from optimizer.inputs import load_workload
 from optimizer.record import record_served
-from optimizer.tune import finite
+from optimizer.verdict import finite
 from runtime.loading import LoadedPair, load_pair
 from runtime.loop import StaticSource
 from runtime.pair import read_pair

@@ -13,7 +13,8 @@ from optimizer.execute import DecodeOptions
 from optimizer.inputs import load_workload
 from optimizer.record import recording_options
 from optimizer.schedule import Execute, Job, JobContext, ScheduleError, parse_duration
-from optimizer.tune import Progress, Tuned, TuneOptions, tune, tune_recording
+from optimizer.tune import Progress, TuneOptions, tune, tune_recording
+from optimizer.verdict import Tuned
 from runtime.loading import LoadedPair, load_pair
 from runtime.pair import PairSpec
 from traces.errors import TraceError

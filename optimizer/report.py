@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from optimizer.tune import Tuned, finite
+from optimizer.verdict import Tuned, finite
 from runtime.policies.document import parse_policy
 from traces.schema import TREE_SCALE, Counts, LatencyProfile, Outcome, TreeProfile
 from traces.text import printable

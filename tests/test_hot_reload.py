@@ -21,8 +21,8 @@ from synthetic import flat_profile
 
 from db import Database, DatabaseError
 from optimizer.artifacts import fitted, q_tables
+from optimizer.publish import incumbent_of
 from optimizer.serving import watch
-from optimizer.tune import incumbent_of
 from runtime.decoder import Decoder
 from runtime.loading import LoadedPair, load_pair
 from runtime.loop import DecodeRequest, Round, StaticSource

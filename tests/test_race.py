@@ -11,7 +11,7 @@ import pytest
 
 from optimizer.execute import BLOCK, SETTLED, Comparison, DecodeOptions, Expected, Timings, eliminate, encode, race
 from optimizer.search import PREDICTION_ERROR, Study, Trial, rivals
-from optimizer.tune import Candidate, _winner, finite
+from optimizer.verdict import Candidate, fastest_of, finite
 from runtime.loading import load_pair
 from runtime.pair import read_pair
 from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
@@ -166,7 +166,7 @@ def won(seconds: list[tuple[Policy, np.ndarray]]) -> Policy:
     timings = Timings({p.id: took[:, None] for p, took in seconds})
     compared = Comparison(outcomes, {p.id: p for p, _ in seconds}, 0, timings, tuple(outcomes))
     rows = [Candidate("", p, outcomes[p.id], outcomes[p.id], (1.0, 1.0, 1.0)) for p, _ in seconds]
-    return _winner(rows, compared).policy
+    return fastest_of(rows, compared, 0.02).policy
 
 
 def test_only_a_true_tie_goes_to_the_simpler_kind() -> None:

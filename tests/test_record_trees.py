@@ -23,7 +23,7 @@ from optimizer.artifacts import fitted
 from optimizer.record import cover_of, retrace, retrace_trees
 from optimizer.replay import ReplayTrace, run_replay
 from optimizer.search import search
-from optimizer.tune import TuneOptions, _cover
+from optimizer.tune import TuneOptions, record_beyond
 from runtime.loading import LoadedPair, load_pair
 from runtime.pair import read_pair
 from runtime.policies.document import ClassifierGrowth, StaticGrowth, TopKGrowth, parse_policy
@@ -214,9 +214,9 @@ def test_tune_covers_what_promises_more_than_the_recording_can_tell(door: Door, 
     assert wide not in [t.policy for t in study.trials]
     wanted = TuneOptions(tree_width=2, tree_depth=3, gamma_max=4)
     better = replace(study, trials=(replace(beyond, value=beyond.value * 1.01),))
-    assert _cover(store, pair, recording, better, wanted, find, lambda *_: None) == []
+    assert record_beyond(store, pair, recording, better, wanted, find, lambda *_: None) == []
     worse = replace(study, trials=(replace(beyond, value=beyond.value * 0.99),))
-    assert _cover(store, pair, recording, worse, wanted, find, lambda *_: None) == ["near"]
+    assert record_beyond(store, pair, recording, worse, wanted, find, lambda *_: None) == ["near"]
     assert run_replay(trace(), wide, profile, artifacts=find).missing == 0
     again = search(trace(), profile, ["near"], gamma_max=2, trials=0, incumbents=[wide], artifacts=find, known=study.trials)
     assert not again.beyond

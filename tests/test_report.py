@@ -9,7 +9,7 @@ from rich.console import Console
 
 from optimizer.commands.shared import Meter, emit
 from optimizer.report import evidence_table, outcome_table, rows_table, score_table
-from optimizer.tune import Candidate, Tuned
+from optimizer.verdict import Candidate, Tuned
 from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from traces.schema import Counts, Outcome, RequestOutcome
 

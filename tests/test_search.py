@@ -9,12 +9,12 @@ import pytest
 from synthetic import flat_profile
 
 from optimizer.cost import CostModel
-from optimizer.execute import Comparison
+from optimizer.execute import Comparison, Timings
 from optimizer.record import split
 from optimizer.replay import ReplayTrace, replay
 from optimizer.search import TIE, complexity, finalists, search
 from optimizer.spaces import TreeLimit, TreeSpace, enumerated, enumerated_trees
-from optimizer.tune import Candidate, _verdict, _winner
+from optimizer.verdict import Candidate, fastest_of, verdict
 from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from runtime.profiler import compose_round
 from traces.schema import (
@@ -125,15 +125,16 @@ def executed(policy: Policy, seconds: Sequence[float]) -> Outcome:
     return Outcome(policy.label(), "executed", rows)
 
 
-def verdict(incumbent_s: Sequence[float], challenger_s: Sequence[float], published: bool) -> tuple[str, str, bool]:
+def verdict_of(incumbent_s: Sequence[float], challenger_s: Sequence[float], published: bool) -> tuple[str, str, bool]:
     challenger = parse_policy({"draft": "near", "window": {"kind": "fixed", "gamma": 3}})
     outcomes = {AUTOREGRESSIVE.id: executed(AUTOREGRESSIVE, incumbent_s), challenger.id: executed(challenger, challenger_s)}
-    compared = Comparison(outcomes, {AUTOREGRESSIVE.id: AUTOREGRESSIVE, challenger.id: challenger}, 0)
+    timings = Timings({p: np.array([[r.counts.seconds] for r in o.per_request]) for p, o in outcomes.items()})
+    compared = Comparison(outcomes, {AUTOREGRESSIVE.id: AUTOREGRESSIVE, challenger.id: challenger}, 0, timings, tuple(outcomes))
     rows = [
         Candidate(role, p, outcomes[p.id], outcomes[p.id], compared.ratio(p.id, AUTOREGRESSIVE.id))
         for role, p in (("finalist 1", challenger), ("incumbent", AUTOREGRESSIVE))
     ]
-    reason, chosen, publish = _verdict(_winner(rows, compared), rows[1], published)
+    reason, chosen, publish = verdict(fastest_of(rows, compared, 0.02), rows[1], published)
     return reason, chosen.policy.id, publish
 
 
@@ -141,15 +142,15 @@ def test_only_a_gain_beyond_noise_is_published() -> None:
     """Clearly faster: published. Faster by luck: the incumbent stays. Slower: the incumbent stays, or is published as the first."""
     rng = np.random.default_rng(0)
     base = 1.0 + 0.05 * rng.random(20)
-    reason, chosen, publish = verdict(base, base / 1.5, True)
+    reason, chosen, publish = verdict_of(base, base / 1.5, True)
     assert publish
     assert chosen != AUTOREGRESSIVE.id
     assert reason.startswith("1.5")
     noisy = base * (1 + 0.3 * rng.standard_normal(20))
-    reason, chosen, publish = verdict(base, np.abs(noisy), True)
+    reason, chosen, publish = verdict_of(base, np.abs(noisy), True)
     assert chosen == AUTOREGRESSIVE.id
     assert not publish
-    reason, chosen, publish = verdict(base, base * 1.2, False)
+    reason, chosen, publish = verdict_of(base, base * 1.2, False)
     assert chosen == AUTOREGRESSIVE.id
     assert publish
     assert "autoregression is published" in reason

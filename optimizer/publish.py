@@ -1,0 +1,87 @@
+"""The policy in force and its successors: what tuning compares with, and how a winner takes its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from sqlalchemy.orm import Session
+
+from db.errors import StaleVersionError
+from optimizer.artifacts import fitted, q_tables
+from optimizer.inputs import published_policy
+from optimizer.verdict import Tuned
+from runtime.decoder import output_hashes
+from runtime.loading import LoadedPair
+from runtime.policies.document import AUTOREGRESSIVE, Policy
+from runtime.policies.plan import prepare
+from traces.errors import PolicyError
+from traces.schema import LatencyProfile
+from traces.store import Publication, TraceStore
+
+
+def incumbent_of(store: TraceStore, pair: LoadedPair, active: Publication | None, profile: LatencyProfile) -> tuple[Policy, str]:
+    """(the policy in force, ""), or where there is none or it cannot run, (autoregression, why)."""
+    if active is None:
+        return AUTOREGRESSIVE, ""
+    try:
+        policy = published_policy(active)
+        prepare(
+            policy,
+            pair.draft_names,
+            profile=profile,
+            q_tables=q_tables(store),
+            artifacts=fitted(store, pair.id),
+            head_hashes=output_hashes(pair),
+        )
+    except PolicyError as error:
+        said = str(error).removeprefix(f"publication {active.version}: ")
+        return AUTOREGRESSIVE, f"publication {active.version} cannot run ({said}), so autoregression is the incumbent"
+    return policy, ""
+
+
+def earlier_winners(store: TraceStore, pair: LoadedPair, count: int = 5) -> list[Policy]:
+    """The policies of the pair's newest publications, on any device; those that cannot be read are passed over."""
+    found: dict[str, Policy] = {}
+    for publication in store.list_publications(pair.id, limit=count):
+        try:
+            policy = published_policy(publication)
+        except PolicyError:
+            continue
+        found[policy.id] = policy
+    return list(found.values())
+
+
+def publish(
+    store: TraceStore,
+    pair: LoadedPair,
+    tuned: Tuned,
+    *,
+    over: Publication | None,
+    actor: str,
+    idempotency_key: str | None = None,
+    guard: Callable[[Session], None] | None = None,
+) -> Tuned:
+    """Puts the winner in force with its evidence, once per idempotency key, in place of ``over`` (None: of nothing).
+
+    Where another version came into force meanwhile nothing is published, and the reason says so. Raises what ``guard`` raises.
+    """
+    policy = tuned.winner.policy
+    store.put_policy(policy.id, policy.spelled_out(), policy.label())
+    try:
+        published = store.publish(
+            pair.id,
+            pair.device.type,
+            policy.id,
+            actor=actor,
+            evidence=tuned.to_json(),
+            reason=tuned.reason,
+            idempotency_key=idempotency_key,
+            expected=over.version if over else 0,
+            guard=guard,
+        )
+    except StaleVersionError:
+        now = store.active_version(pair.id, pair.device.type)
+        reason = f"version {now} came into force meanwhile and was not compared, so it stays"
+        return replace(tuned, reason=f"{reason}; `tune --recording {tuned.recording}` compares with it")
+    return replace(tuned, published=published)
