@@ -6,11 +6,13 @@ import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from db.errors import DatabaseError
 from optimizer.artifacts import fitted
 from optimizer.execute import DecodeOptions, encode, warm
+from optimizer.processes import on_every_core
 from runtime.decoder import Decoder
 from runtime.loading import LoadedPair
 from runtime.loop import PolicySource
@@ -21,7 +23,7 @@ from runtime.policies.trees import TreeRule
 from runtime.tree_panorama import Cover, base_covers, cover_name, record_tree_panorama
 from traces.errors import PolicyError, TraceError
 from traces.recording import TREE_DEPTH, TREE_WIDTH
-from traces.schema import Proposals, Trajectory, Workload
+from traces.schema import Proposals, Trajectory, TreePanorama, Workload
 from traces.store import RecordingInfo, TraceStore
 from traces.writer import TrafficWriter
 
@@ -126,17 +128,16 @@ def record(
                 decoded = decoder.decode(request, item.category, wanted.options.stop_strings)
                 store.append_trajectory(info.id, ordinal, decoded.trajectory, decoded.steps)
             progress("decode", ordinal + 1, total)
-    retrace(store, pair, info.id, wanted.drafts, wanted.gamma_max, progress=progress)
-    retrace_trees(
+    look_around(
         store,
         pair,
         info.id,
         wanted.drafts,
+        wanted.gamma_max,
         wanted.tree_width,
         wanted.tree_depth,
         proposals=wanted.tree_proposals,
         covers=wanted.covers,
-        chain_depth=wanted.gamma_max,
         progress=progress,
     )
     if info.state != "complete":
@@ -157,6 +158,57 @@ def begun_as(store: TraceStore, pair: LoadedPair, info: RecordingInfo) -> tuple[
     return store.get_workload(info.workload_id), options
 
 
+@dataclass(frozen=True)
+class _Job:
+    """Panoramas to be made of one draft: ``work`` of each missing request, stored by ``put``."""
+
+    phase: str
+    missing: Collection[int]
+    work: Callable[[LoadedPair, Trajectory], Any]
+    put: Callable[[str, list[tuple[int, Any]]], int]
+    batch: int
+
+
+def look_around(
+    store: TraceStore,
+    pair: LoadedPair,
+    recording: str,
+    drafts: Collection[str],
+    gamma_max: int,
+    width: int = 0,
+    depth: int = 0,
+    *,
+    proposals: Proposals = "coupled",
+    covers: Covers = (),
+    progress: Progress = lambda phase, done, total: None,
+) -> int:
+    """Records the panoramas and trees that a recording lacks (:func:`retrace`, :func:`retrace_trees`); how many were made."""
+    jobs = _chain_jobs(store, pair, recording, drafts, gamma_max)
+    jobs += _tree_jobs(store, pair, recording, drafts, width, depth, proposals, covers, gamma_max)
+    return _do(store, pair, recording, jobs, progress)
+
+
+def _do(store: TraceStore, pair: LoadedPair, recording: str, jobs: Sequence[_Job], progress: Progress) -> int:
+    """Makes what is missing on every core, and stores it a batch at a time; how many were new."""
+    requests = [list(store.iterate(recording, drafts=(), ordinals=job.missing)) if job.missing else [] for job in jobs]
+    items = [(job.work, request.trajectory) for job, of in zip(jobs, requests, strict=True) for request in of]
+    results, made = on_every_core(pair, _work, items), 0
+    for job, of in zip(jobs, requests, strict=True):
+        batch: list[tuple[int, Any]] = []
+        for n, request in enumerate(of):
+            batch.append((request.ordinal, next(results)))
+            if len(batch) >= job.batch or n + 1 == len(of):
+                made += job.put(recording, batch)
+                batch = []
+            progress(job.phase, n + 1, len(of))
+    return made
+
+
+def _work(pair: LoadedPair, item: tuple[Callable[[LoadedPair, Trajectory], Any], Trajectory]) -> Any:
+    work, trajectory = item
+    return work(pair, trajectory)
+
+
 def retrace(
     store: TraceStore,
     pair: LoadedPair,
@@ -170,19 +222,21 @@ def retrace(
 
     An EAGLE head has none: what it proposes depends on where its round began (:func:`retrace_trees` records that).
     """
-    made = 0
-    for draft in drafts:
-        if draft not in pair.chain_drafts:
-            continue
-        missing = store.missing_panoramas(recording, draft, gamma_max)
-        batch: list[Any] = []
-        for n, request in enumerate(store.iterate(recording, drafts=(), ordinals=missing) if missing else ()):
-            batch.append((request.ordinal, record_panorama(pair, request.trajectory, draft, gamma_max)))
-            if len(batch) >= BATCH or n + 1 == len(missing):
-                made += store.put_panoramas(recording, batch)
-                batch = []
-            progress(f"panorama {draft}", n + 1, len(missing))
-    return made
+    return _do(store, pair, recording, _chain_jobs(store, pair, recording, drafts, gamma_max), progress)
+
+
+def _chain_jobs(store: TraceStore, pair: LoadedPair, recording: str, drafts: Collection[str], gamma_max: int) -> list[_Job]:
+    return [
+        _Job(
+            f"panorama {draft}",
+            store.missing_panoramas(recording, draft, gamma_max),
+            partial(record_panorama, draft=draft, gamma_max=gamma_max),
+            store.put_panoramas,
+            BATCH,
+        )
+        for draft in drafts
+        if draft in pair.chain_drafts
+    ]
 
 
 def cover_of(policy: Policy, *, sampled: bool, artifacts: Artifacts | None = None) -> Cover:
@@ -238,21 +292,33 @@ def retrace_trees(
     What replaces narrower trees holds all that any stored tree of the draft holds. Width 0 records none, but for EAGLE heads: they
     have no chain panorama, so the trees hold their chains of ``chain_depth``. A draft that cannot grow trees is passed over.
     """
-    made = 0
+    jobs = _tree_jobs(store, pair, recording, drafts, width, depth, proposals, covers, chain_depth)
+    return _do(store, pair, recording, jobs, progress)
+
+
+def _tree_jobs(
+    store: TraceStore,
+    pair: LoadedPair,
+    recording: str,
+    drafts: Collection[str],
+    width: int,
+    depth: int,
+    proposals: Proposals,
+    covers: Covers,
+    chain_depth: int,
+) -> list[_Job]:
+    jobs = []
     for draft in drafts:
         if draft == "ngram":
             continue
         own = tuple(covers.get(draft, ()) if isinstance(covers, Mapping) else covers)
-        head = draft not in pair.chain_drafts
-        chains = chain_depth if head else 0
+        chains = 0 if draft in pair.chain_drafts else chain_depth
         if width:
             wanted = _Trees(draft, width, depth, proposals, own, chains if proposals == "coupled" else 0)
-            made += _retrace_trees(store, pair, recording, wanted, f"trees {draft}", progress)
+            jobs.append(_tree_job(store, recording, wanted, f"trees {draft}"))
         if chains and not (width and proposals == "coupled"):
-            made += _retrace_trees(
-                store, pair, recording, _Trees(draft, 1, 1, "coupled", (), chains), f"panorama {draft}", progress
-            )
-    return made
+            jobs.append(_tree_job(store, recording, _Trees(draft, 1, 1, "coupled", (), chains), f"panorama {draft}"))
+    return jobs
 
 
 @dataclass(frozen=True)
@@ -267,34 +333,29 @@ class _Trees:
     chain_depth: int
 
 
-def _retrace_trees(store: TraceStore, pair: LoadedPair, recording: str, wanted: _Trees, phase: str, progress: Progress) -> int:
+def _tree_job(store: TraceStore, recording: str, wanted: _Trees, phase: str) -> _Job:
     wanted = replace(
         wanted,
         width=max([wanted.width, *(c.rule.width for c in wanted.covers)]),
         depth=max([wanted.depth, *(c.depth for c in wanted.covers)]),
     )
     missing = _lacking(store, recording, wanted)
-    if not missing:
-        return 0
-    wanted = _united(store, recording, wanted)
-    made, batch = 0, list[Any]()
-    for n, request in enumerate(store.iterate(recording, drafts=(), ordinals=missing)):
-        panorama = record_tree_panorama(
-            pair,
-            request.trajectory,
-            wanted.draft,
-            wanted.width,
-            wanted.depth,
-            proposals=wanted.proposals,
-            covers=wanted.covers,
-            chain_depth=wanted.chain_depth,
-        )
-        batch.append((request.ordinal, panorama))
-        if len(batch) >= TREE_BATCH or n + 1 == len(missing):
-            made += store.put_tree_panoramas(recording, batch)
-            batch = []
-        progress(phase, n + 1, len(missing))
-    return made
+    if missing:
+        wanted = _united(store, recording, wanted)
+    return _Job(phase, missing, partial(_trees, wanted=wanted), store.put_tree_panoramas, TREE_BATCH)
+
+
+def _trees(pair: LoadedPair, trajectory: Trajectory, wanted: _Trees) -> TreePanorama:
+    return record_tree_panorama(
+        pair,
+        trajectory,
+        wanted.draft,
+        wanted.width,
+        wanted.depth,
+        proposals=wanted.proposals,
+        covers=wanted.covers,
+        chain_depth=wanted.chain_depth,
+    )
 
 
 def _lacking(store: TraceStore, recording: str, wanted: _Trees) -> tuple[int, ...]:

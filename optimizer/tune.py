@@ -25,7 +25,7 @@ from optimizer.fit.chooser_fits import fit_chooser_artifact
 from optimizer.fit.on_the_fly import read_prompts
 from optimizer.fit.tuning import fit_shortlists, fit_trees, ranks_for
 from optimizer.publish import earlier_winners, incumbent_of, publish
-from optimizer.record import RecordRequest, cover_of, record, retrace, retrace_trees, split, whole_texts
+from optimizer.record import RecordRequest, cover_of, look_around, record, retrace_trees, split, whole_texts
 from optimizer.replay import ReplayTrace, replay
 from optimizer.search import Study, finalists, is_fixed, rivals, search, worth_trying
 from optimizer.spaces import ShortlistLimit, TreeLimit, transformers_heuristic
@@ -236,9 +236,16 @@ class Tuning:
 
 def _record(tuning: Tuning) -> None:
     """The panoramas and trees that the recording lacks."""
-    wanted, at = tuning.wanted, (tuning.store, tuning.pair, tuning.recording, tuning.drafts)
-    retrace(*at, wanted.gamma_max, progress=tuning.progress)
-    retrace_trees(*at, *wanted.tree_size, chain_depth=wanted.gamma_max, progress=tuning.progress)
+    wanted = tuning.wanted
+    look_around(
+        tuning.store,
+        tuning.pair,
+        tuning.recording,
+        tuning.drafts,
+        wanted.gamma_max,
+        *wanted.tree_size,
+        progress=tuning.progress,
+    )
     tuning.open()
 
 

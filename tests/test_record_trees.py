@@ -303,3 +303,16 @@ def test_mistakes_cost_one_line(door: Door, tmp_path: Path, arguments: tuple[obj
     assert says in door.refused("record", "--pair", door.pair, *what, *SHORT, *arguments)
     listed = door.json("traces", "list")["recordings"]
     assert [(r["n_requests"], r["trees"]) for r in listed] == [(3, {})]
+
+
+def test_every_core_makes_the_same_panoramas(door: Door, store: TraceStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What processes make from the second item on is, byte for byte, what one process makes."""
+    other = Door(str(tmp_path / "other.db"), door.pair)
+    shutil.copyfile(door.db, other.db)
+    trees = ("--tree-width", 3, "--tree-depth", 2)
+    resumed(door, *trees)
+    monkeypatch.setattr("optimizer.processes.PATIENCE_S", 0.0)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1}, raising=False)
+    resumed(other, *trees)
+    with open_database(other.db) as database:
+        assert TraceStore(database).load("latest", trees=True).requests == store.load("latest", trees=True).requests

@@ -117,7 +117,7 @@ def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     with open_store(ctx) as store:
         pair = load(kw, store)
         from optimizer.artifacts import fitted, q_tables
-        from optimizer.record import RecordRequest, begun_as, retrace, retrace_trees
+        from optimizer.record import RecordRequest, begun_as, look_around
         from optimizer.record import record as do_record
         from runtime.loop import StaticSource
         from runtime.policies.plan import prepare
@@ -132,17 +132,16 @@ def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
                     begun, (workload, options) = before, begun_as(store, pair, before)
             if workload is None:
                 trees = _trees(store, pair, kw, sampled=not before.sampling.greedy)
-                retrace(store, pair, recording, pair.draft_names, kw["gamma_max"], progress=meter)
-                retrace_trees(
+                look_around(
                     store,
                     pair,
                     recording,
                     pair.draft_names,
+                    kw["gamma_max"],
                     trees["tree_width"],
                     trees["tree_depth"],
                     proposals=trees["tree_proposals"],
                     covers=trees["covers"],
-                    chain_depth=kw["gamma_max"],
                     progress=meter,
                 )
                 info = store.get_recording(recording)
