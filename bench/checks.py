@@ -31,9 +31,9 @@ from runtime.loop import StaticSource
 from runtime.measuring import Bench, center
 from runtime.pacing import Pacer, at_pace
 from runtime.pair import PairSpec, read_pair
+from runtime.policies.artifacts import Artifacts
 from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from runtime.policies.plan import prepare
-from runtime.policies.tree_rules import Artifacts
 from runtime.profiler import ChainMeasurement, measure_profile, merge_profiles
 from runtime.shortlists import ShortlistRule
 from runtime.tree_profiler import SAMPLINGS, TreeMeasurement

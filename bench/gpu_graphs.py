@@ -43,9 +43,9 @@ from runtime.loop import DecodeRequest, StaticSource
 from runtime.models import DTYPES, CausalModel, pick_device, pick_dtype
 from runtime.pair import PairSpec
 from runtime.pass_sizes import prepare_graphs
+from runtime.policies.artifacts import Fitted
 from runtime.policies.document import AUTOREGRESSIVE, parse_policy
 from runtime.policies.plan import prepare
-from runtime.policies.tree_rules import Fitted
 from runtime.sampling import Noise, scaled
 from traces.errors import SpectuneError
 from traces.schema import Sampling

@@ -10,9 +10,8 @@ import numpy as np
 from optimizer.execute import Comparison, Encoded, Timings, counts_of, decoders_for, warm
 from runtime.decoder import Decoded
 from runtime.loading import LoadedPair
+from runtime.policies.artifacts import Artifacts
 from runtime.policies.document import Policy
-from runtime.policies.plan import QTables
-from runtime.policies.tree_rules import Artifacts
 from traces.schema import LatencyProfile, Outcome, RequestOutcome
 
 
@@ -23,7 +22,6 @@ def compare(
     *,
     profile: LatencyProfile | None = None,
     clock: Callable[[], float] = time.perf_counter,
-    q_tables: QTables | None = None,
     artifacts: Artifacts | None = None,
     between: Callable[[int], None] = lambda done: None,
     each: Callable[[Policy, Decoded], None] = lambda policy, decoded: None,
@@ -37,7 +35,7 @@ def compare(
     """
     warm(pair, encoded)
     unique = list({p.id: p for p in policies}.values())
-    decoders = decoders_for(pair, unique, encoded, profile, q_tables, artifacts, clock)
+    decoders = decoders_for(pair, unique, encoded, profile, artifacts, clock)
     for decoder in decoders.values():
         decoder.after_round = after_round
     rows: dict[str, list[RequestOutcome]] = {p.id: [] for p in unique}

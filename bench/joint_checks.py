@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tree_checks import CATEGORIES, stored
 
 from demo.prompts import demo_workload
-from optimizer.artifacts import fitted, q_tables
+from optimizer.artifacts import fitted
 from optimizer.execute import DROP_LEVEL, Comparison, DecodeOptions, Encoded, Timings, encode
 from optimizer.fit.chooser_fits import ChooserSource, fit_source, keep_chooser
 from optimizer.fit.on_the_fly import read_prompts
@@ -282,7 +282,7 @@ def _executed(
     """Executes what was chosen, interleaved, contenders on the second stage's requests too; of each subspace the fastest of its finalists
     is compared with autoregression and with all papers together: the winners, rows of figures, and what every policy took."""
     policies = {w.policy.id: w.policy for found in chosen.values() for w in found}
-    how = {"profile": profile, "q_tables": q_tables(store), "artifacts": fitted(store)}
+    how = {"profile": profile, "artifacts": fitted(store)}
     first, second = stages
     print(f"  {category}: {len(policies)} policies on {len(first.items)} requests", flush=True)
     compared = paced(pair, list(policies.values()), first, how)
@@ -442,7 +442,7 @@ def joint(state: Path) -> dict[str, Any]:
         others = tuple(r for r in workload.requests if r.id not in kept["seen"])[:CONFIRMED]
         policies = {p.id: p for p in winners.values()}
         encoded = encode(pair, replace(workload, requests=others), DecodeOptions(Sampling(), TOKENS))
-        how = {"profile": found.profile if found else None, "q_tables": q_tables(store), "artifacts": fitted(store)}
+        how = {"profile": found.profile if found else None, "artifacts": fitted(store)}
         compared = paced(pair, list(policies.values()), encoded, how)
         for name, policy in winners.items():
             rows.append(

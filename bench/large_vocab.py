@@ -57,8 +57,8 @@ from optimizer.verdict import finite
 from runtime.loading import LoadedPair, load_pair
 from runtime.loop import StaticSource
 from runtime.pair import read_pair
+from runtime.policies.artifacts import FREQUENCIES
 from runtime.policies.document import AUTOREGRESSIVE, Policy
-from runtime.policies.dynaspec import FREQUENCIES
 from runtime.policies.plan import prepare
 from traces.schema import Sampling
 

@@ -39,9 +39,9 @@ from optimizer.replay import ReplayTrace, run_replay
 from optimizer.shortlist_ranks import Ranks
 from runtime.loading import LoadedPair, load_pair
 from runtime.pair import read_pair
+from runtime.policies.artifacts import Artifacts
 from runtime.policies.document import Policy, parse_policy
 from runtime.policies.plan import prepare
-from runtime.policies.tree_rules import Artifacts
 from runtime.profiler import measure_profile
 from traces.schema import Counts, LatencyProfile, Sampling
 from traces.store import TraceStore

@@ -24,14 +24,14 @@ from optimizer.fit.dynaspec import fit_router
 from optimizer.fit.fr_spec import fit_fr_spec
 from optimizer.inputs import load_workload
 from optimizer.record import RecordRequest, record, split
-from runtime.decoder import Decoder, output_hashes
+from runtime.decoder import Decoder
 from runtime.loading import LoadedPair, load_pair
 from runtime.loop import Round, StaticSource
 from runtime.pair import read_pair
+from runtime.policies.artifacts import Artifacts
 from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from runtime.policies.dynaspec import cluster_budget, frequency_budget
 from runtime.policies.plan import Plan, prepare
-from runtime.policies.tree_rules import Artifacts
 from runtime.shortlists import Support
 from traces.schema import Sampling, Trajectory, Workload
 from traces.store import TraceStore
@@ -83,7 +83,7 @@ class Lab:
         return replace(self.workload, requests=tuple(found[:limit]))
 
     def prepared(self, policy: Policy) -> Plan:
-        return prepare(policy, self.pair.draft_names, artifacts=self.find, head_hashes=output_hashes(self.pair))
+        return prepare(policy, self.pair.draft_names, artifacts=self.find)
 
     def counts(self) -> IntArray:
         """Occurrences of every token in the search part, int64 [vocab]."""

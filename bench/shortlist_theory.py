@@ -19,7 +19,6 @@ from shortlist_tables import NEW_TOKENS, Document, FloatArray, Lab, clusters_blo
 from tree_checks import CATEGORIES
 
 from optimizer.execute import DecodeOptions, encode
-from runtime.decoder import output_hashes
 from runtime.loop import Round
 from runtime.policies.document import parse_policy
 from runtime.sampling import gumbel_row, log_distribution, stream_key
@@ -91,7 +90,7 @@ def law(logits: torch.Tensor) -> FloatArray:
 
 def masks(lab: Lab, draft: str, laws: Laws, block: Document) -> npt.NDArray[np.bool_]:
     """A shortlist of each context as the runtime makes it at a first draft step, bool [n, vocab]."""
-    rule = compile_shortlist(drafting(draft, "chain", block), lab.find, output_hashes(lab.pair))
+    rule = compile_shortlist(drafting(draft, "chain", block), lab.find)
     assert rule is not None
     ready = Shortlists(rule, lab.pair.models[draft], exact=False)
     found = np.zeros(laws.p.shape, dtype=np.bool_)

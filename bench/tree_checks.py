@@ -24,9 +24,9 @@ from runtime.decoder import Decoded
 from runtime.loading import LoadedPair, load_pair
 from runtime.loop import StaticSource
 from runtime.pair import read_pair
+from runtime.policies.artifacts import Artifacts
 from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from runtime.policies.plan import prepare
-from runtime.policies.tree_rules import Artifacts
 from runtime.profiler import measure_profile
 from traces.schema import Counts, LatencyProfile, Sampling, Step, Workload
 from traces.store import TraceStore

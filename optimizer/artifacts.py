@@ -3,51 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from db.errors import CorruptedChunkError, NotFoundError
-from runtime.policies.plan import QTables
+from runtime.policies.artifacts import Q_TABLE, Artifacts, Fitted
 from runtime.policies.windows import WindowState
-from traces.catalog import Artifact
 from traces.errors import PolicyError
 from traces.store import TraceStore
 
-if TYPE_CHECKING:
-    from runtime.policies.tree_rules import Artifacts, Fitted
-
-Q_TABLE = "q_table"
-
-
-def q_tables(store: TraceStore) -> QTables:
-    """Finds stored Q-tables by artifact id, for :func:`runtime.policies.plan.prepare`."""
-
-    def find(name: str) -> npt.NDArray[Any]:
-        artifact = _stored(store, name, "window.artifact: ")
-        if artifact.kind != Q_TABLE:
-            raise PolicyError(f"window.artifact: artifact {name} is a {artifact.kind}, not a {Q_TABLE}")
-        if "values" not in artifact.arrays:
-            raise PolicyError(f"window.artifact: artifact {name} is no Q-table: it lacks the array values")
-        return artifact.arrays["values"]
-
-    return find
-
 
 def fitted(store: TraceStore, pair_id: str | None = None) -> Artifacts:
-    """Finds what trees were fitted to by artifact id or an unambiguous beginning of one, for
-    :func:`runtime.policies.plan.prepare`; with ``pair_id`` only what was fitted for that pair.
+    """Finds artifacts by id or an unambiguous beginning of one, for :func:`runtime.policies.plan.prepare`;
+    with ``pair_id`` only what was fitted for that pair (a Q-table may be any pair's).
 
-    It raises PolicyError where there is none, or it is damaged. What was found is remembered: an artifact never changes."""
-    from runtime.policies.tree_rules import Fitted  # imports torch, which chains over a trace do without
+    It raises PolicyError where there is none, or it is damaged. What was found is remembered: an artifact
+    never changes.
+    """
 
     known: dict[str, Fitted] = {}
 
     def find(name: str) -> Fitted:
         if name not in known:
-            artifact = _stored(store, name, "")
-            if pair_id is not None and artifact.pair_id not in (None, pair_id):
+            try:
+                artifact = store.get_artifact(name)
+            except NotFoundError as error:
+                raise PolicyError(f"{error} in this database (`fit` makes them)") from None
+            except CorruptedChunkError as error:
+                raise PolicyError(str(error)) from None
+            if pair_id is not None and artifact.pair_id not in (None, pair_id) and artifact.kind != Q_TABLE:
                 raise PolicyError(
                     f"artifact {artifact.id} was fitted for pair {artifact.pair_id}, this is pair {pair_id}: fit one to a recording of "
                     "this pair (`fit classifier --from` carries a classifier over)"
@@ -58,16 +44,6 @@ def fitted(store: TraceStore, pair_id: str | None = None) -> Artifacts:
         return known[name]
 
     return find
-
-
-def _stored(store: TraceStore, name: str, where: str) -> Artifact:
-    """An artifact by id or the beginning of one. Raises PolicyError, its message after ``where``, when it is missing or damaged."""
-    try:
-        return store.get_artifact(name)
-    except NotFoundError as error:
-        raise PolicyError(f"{where}{error} in this database (`fit` makes them)") from None
-    except CorruptedChunkError as error:
-        raise PolicyError(f"{where}{error}") from None
 
 
 def q_table(state: WindowState) -> npt.NDArray[np.float64]:

@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from optimizer.replay import ROUND_COLUMNS, Replay, ReplayTrace, run_replay
+from runtime.policies.artifacts import Artifacts
 from runtime.policies.document import ChooserPolicy
-from runtime.policies.plan import QTables, prepare
+from runtime.policies.plan import prepare
 from runtime.policies.prepared_chooser import stored_chooser
-from runtime.policies.tree_rules import Artifacts
 from runtime.policies.windows import init_state
 from traces.schema import LatencyProfile, Step
 
@@ -51,7 +51,6 @@ def run_chosen(
     profile: LatencyProfile | None = None,
     *,
     per_round: bool = False,
-    q_tables: QTables | None = None,
     artifacts: Artifacts | None = None,
     approximate: bool = False,
 ) -> ChosenReplay:
@@ -62,7 +61,7 @@ def run_chosen(
     """
     chooser = stored_chooser(policy, artifacts)[0]
     everyone = [*chooser.drafts, chooser.features.reader]
-    ready = prepare(policy, everyone, profile=profile, q_tables=q_tables, artifacts=artifacts)
+    ready = prepare(policy, everyone, profile=profile, artifacts=artifacts)
     assert ready.chooser is not None
     texts = [trace.trajectories[r] for r in trace.order]
     picks = [ready.chooser.of_recorded(t.prompt_ids, t.max_new_tokens, t.sampling).policy.draft for t in texts]
@@ -76,7 +75,6 @@ def run_chosen(
             chooser.candidates[draft],
             profile,
             per_round=per_round,
-            q_tables=q_tables,
             artifacts=artifacts,
             approximate=approximate,
         )

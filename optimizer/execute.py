@@ -16,9 +16,9 @@ from runtime.loop import DecodeRequest, PolicySource, StaticSource
 from runtime.measuring import center
 from runtime.pacing import Pacer, around, at_pace
 from runtime.pass_sizes import prepare_graphs
+from runtime.policies.artifacts import Artifacts
 from runtime.policies.document import Policy
-from runtime.policies.plan import QTables, prepare
-from runtime.policies.tree_rules import Artifacts
+from runtime.policies.plan import prepare
 from traces.schema import Counts, LatencyProfile, Outcome, Request, RequestOutcome, Sampling, Step, Trajectory, Verifier, Workload
 
 
@@ -260,7 +260,6 @@ def race(
     budget_s: float | None = None,
     clock: Callable[[], float] = time.perf_counter,
     progress: Callable[[int, int], None] = lambda done, total: None,
-    q_tables: QTables | None = None,
     artifacts: Artifacts | None = None,
     paced: bool | None = None,
 ) -> Comparison:
@@ -274,7 +273,7 @@ def race(
     pacer = Pacer(pair, clock) if (pair.device.type == "cpu" if paced is None else paced) else None
     passes_s: list[float] = []
     unique = {p.id: p for p in policies}
-    decoders = decoders_for(pair, list(unique.values()), encoded, profile, q_tables, artifacts, clock)
+    decoders = decoders_for(pair, list(unique.values()), encoded, profile, artifacts, clock)
     for decoder in decoders.values():
         decoder.after_round = pacer
     counts: dict[str, dict[int, Counts]] = {p: {} for p in unique}
@@ -323,13 +322,12 @@ def decoders_for(
     policies: Sequence[Policy],
     encoded: Encoded,
     profile: LatencyProfile | None,
-    q_tables: QTables | None,
     artifacts: Artifacts | None,
     clock: Callable[[], float],
 ) -> dict[str, Decoder]:
     """A decoder by policy id, each with one controller for all requests. Raises PolicyError if a policy cannot run."""
     sampling = encoded.options.sampling
-    prepared = {p.id: prepare_for(pair, p, profile=profile, q_tables=q_tables, artifacts=artifacts, sampling=sampling) for p in policies}
+    prepared = {p.id: prepare_for(pair, p, profile=profile, artifacts=artifacts, sampling=sampling) for p in policies}
     for one in prepared.values():
         prepare_graphs(pair, one, sampling, encoded.longest)
     return {name: Decoder(pair, StaticSource(one), encoded.options.verifier, clock) for name, one in prepared.items()}

@@ -8,10 +8,9 @@ from dataclasses import replace
 from sqlalchemy.orm import Session
 
 from db.errors import StaleVersionError
-from optimizer.artifacts import fitted, q_tables
+from optimizer.artifacts import fitted
 from optimizer.inputs import published_policy
 from optimizer.verdict import Tuned
-from runtime.decoder import output_hashes
 from runtime.loading import LoadedPair
 from runtime.policies.document import AUTOREGRESSIVE, Policy
 from runtime.policies.plan import prepare
@@ -30,9 +29,7 @@ def incumbent_of(store: TraceStore, pair: LoadedPair, active: Publication | None
             policy,
             pair.draft_names,
             profile=profile,
-            q_tables=q_tables(store),
             artifacts=fitted(store, pair.id),
-            head_hashes=output_hashes(pair),
         )
     except PolicyError as error:
         said = str(error).removeprefix(f"publication {active.version}: ")

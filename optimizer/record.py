@@ -17,8 +17,9 @@ from runtime.decoder import Decoder
 from runtime.loading import LoadedPair
 from runtime.loop import PolicySource
 from runtime.panorama import record_panorama
+from runtime.policies.artifacts import Artifacts, Fitted
 from runtime.policies.document import DEFAULT_TOP_N, GAMMA_LIMIT, POOL_LIMIT, WIDTH_LIMIT, Policy, parse_policy
-from runtime.policies.tree_rules import Artifacts, Fitted, compile_tree
+from runtime.policies.tree_rules import compile_tree
 from runtime.policies.trees import TreeRule
 from runtime.tree_panorama import Cover, base_covers, cover_name, record_tree_panorama
 from traces.errors import PolicyError, TraceError

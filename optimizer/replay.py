@@ -34,11 +34,11 @@ from optimizer.shortlist_replay import (
 )
 from optimizer.tree_outcomes import Forest, GrowthTable, join_trees, tabulate_growth
 from optimizer.tree_replay import TreeLimits, replay_trees, stop_levels
+from runtime.policies.artifacts import Artifacts
 from runtime.policies.document import GAMMA_LIMIT, ChooserPolicy, Policy
 from runtime.policies.jit import compiled
-from runtime.policies.plan import Plan, QTables, prepare, tree_kinds
+from runtime.policies.plan import Plan, prepare, tree_kinds
 from runtime.policies.stops import CompiledStop
-from runtime.policies.tree_rules import Artifacts
 from runtime.policies.trees import TreeRule
 from runtime.policies.windows import CompiledWindow, WindowState, advance, init_state, reset
 from runtime.shortlists import ShortlistRule
@@ -337,7 +337,6 @@ def replay(
     policy: Policy,
     profile: LatencyProfile | None = None,
     *,
-    q_tables: QTables | None = None,
     artifacts: Artifacts | None = None,
     approximate: bool = False,
 ) -> Outcome:
@@ -346,7 +345,7 @@ def replay(
     Raises TraceError if the recording or the profile does not hold what the policy needs, PolicyError if the policy needs
     costs and there is no profile.
     """
-    replayed = run_replay(trace, policy, profile, q_tables=q_tables, artifacts=artifacts, approximate=approximate)
+    replayed = run_replay(trace, policy, profile, artifacts=artifacts, approximate=approximate)
     return replayed.outcome()
 
 
@@ -357,14 +356,13 @@ def run_replay(
     *,
     per_round: bool = False,
     state: WindowState | None = None,
-    q_tables: QTables | None = None,
     artifacts: Artifacts | None = None,
     approximate: bool = False,
 ) -> Replay:
     """:func:`replay` with arrays instead of values, and on request every round. Releases the GIL while it runs.
 
     ``state`` goes on from an earlier session's (it is copied); by default the policy's window starts anew.
-    ``q_tables`` finds the Q-table of a window that names an artifact, ``artifacts`` what trees need. A tree that would read laws which were
+    ``artifacts`` finds what the policy names that was fitted. A tree that would read laws which were
     not recorded raises TraceError, unless ``approximate``: then such nodes have no children, and ``Replay.missing`` counts the rounds. It
     also counts those whose shortlist holds none of the children recorded, where the proposal is taken to be wrong.
     """
@@ -374,11 +372,11 @@ def run_replay(
         if state is not None:
             raise ValueError("a chooser's candidates begin with windows of their own: replay one of them to go on from a state")
         return run_chosen(
-            trace, policy, profile, per_round=per_round, q_tables=q_tables, artifacts=artifacts, approximate=approximate
+            trace, policy, profile, per_round=per_round, artifacts=artifacts, approximate=approximate
         )
     if profile is None and not policy.replays_exactly:
         raise PolicyError("window.costs 'recent' reads the clock, which a replay takes from a latency profile: give one")
-    prepared = prepare(policy, [policy.draft], profile=profile, q_tables=q_tables, artifacts=artifacts)
+    prepared = prepare(policy, [policy.draft], profile=profile, artifacts=artifacts)
     state = init_state(prepared.window) if state is None else state.fork()
     if trace.uses_trees(policy):
         return _run_trees(trace, policy, prepared, state, profile, per_round=per_round, approximate=approximate)

@@ -33,9 +33,8 @@ from optimizer.spaces import (
     enumerated_trees,
     with_shortlist,
 )
+from runtime.policies.artifacts import Artifacts
 from runtime.policies.document import ChooserPolicy, Policy
-from runtime.policies.plan import QTables
-from runtime.policies.tree_rules import Artifacts
 from traces.errors import PolicyError, TraceError
 from traces.schema import Counts, LatencyProfile, Outcome
 
@@ -192,7 +191,6 @@ def search(
     seed: int = 0,
     incumbents: Iterable[Policy] = (),
     progress: Callable[[int, int, float], None] = lambda done, total, best: None,
-    q_tables: QTables | None = None,
     trees: Mapping[str, TreeLimit] | None = None,
     shortlists: Mapping[str, ShortlistLimit] | None = None,
     artifacts: Artifacts | None = None,
@@ -220,7 +218,7 @@ def search(
             return 0.0
         if policy.id not in done:
             parts = [
-                run_replay(part, judged, profile, q_tables=q_tables, artifacts=artifacts, approximate=True)
+                run_replay(part, judged, profile, artifacts=artifacts, approximate=True)
                 for part, judged in _parts(trace, policy, (shortlists or {}).get(policy.draft))
             ]
             sums = sum((part.total for part in parts), Counts())

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from db.errors import DatabaseError, NotFoundError, UnavailableError
-from optimizer.artifacts import fitted, q_tables
+from optimizer.artifacts import fitted
 from optimizer.inputs import published_policy
 from runtime.decoder import prepare_for
 from runtime.loading import LoadedPair
@@ -60,7 +60,6 @@ def _prepared(
             policy,
             profile=profile,
             version=version,
-            q_tables=q_tables(store),
             artifacts=fitted(store, pair.id),
             sampling=sampling or Sampling(),
         )

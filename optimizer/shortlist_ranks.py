@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from db.errors import CorruptedChunkError
-from runtime.policies.dynaspec import FREQUENCIES, ROUTER
+from runtime.policies.artifacts import FREQUENCIES, ROUTER
 from traces.errors import TraceError
 from traces.recording import TREE_DEPTH, TREE_WIDTH
 from traces.schema import NAT_SCALE, Proposals, Trajectory, TreePanorama

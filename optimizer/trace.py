@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from optimizer.artifacts import fitted, q_tables
+from optimizer.artifacts import fitted
 from optimizer.replay import Replay, ReplayTrace, run_replay
 from optimizer.shortlist_ranks import Ranks, how_to_rank, stored_ranks
+from runtime.policies.artifacts import Artifacts
 from runtime.policies.document import ChooserPolicy, FullShortlist, Policy
 from runtime.policies.prepared_chooser import stored_chooser
-from runtime.policies.tree_rules import Artifacts
 from runtime.shortlists import compile_shortlist
 from traces.errors import PolicyError, TraceError
 from traces.recording import Skipped
@@ -140,7 +140,7 @@ def simulate(
     find = fitted(store, info.pair_id)
     if policy.shortlisted:
         _check_ranked(store, info, policy, find)
-    replayed = run_replay(trace, policy, profile, per_round=per_round, q_tables=q_tables(store), artifacts=find)
+    replayed = run_replay(trace, policy, profile, per_round=per_round, artifacts=find)
     return Simulated(replayed, skipped, _why_approximate(replayed, info))
 
 

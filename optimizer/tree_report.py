@@ -16,9 +16,9 @@ from optimizer.fit.recorded_trees import child_probabilities
 from optimizer.fit.sequoia import best_static_tree
 from optimizer.replay import ReplayTrace, run_replay
 from optimizer.tree_outcomes import Forest, GrowthTable
+from runtime.policies.artifacts import BINS, CLASSIFIER, STATIC_TREE, Artifacts
 from runtime.policies.document import NODE_LIMIT, ClassifierGrowth, Policy, StaticGrowth, TopKGrowth, parse_policy
-from runtime.policies.plan import QTables, prepare
-from runtime.policies.tree_rules import BINS, CLASSIFIER, STATIC_TREE, Artifacts
+from runtime.policies.plan import prepare
 from traces.errors import SpectuneError
 from traces.schema import TREE_SCALE, Counts, LatencyProfile, Proposals
 
@@ -342,7 +342,6 @@ def tree_report(
     tried: Iterable[tuple[Policy, str]] = (),
     points: Sequence[Point] = (),
     artifacts: Artifacts | None = None,
-    q_tables: QTables | None = None,
     profile: LatencyProfile | None = None,
     about: Sequence[tuple[str, str]] = (),
     progress: Callable[[int, int], None] = lambda done, total: None,
@@ -380,7 +379,7 @@ def tree_report(
     for policy, origin in wanted.values():
         try:
             priced = profile if policy.needs_profile else None
-            ran = run_replay(trace, policy, priced, artifacts=artifacts, q_tables=q_tables, approximate=True)
+            ran = run_replay(trace, policy, priced, artifacts=artifacts, approximate=True)
         except SpectuneError as error:
             skipped.append(f"{policy.label()}: {error}")
         else:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from optimizer.artifacts import fitted, q_tables
+from optimizer.artifacts import fitted
 from optimizer.inputs import stored_policy
 from optimizer.trace import open_trace
 from optimizer.tree_report import Point, Stored, TreeReport, point_of, tree_report
+from runtime.policies.artifacts import BINS, CLASSIFIER, STATIC_TREE
 from runtime.policies.document import Policy, parse_policy
-from runtime.policies.tree_rules import BINS, CLASSIFIER, STATIC_TREE
 from traces.errors import PolicyError, TraceError
 from traces.recording import TREE_DEPTH, TREE_WIDTH
 from traces.schema import Proposals
@@ -58,7 +58,6 @@ def report_of(
         tried=tried_on(store, info, name),
         points=list(ran_on(store, info, name)),
         artifacts=fitted(store, info.pair_id),
-        q_tables=q_tables(store),
         profile=None if profile is None else profile.profile,
         about=_about(store, info),
         progress=progress,

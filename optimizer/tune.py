@@ -19,7 +19,7 @@ import numpy as np
 from sqlalchemy.orm import Session
 
 from db.errors import CorruptedChunkError
-from optimizer.artifacts import fitted, q_tables
+from optimizer.artifacts import fitted
 from optimizer.execute import Comparison, DecodeOptions, Expected, encode_recorded, race
 from optimizer.fit.chooser_fits import fit_chooser_artifact
 from optimizer.fit.on_the_fly import read_prompts
@@ -33,11 +33,11 @@ from optimizer.trace import Grown, open_trace
 from optimizer.verdict import Tuned, candidates_of, fastest_of, verdict
 from runtime.loading import LoadedPair
 from runtime.loop import StaticSource
+from runtime.policies.artifacts import Artifacts
 from runtime.policies.document import AUTOREGRESSIVE, ChooserPolicy, Policy, parse_policy
 from runtime.policies.draft_choice import Chooser
-from runtime.policies.plan import QTables, prepare
+from runtime.policies.plan import prepare
 from runtime.policies.prepared_chooser import PREDICTED, prompt_key, stored_chooser
-from runtime.policies.tree_rules import Artifacts
 from runtime.profiler import environment, measure_profile
 from runtime.tree_panorama import Cover
 from traces.errors import PolicyError, TraceError
@@ -219,7 +219,6 @@ class Tuning:
                 self.incumbent,
                 *(p for p in earlier_winners(self.store, self.pair) if p.draft in (*self.drafts, "none")),
             ],
-            q_tables=q_tables(self.store),
             artifacts=self.artifacts,
             trees=self.trees,
             shortlists=self.shortlists,
@@ -229,9 +228,9 @@ class Tuning:
 
     def predicted(self, policies: Iterable[Policy], part: Sequence[int]) -> dict[str, Any]:
         """What replay says of some requests, by policy id."""
-        trace, tables = self.trace.select(part), q_tables(self.store)
+        trace = self.trace.select(part)
         profile, find = self.profile.profile, self.artifacts
-        return {p.id: replay(trace, p, profile, q_tables=tables, artifacts=find, approximate=True) for p in policies}
+        return {p.id: replay(trace, p, profile, artifacts=find, approximate=True) for p in policies}
 
 
 def _record(tuning: Tuning) -> None:
@@ -341,7 +340,7 @@ def _choose(tuning: Tuning) -> None:
 
 def _execute(tuning: Tuning) -> None:
     """The best few, the incumbent and plain baselines race on requests that the search has not seen."""
-    wanted, profile, tables = tuning.wanted, tuning.profile.profile, q_tables(tuning.store)
+    wanted, profile = tuning.wanted, tuning.profile.profile
     tuning.roles = _roles(tuning.study, tuning.incumbent, wanted, tuning.chooser)
     policies = list(tuning.roles.values())
     tuning.compared = race(
@@ -349,13 +348,12 @@ def _execute(tuning: Tuning) -> None:
         policies,
         encode_recorded(tuning.pair, [tuning.trace.trajectories[i] for i in tuning.test_part], wanted.options.chat),
         whole={p.id for role, p in tuning.roles.items() if not role.startswith("finalist")},
-        expected=expected_seconds(tuning.trace, tuning.test_part, policies, profile, tables, tuning.artifacts),
+        expected=expected_seconds(tuning.trace, tuning.test_part, policies, profile, tuning.artifacts),
         profile=profile,
         passes=wanted.passes,
         budget_s=wanted.budget_s,
         clock=tuning.clock,
         progress=lambda done, total: tuning.progress("execute", done, total),
-        q_tables=tables,
         artifacts=tuning.artifacts,
     )
 
@@ -553,7 +551,6 @@ def expected_seconds(
     executed: Sequence[int],
     policies: Iterable[Policy],
     profile: LatencyProfile,
-    tables: QTables | None = None,
     artifacts: Artifacts | None = None,
 ) -> Expected:
     """What replay predicts for the requests of a trace that are executed (indices), and for all of it.
@@ -566,7 +563,7 @@ def expected_seconds(
     over = list(executed) if fitted_to_texts else range(len(trace.order))
     requests, whole = {}, {}
     for policy in policies:
-        predicted = replay(trace, policy, profile, q_tables=tables, artifacts=artifacts, approximate=True)
+        predicted = replay(trace, policy, profile, artifacts=artifacts, approximate=True)
         seconds = np.array([r.counts.seconds for r in predicted.per_request])
         requests[policy.id], whole[policy.id] = seconds[list(executed)], float(seconds[list(over)].sum())
     return Expected(requests, whole)

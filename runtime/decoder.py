@@ -21,15 +21,15 @@ from runtime.loading import LoadedPair
 from runtime.loop import DecodeRequest, PolicySource, Round, Verified, decode_rounds
 from runtime.models import ids_tensor
 from runtime.pass_sizes import prepare_graphs
+from runtime.policies.artifacts import Artifacts
 from runtime.policies.document import NODE_LIMIT, Policy
 from runtime.policies.draft_choice import TARGET, Prompt, keeps_reading
-from runtime.policies.plan import Plan, QTables, check_verifier, prepare
+from runtime.policies.plan import Plan, check_verifier, prepare
 from runtime.policies.prepared_chooser import with_candidates
-from runtime.policies.tree_rules import Artifacts
 from runtime.prompts import log_perplexity
 from runtime.sampling import Noise
 from runtime.session import Sessions
-from runtime.shortlists import HeadHashes, ShortlistRule, Shortlists, head_hashes
+from runtime.shortlists import ShortlistRule, Shortlists
 from runtime.tree_drafts import GrownTree, ancestors
 from runtime.verification import TargetText, verify_coupled, verify_rejection, verify_tree
 from traces.errors import PolicyError, WorkloadError
@@ -370,19 +370,12 @@ class Decoder:
         )
 
 
-def output_hashes(pair: LoadedPair) -> HeadHashes:
-    """Hashes of the output heads of a pair's drafts, for :func:`runtime.policies.plan.prepare`;
-    each is computed once, when first asked for."""
-    return head_hashes(lambda name: pair.models[name])
-
-
 def prepare_for(
     pair: LoadedPair,
     policy: Policy,
     *,
     profile: LatencyProfile | None = None,
     version: int = 0,
-    q_tables: QTables | None = None,
     artifacts: Artifacts | None = None,
     sampling: Sampling | None = None,
 ) -> Plan:
@@ -398,9 +391,7 @@ def prepare_for(
         pair.draft_names,
         profile=profile,
         version=version,
-        q_tables=q_tables,
         artifacts=artifacts,
-        head_hashes=output_hashes(pair),
     )
     if prepared.chooser is not None:
         return with_candidates(

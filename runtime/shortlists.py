@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Final, Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,30 +21,16 @@ from torch import Tensor, nn
 
 from runtime.gathered_head import GatheredHead
 from runtime.near_ties import near_clusters, router_margin
+from runtime.policies.artifacts import FREQUENCIES, ROUTER, Artifacts, read_artifact
 from runtime.policies.document import ClustersShortlist, FrequencyShortlist, Policy, PositionFrequencyShortlist
-from runtime.policies.dynaspec import (
-    FREQUENCIES,
-    ROUTER,
-    Frequencies,
-    Routing,
-    cluster_budget,
-    frequency_budget,
-    head_hash,
-    top_clusters,
-)
-from runtime.policies.tree_rules import read_fitted
+from runtime.policies.dynaspec import Frequencies, Routing, cluster_budget, frequency_budget, head_hash, top_clusters
 from runtime.streams import forked
 from traces.errors import PolicyError
-
-if TYPE_CHECKING:
-    from runtime.policies.tree_rules import Artifacts, Fitted
 
 STATES_KEPT: Final = 160
 """Positions of the text whose hidden states a draft remembers; more than any round looks back."""
 
 C = TypeVar("C")
-HeadHashes = Callable[[str], str]
-"""The hash of the output head of a draft, by the draft's name (:func:`head_hashes`)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,52 +154,28 @@ class ShortlistRule:
             )
 
 
-def compile_shortlist(policy: Policy, artifacts: Artifacts | None, hashes: HeadHashes | None = None) -> ShortlistRule | None:
+def compile_shortlist(policy: Policy, artifacts: Artifacts | None) -> ShortlistRule | None:
     """The rule of a policy's shortlist; None where the draft evaluates its whole head.
 
-    Raises PolicyError when the artifact is missing, malformed, of another kind, or was fitted on another draft or, where ``hashes``
-    knows the drafts' output heads, on another head.
+    Raises PolicyError when the artifact is missing, malformed, of another kind, or was fitted on another draft.
     """
     block = policy.shortlist
     if isinstance(block, ClustersShortlist):
-        found = _artifact(policy, block.artifact, ROUTER, artifacts)
-        routing = read_fitted("shortlist", block.artifact, lambda: Routing.from_document(found.document, found.arrays))
-        rule = ShortlistRule(block, policy.draft, routing=routing)
-        if hashes is not None:
-            rule.check_head(hashes(policy.draft))
-        return rule
+        routing = read_artifact(
+            policy, "shortlist", block.artifact, ROUTER, artifacts, lambda found: Routing.from_document(found.document, found.arrays)
+        )
+        return ShortlistRule(block, policy.draft, routing=routing)
     if isinstance(block, (FrequencyShortlist, PositionFrequencyShortlist)):
-        found = _artifact(policy, block.artifact, FREQUENCIES, artifacts)
-        frequencies = read_fitted("shortlist", block.artifact, lambda: Frequencies.from_document(found.document, found.arrays))
+        frequencies = read_artifact(
+            policy,
+            "shortlist",
+            block.artifact,
+            FREQUENCIES,
+            artifacts,
+            lambda found: Frequencies.from_document(found.document, found.arrays),
+        )
         return ShortlistRule(block, policy.draft, frequencies=frequencies)
     return None
-
-
-def head_hashes(models: Callable[[str], ShortlistedModel]) -> HeadHashes:
-    """Hashes of the output heads of the drafts that ``models`` finds by name."""
-    return lambda name: models(name).output.hash
-
-
-def _artifact(policy: Policy, name: str, kind: str, artifacts: Artifacts | None) -> Fitted:
-    if artifacts is None:
-        raise PolicyError(f"shortlist.artifact: {name!r} cannot be looked up here; give a database that holds it")
-    try:
-        found = artifacts(name)
-    except PolicyError as error:
-        raise PolicyError(f"shortlist.artifact: {error}") from None
-    command = "fit router --recording ID" if kind == ROUTER else "fit frequencies --recording ID"
-    if found.kind != kind:
-        raise PolicyError(
-            f"shortlist.artifact: artifact {name} is a {found.kind}, shortlist {policy.shortlist.kind!r} needs a {kind}; "
-            f"`{command}` makes one"
-        )
-    fitted_on = found.document.get("draft")
-    if fitted_on is not None and fitted_on != policy.draft:
-        raise PolicyError(
-            f"shortlist.artifact: {name} was fitted on draft {fitted_on!r}, this policy drafts with {policy.draft!r}; "
-            f"`{command} --draft {policy.draft}` makes one"
-        )
-    return found
 
 
 class Shortlists:

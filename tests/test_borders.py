@@ -39,17 +39,17 @@ from cli import main
 from db.database import open_database
 from db.errors import DatabaseError
 from db.tables import metadata
-from optimizer.artifacts import Q_TABLE, fitted, q_tables
+from optimizer.artifacts import fitted
 from optimizer.inputs import load_workload
 from optimizer.jobs import check_payload, tuning_options, tuning_workload
 from optimizer.schedule import add_schedule, get_schedule, history, list_schedules, tick
 from optimizer.serving import watch
 from runtime.loading import load_pair
 from runtime.pair import read_pair
+from runtime.policies.artifacts import BINS, CLASSIFIER, DRAFT_CHOOSER, Q_TABLE, STATIC_TREE, Fitted
 from runtime.policies.document import parse_policy
-from runtime.policies.draft_choice import DRAFT_CHOOSER, Chooser, LinearAccuracy, PromptFeatures
+from runtime.policies.draft_choice import Chooser, LinearAccuracy, PromptFeatures
 from runtime.policies.plan import prepare
-from runtime.policies.tree_rules import BINS, CLASSIFIER, STATIC_TREE, Fitted
 from traces.codec import _HEADERS, CODEC, SCHEMA_VERSION, Chunk, CodecError, unpack
 from traces.errors import SpectuneError
 from traces.packing import (
@@ -386,7 +386,7 @@ def raw(store: TraceStore, place: Path) -> Iterator[sqlite3.Connection]:
 def test_the_artifacts_that_are_forged_are_good_ones_before(kind: str) -> None:
     document, arrays, policy = ARTIFACTS[kind]
     found = Fitted(kind, document, arrays)
-    prepare(parse_policy(policy), DRAFTS, profile=PROFILE, q_tables=lambda _: arrays["values"], artifacts=lambda _: found)
+    prepare(parse_policy(policy), DRAFTS, profile=PROFILE, artifacts=lambda _: found)
 
 
 @cases("artifacts", 300)
@@ -406,7 +406,7 @@ def test_forged_artifacts(store: TraceStore, raw: sqlite3.Connection, forged: tu
     (name,) = raw.execute("SELECT id FROM artifact WHERE kind = ?", (kind,)).fetchone()
     policy = parse_policy(json.loads(json.dumps(ARTIFACTS[kind][2]).replace('"id"', json.dumps(name))))
     with border():
-        prepare(policy, DRAFTS, profile=PROFILE, q_tables=q_tables(store), artifacts=fitted(store, PAIR))
+        prepare(policy, DRAFTS, profile=PROFILE, artifacts=fitted(store, PAIR))
 
 
 # ------------------------------------------------------------------------------------------------------------- chunks

@@ -33,10 +33,10 @@ from runtime.decoder import Decoder, prepare_for
 from runtime.loading import LoadedPair, load_pair
 from runtime.loop import DecodeRequest, StaticSource
 from runtime.pair import read_pair
+from runtime.policies.artifacts import DRAFT_CHOOSER, Fitted
 from runtime.policies.document import AUTOREGRESSIVE, ChooserPolicy, Policy, differences, parse_policy, policy_schema
-from runtime.policies.draft_choice import DRAFT_CHOOSER, Chooser, LinearAccuracy, Prompt
+from runtime.policies.draft_choice import Chooser, LinearAccuracy, Prompt
 from runtime.policies.plan import Plan, prepare
-from runtime.policies.tree_rules import Fitted
 from runtime.prompts import prompt_reader
 from traces.errors import PolicyError, TraceError
 from traces.schema import LatencyProfile, Request, Sampling, Step, Workload
@@ -397,7 +397,7 @@ def test_what_cannot_be_prepared_is_refused_in_one_line(pair: LoadedPair, profil
         (lambda name: Fitted("bins", {}, {}), profile, "draft.artifact: artifact 0123456789ab is a bins, not a draft_chooser"),
         (lambda name: Fitted(DRAFT_CHOOSER, document, lacks), profile, "the chooser has no weights for draft 'far'"),
         (memory(chooser, candidates=nested), profile, "draft 'far': its policy chooses drafts itself"),
-        (memory(chooser, candidates=needs), profile, "candidate 'far': window.artifact: the Q-table 'ab' cannot be looked up"),
+        (memory(chooser, candidates=needs), profile, "candidate 'far': window.artifact: artifact ab is a draft_chooser, not a q_table"),
         (memory(reader), profile, "reads prompts with draft 'gone', which this pair lacks"),
         (memory(chooser), None, "draft.ols weighs drafts by measured costs: run `profile`"),
         (memory(chooser, chooses=False, single="medium"), profile, "it keeps to draft 'medium', which is none of its candidates"),

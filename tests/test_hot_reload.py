@@ -20,7 +20,7 @@ from doors import Door, lines, write_workload
 from synthetic import flat_profile
 
 from db import Database, DatabaseError
-from optimizer.artifacts import fitted, q_tables
+from optimizer.artifacts import fitted
 from optimizer.publish import incumbent_of
 from optimizer.serving import watch
 from runtime.decoder import Decoder
@@ -734,7 +734,7 @@ def test_an_artifact_that_is_not_what_it_says_is_refused_and_named(pair: LoadedP
     for document, arrays in DAMAGED[kind]:
         shelf: Any = Shelf(kind, document, arrays)
         with pytest.raises(PolicyError) as said:
-            prepare(policy, pair.draft_names, profile=profile, q_tables=q_tables(shelf), artifacts=fitted(shelf, pair.id))
+            prepare(policy, pair.draft_names, profile=profile, artifacts=fitted(shelf, pair.id))
         assert "a1b2c3" in str(said.value), (document, str(said.value))
         assert str(said.value).isprintable()
         assert len(str(said.value)) < 600

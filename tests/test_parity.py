@@ -15,7 +15,7 @@ from synthetic import flat_profile
 from test_lossless import PROMPTS, policies
 
 from db.database import open_database
-from optimizer.artifacts import keep_q_table, q_tables
+from optimizer.artifacts import fitted, keep_q_table
 from optimizer.oracle import replay_rounds
 from optimizer.replay import ReplayTrace, run_replay
 from runtime.decoder import Decoder
@@ -214,10 +214,11 @@ def test_a_stored_q_table_is_where_the_next_session_begins(pair: LoadedPair, rec
         name = keep_q_table(store, learned, pair.id, {"from": "test"})
         assert keep_q_table(store, learned, pair.id, {}) == name
         frozen = parse_policy({"draft": near, "window": window | {"learn": False, "artifact": name}})
-        replayed = run_replay(trace, frozen, per_round=True, q_tables=q_tables(store)).steps()
-        decoder = Decoder(pair, StaticSource(prepare(frozen, pair.draft_names, q_tables=q_tables(store))))
+        find = fitted(store)
+        replayed = run_replay(trace, frozen, per_round=True, artifacts=find).steps()
+        decoder = Decoder(pair, StaticSource(prepare(frozen, pair.draft_names, artifacts=find)))
         for i, prompt in enumerate(PROMPTS):
             request = decoder.request(Request(str(i), "c", (prompt,)), pair.encode(prompt), Sampling(), TOKENS)
             assert [shape(s) for s in decoder.decode(request).steps] == [shape(s) for s in replayed[i]]
         with pytest.raises(PolicyError, match="no artifact"):
-            q_tables(store)("nothing")
+            find("nothing")

@@ -12,9 +12,10 @@ from optimizer.export import engine_settings
 from optimizer.search import complexity
 from optimizer.spaces import Space, enumerated, transformers_heuristic
 from runtime.pair import PairSpec, read_pair
+from runtime.policies.artifacts import Fitted
 from runtime.policies.document import AUTOREGRESSIVE, Policy, differences, parse_policy, policy_schema
 from runtime.policies.plan import check_verifier, prepare
-from runtime.policies.tree_rules import Fitted, compile_tree
+from runtime.policies.tree_rules import compile_tree
 from traces.errors import PolicyError
 from traces.schema import Sampling
 

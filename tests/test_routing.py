@@ -25,13 +25,13 @@ from optimizer.replay import ReplayTrace, run_replay
 from optimizer.shortlist_ranks import ClusterRanks, digest, stored_ranks
 from optimizer.tree_outcomes import NO_UNION, ClusterUnion, GrowthTable, ShortlistRanks, _tabulate_chunk, tabulate_growth
 from runtime import near_ties
-from runtime.decoder import Decoded, Decoder, output_hashes
+from runtime.decoder import Decoded, Decoder
 from runtime.loading import LoadedPair, load_pair
 from runtime.loop import StaticSource
 from runtime.pair import read_pair
 from runtime.panorama import record_panorama
+from runtime.policies.artifacts import ROUTER
 from runtime.policies.document import Policy, parse_policy
-from runtime.policies.dynaspec import ROUTER
 from runtime.policies.plan import prepare
 from runtime.policies.trees import TreeRule
 from runtime.tree_panorama import record_tree_panorama
@@ -135,7 +135,7 @@ def executed(
     store: TraceStore, pair: LoadedPair, policy: Policy, texts: Sequence[Trajectory], profile: LatencyProfile | None = None
 ) -> Iterator[tuple[Decoder, Decoded]]:
     """The texts decoded again under a policy, by one decoder."""
-    prepared = prepare(policy, pair.draft_names, profile=profile, artifacts=fitted(store), head_hashes=output_hashes(pair))
+    prepared = prepare(policy, pair.draft_names, profile=profile, artifacts=fitted(store))
     decoder = Decoder(pair, StaticSource(prepared))
     for text in texts:
         request = decoder.request(Request(text.request_id, "x", ("",)), text.prompt_ids.tolist(), text.sampling, text.max_new_tokens)

@@ -19,10 +19,10 @@ from runtime.loading import LoadedPair, load_pair
 from runtime.loop import StaticSource
 from runtime.pair import read_pair
 from runtime.panorama import record_panorama
+from runtime.policies.artifacts import FREQUENCIES, Artifacts, Fitted
 from runtime.policies.document import Policy, parse_policy
-from runtime.policies.dynaspec import FREQUENCIES, Frequencies
+from runtime.policies.dynaspec import Frequencies
 from runtime.policies.plan import prepare
-from runtime.policies.tree_rules import Artifacts, Fitted
 from runtime.tree_panorama import record_tree_panorama
 from traces.errors import PolicyError, TraceError
 from traces.schema import CostCurve, Request, Sampling, Trajectory

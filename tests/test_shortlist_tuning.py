@@ -31,8 +31,9 @@ from optimizer.tune import TuneOptions, expected_seconds, tune
 from runtime.loading import LoadedPair, load_pair
 from runtime.loop import StaticSource
 from runtime.pair import read_pair
+from runtime.policies.artifacts import ROUTER
 from runtime.policies.document import AUTOREGRESSIVE, ChooserPolicy, parse_policy
-from runtime.policies.dynaspec import ROUTER, Frequencies
+from runtime.policies.dynaspec import Frequencies
 from runtime.policies.plan import prepare
 from runtime.profiler import environment
 from traces.errors import TraceError

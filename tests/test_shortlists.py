@@ -24,17 +24,17 @@ from transformers import AutoModelForCausalLM
 from runtime import distributions as runtime_distributions
 from runtime import gathered_head, near_ties
 from runtime import shortlists as shortlisting
-from runtime.decoder import Decoder, output_hashes, prepare_for
+from runtime.decoder import Decoder, prepare_for
 from runtime.distributions import codes, read_distributions
 from runtime.drafts.language_model import LanguageModelDraft
 from runtime.drafts.protocol import DraftContext, Drafted
 from runtime.loading import LoadedPair, load_pair
 from runtime.loop import DecodeRequest, Round, StaticSource
 from runtime.pair import read_pair
+from runtime.policies.artifacts import Artifacts, Fitted
 from runtime.policies.document import Policy, parse_policy
 from runtime.policies.dynaspec import Clusters, Frequencies, Router, Routing
 from runtime.policies.plan import Plan, prepare
-from runtime.policies.tree_rules import Artifacts, Fitted
 from runtime.sampling import Noise, log_distribution
 from runtime.shortlists import Shortlists, head_hash
 from runtime.streams import forked
@@ -117,7 +117,7 @@ def artifacts(pair: LoadedPair) -> Artifacts:
 
 
 def ready(pair: LoadedPair, document: dict[str, Any]) -> Plan:
-    return prepare(parse_policy(document), pair.draft_names, artifacts=artifacts(pair), head_hashes=output_hashes(pair))
+    return prepare(parse_policy(document), pair.draft_names, artifacts=artifacts(pair))
 
 
 def requests(pair: LoadedPair, decoder: Decoder, sampling: Sampling, tokens: int = TOKENS) -> list[DecodeRequest]:
@@ -607,7 +607,6 @@ def test_lower_precision_drafts_from_shortlists(pair: LoadedPair) -> None:
                     parse_policy({"draft": draft, "shortlist": shortlist, **more}),
                     low.draft_names,
                     artifacts=artifacts(low),
-                    head_hashes=output_hashes(pair),
                 )
                 for _, item, _, chosen in followed(low, prepared, HOT, 5):
                     depths = item.tree.depths if item.tree else range(1, 1 + len(item.drafted))
@@ -762,26 +761,26 @@ def test_artifacts_that_do_not_fit_are_refused_in_one_line(pair: LoadedPair) -> 
     }
 
     def say(shortlist: dict[str, Any], decodes: bool = False, **given: Any) -> str:
-        look = {"artifacts": lambda name: wrong.get(name) or find(name), "head_hashes": output_hashes(pair)} | given
+        look = {"artifacts": lambda name: wrong.get(name) or find(name)} | given
         policy = parse_policy({"draft": "near", "shortlist": shortlist, **CHAIN})
         if decodes:
             decoder = Decoder(pair, StaticSource(prepare(policy, pair.draft_names, **look)))
             request = requests(pair, decoder, Sampling())[0]
         with pytest.raises(PolicyError) as error:
-            next(decoder.rounds(request)) if decodes else prepare(policy, pair.draft_names, **look)
+            next(decoder.rounds(request)) if decodes else prepare_for(pair, policy, **look)
         assert "\n" not in str(error.value)
         return str(error.value)
 
     clusters = by_router("near")
     assert "'router-near' cannot be looked up here" in say(clusters, artifacts=None)
-    assert "artifact order is a frequencies, shortlist 'clusters' needs a router; `fit router" in say(clusters | {"artifact": "order"})
-    assert "is a router, shortlist 'frequency' needs a frequencies" in say(FREQUENT | {"artifact": "router-near"})
+    assert "artifact order is a frequencies, not a router; `fit router" in say(clusters | {"artifact": "order"})
+    assert "is a router, not a frequencies" in say(FREQUENT | {"artifact": "router-near"})
     assert "was fitted on draft 'own', this policy drafts with 'near'; `fit router --recording ID --draft near`" in say(
         clusters | {"artifact": "router-own"}
     )
     assert "fitted on draft 'own'" in say(FREQUENT | {"artifact": "elsewhere"})
-    for decodes, given in ((False, {}), (True, {"head_hashes": None})):
-        said = say(clusters | {"artifact": "other head"}, decodes, **given)
+    for decodes in (False, True):
+        said = say(clusters | {"artifact": "other head"}, decodes)
         assert "was fitted on another output head" in said
         assert "`fit router --recording ID --draft near`" in said
     assert "a router of" in say(clusters | {"artifact": "narrow"}, True)

@@ -18,9 +18,10 @@ from runtime.decoder import Decoder
 from runtime.loading import LoadedPair, load_pair
 from runtime.loop import StaticSource
 from runtime.pair import read_pair
+from runtime.policies.artifacts import Artifacts, Fitted
 from runtime.policies.document import Policy, parse_policy
 from runtime.policies.plan import prepare
-from runtime.policies.tree_rules import Artifacts, Fitted, compile_tree
+from runtime.policies.tree_rules import compile_tree
 from runtime.tree_panorama import Cover, cover_name, record_tree_panorama
 from traces.errors import PolicyError, TraceError
 from traces.schema import LatencyProfile, Request, Sampling, Step, Trajectory

@@ -43,9 +43,9 @@ from runtime.decoder import Decoder
 from runtime.loading import load_pair
 from runtime.loop import Round, StaticSource
 from runtime.pair import read_pair
+from runtime.policies.artifacts import Fitted
 from runtime.policies.document import Policy, parse_policy
 from runtime.policies.plan import prepare
-from runtime.policies.tree_rules import Fitted
 from runtime.tree_drafts import GrownTree, Pruned
 from runtime.tree_panorama import record_tree_panorama
 from traces.errors import PolicyError, TraceError

@@ -116,7 +116,7 @@ def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         kw.pop(key, None)
     with open_store(ctx) as store:
         pair = load(kw, store)
-        from optimizer.artifacts import fitted, q_tables
+        from optimizer.artifacts import fitted
         from optimizer.record import RecordRequest, begun_as, look_around
         from optimizer.record import record as do_record
         from runtime.loop import StaticSource
@@ -158,7 +158,6 @@ def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
                         policy_named(store, kw["policy_name"], pair.id, device),
                         pair.draft_names,
                         profile=profile,
-                        q_tables=q_tables(store),
                         artifacts=fitted(store, pair.id),
                     )
                 source = StaticSource(prepared)
@@ -445,7 +444,7 @@ def _source(
     store: TraceStore, pair: LoadedPair, name: str, profile: LatencyProfile | None, options: DecodeOptions
 ) -> Iterator[PolicySource]:
     """A policy source: the policy named for ever, or for ``active`` whatever is published, now and later."""
-    from optimizer.artifacts import fitted, q_tables
+    from optimizer.artifacts import fitted
     from runtime.loop import StaticSource
 
     if name != "active":
@@ -456,7 +455,6 @@ def _source(
             pair,
             policy,
             profile=profile,
-            q_tables=q_tables(store),
             artifacts=fitted(store, pair.id),
             sampling=options.sampling,
         )
@@ -560,7 +558,7 @@ def generate(ctx: click.Context, as_json: bool, prompt: str, **kw: Any) -> None:
         raise WorkloadError("the prompt is empty")
     with open_store(ctx) as store:
         pair = load(kw, store)
-        from optimizer.artifacts import fitted, q_tables
+        from optimizer.artifacts import fitted
         from optimizer.execute import encode
         from optimizer.generate import generate as do_generate
         from traces.schema import Request, Workload
@@ -573,7 +571,7 @@ def generate(ctx: click.Context, as_json: bool, prompt: str, **kw: Any) -> None:
         from runtime.decoder import prepare_for
 
         prepared = prepare_for(
-            pair, policy, profile=found, q_tables=q_tables(store), artifacts=fitted(store, pair.id), sampling=options.sampling
+            pair, policy, profile=found, artifacts=fitted(store, pair.id), sampling=options.sampling
         )
     console = console_for(stderr=as_json)
     console.width = 10_000 if not console.is_terminal else console.width

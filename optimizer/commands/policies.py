@@ -182,11 +182,11 @@ def policies_activate(ctx: click.Context, as_json: bool, policy_name: str, reaso
 
 def _check_runs(store: TraceStore, policy: Policy, pair_id: str, drafts: tuple[str, ...], device: str) -> None:
     """Raises PolicyError now for what every runtime would refuse later."""
-    from optimizer.artifacts import fitted, q_tables
+    from optimizer.artifacts import fitted
     from runtime.policies.plan import prepare
 
     _, found = profile_of(store, None, pair_id, device)
-    prepare(policy, drafts, profile=found, q_tables=q_tables(store), artifacts=fitted(store, pair_id))
+    prepare(policy, drafts, profile=found, artifacts=fitted(store, pair_id))
 
 
 def _holds_a_policy(publication: Publication) -> bool:

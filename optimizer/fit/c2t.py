@@ -23,8 +23,8 @@ from optimizer.fit.perceptron import Weights
 from optimizer.fit.recorded_trees import CHUNK, RecordedTrees, TreeSource, unusual
 from optimizer.fit.shared import Progress, StoredFit, held_out, silent, stored
 from optimizer.tree_outcomes import Forest
+from runtime.policies.artifacts import CLASSIFIER
 from runtime.policies.c2t import ClassifierWeights, read_weights
-from runtime.policies.tree_rules import CLASSIFIER
 from runtime.policies.trees import Growing, TreeRule
 from traces.errors import PolicyError, TraceError
 from traces.schema import TREE_SCALE

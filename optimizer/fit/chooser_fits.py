@@ -13,15 +13,16 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from optimizer.artifacts import fitted, q_tables
+from optimizer.artifacts import fitted
 from optimizer.fit.on_the_fly import Ridge, fit_chooser, read_prompts
 from optimizer.fit.shared import Progress, StoredFit, hash_of
 from optimizer.record import split
 from optimizer.replay import ReplayTrace, run_replay
 from optimizer.trace import open_trace
 from runtime.loading import LoadedPair
+from runtime.policies.artifacts import DRAFT_CHOOSER
 from runtime.policies.document import AUTOREGRESSIVE, ChooserPolicy, Policy
-from runtime.policies.draft_choice import DRAFT_CHOOSER, NO_DRAFT, Chooser, Prompt, Rule
+from runtime.policies.draft_choice import NO_DRAFT, Chooser, Prompt, Rule
 from runtime.policies.plan import prepare
 from runtime.policies.prepared_chooser import PREDICTED, prompt_key
 from runtime.prompts import prompt_reader
@@ -110,7 +111,6 @@ def fit_source(
         scalars=scalars,
         guarded=True,
         seed=seed,
-        q_tables=q_tables(store),
         artifacts=fitted(store, pair.id),
     )
 
@@ -155,7 +155,7 @@ def best_by_draft(
     """
     from optimizer.spaces import enumerated  # optuna takes a while to import
 
-    tables, find = q_tables(store), fitted(store, pair.id)
+    find = fitted(store, pair.id)
     trace = trace.select(split([t.request_id for t in trace.trajectories], [t.category for t in trace.trajectories])[0])
     found = {NO_DRAFT: AUTOREGRESSIVE}
     drafts = dict.fromkeys([*trace.chains, *(draft for draft, _ in trace.forests)])
@@ -165,7 +165,7 @@ def best_by_draft(
         seconds: dict[str, tuple[float, Policy]] = {}
         for policy in [*(p for p in enumerated((draft,), depth) if p.speculates), *tried.get(draft, ())]:
             try:
-                replayed = run_replay(trace, policy, profile, q_tables=tables, artifacts=find)
+                replayed = run_replay(trace, policy, profile, artifacts=find)
             except (PolicyError, TraceError):
                 continue
             seconds[policy.id] = float(replayed.seconds.sum()), policy
@@ -213,9 +213,9 @@ def _choices(
     profile: LatencyProfile,
 ) -> list[str]:
     """The draft for every recorded request."""
-    find, tables, trace = fitted(store, pair.id), q_tables(store), source.trace
+    find, trace = fitted(store, pair.id), source.trace
     ready = {
-        d: prepare(p, pair.draft_names, profile=profile, artifacts=find, q_tables=tables) for d, p in chooser.candidates.items()
+        d: prepare(p, pair.draft_names, profile=profile, artifacts=find) for d, p in chooser.candidates.items()
     }
     options = [chooser.options(profile, sampled=sampled, ready=ready) for sampled in (False, True)]
     return [

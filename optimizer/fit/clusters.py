@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from optimizer.fit.shared import Progress, StoredFit, keep, silent, stored
 from runtime.loading import LoadedPair
-from runtime.policies.dynaspec import ROUTER, Clusters
+from runtime.policies.artifacts import ROUTER
+from runtime.policies.dynaspec import Clusters
 from traces.errors import PolicyError
 from traces.store import TraceStore
 

@@ -27,7 +27,8 @@ from optimizer.fit.perceptron import Weights
 from optimizer.fit.shared import LeftOut, Progress, StoredFit, held_out, keep, search_texts, silent
 from optimizer.shortlist_ranks import CLUSTER_RANKS, FREQUENCY_RANKS, budget_grid
 from runtime.loading import LoadedPair
-from runtime.policies.dynaspec import ROUTER, Clusters, Frequencies, Router, Routing, top_clusters
+from runtime.policies.artifacts import ROUTER
+from runtime.policies.dynaspec import Clusters, Frequencies, Router, Routing, top_clusters
 from traces.errors import PolicyError, TraceError
 from traces.schema import Proposals, Trajectory
 from traces.store import TraceStore

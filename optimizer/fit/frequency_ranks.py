@@ -13,7 +13,8 @@ from optimizer.fit.draft_distributions import WholeDistributions, states_over
 from optimizer.fit.shared import Progress
 from optimizer.shortlist_ranks import UNKNOWN_CODE, FrequencyRanks, budget_grid, keep_ranks, wanted_ranks
 from runtime.loading import LoadedPair
-from runtime.policies.dynaspec import FREQUENCIES, Frequencies
+from runtime.policies.artifacts import FREQUENCIES
+from runtime.policies.dynaspec import Frequencies
 from runtime.tree_panorama import OFF_TEXT, ROWS
 from traces.errors import PolicyError
 from traces.schema import Proposals, Trajectory, TreePanorama

@@ -18,8 +18,8 @@ from optimizer.fit.recorded_trees import CHUNK, RecordedTrees, TreeSource, unusu
 from optimizer.fit.shared import Progress, StoredFit, silent
 from optimizer.tree_outcomes import GrowthTable, tabulate_growth
 from optimizer.tree_tabulation import NEVER
+from runtime.policies.artifacts import BINS
 from runtime.policies.document import DEFAULT_TOP_N, NODE_LIMIT
-from runtime.policies.tree_rules import BINS
 from traces.errors import PolicyError, TraceError
 
 Index = npt.NDArray[np.int64]

@@ -20,6 +20,7 @@ from optimizer.cost import request_seconds
 from optimizer.record import split
 from optimizer.replay import Replay, ReplayTrace, run_replay
 from runtime.loading import LoadedPair
+from runtime.policies.artifacts import Artifacts
 from runtime.policies.document import Policy
 from runtime.policies.draft_choice import (
     ACC_MAX,
@@ -35,8 +36,7 @@ from runtime.policies.draft_choice import (
     check_candidate,
     raw_scalars,
 )
-from runtime.policies.plan import Plan, QTables, prepare
-from runtime.policies.tree_rules import Artifacts
+from runtime.policies.plan import Plan, prepare
 from runtime.prompts import prompt_reader, read_prompt
 from traces.errors import PolicyError, TraceError
 from traces.schema import AGREE_NONE, AGREE_YES, PROB_SCALE, LatencyProfile, Trajectory
@@ -156,7 +156,6 @@ class Measured:
         candidates: Mapping[str, Policy],
         profile: LatencyProfile,
         *,
-        q_tables: QTables | None = None,
         artifacts: Artifacts | None = None,
     ) -> Measured:
         """Replays every policy on the requests of ``trace.order``. Raises TraceError as :func:`accuracies` and replay do."""
@@ -164,7 +163,7 @@ class Measured:
         alphas, seconds, before = [], [], []
         for draft, policy in candidates.items():
             plain = draft == NO_DRAFT or (draft in trace.chains and not policy.is_tree and not policy.shortlisted)
-            replayed = run_replay(trace, policy, profile, per_round=not plain, q_tables=q_tables, artifacts=artifacts, approximate=True)
+            replayed = run_replay(trace, policy, profile, per_round=not plain, artifacts=artifacts, approximate=True)
             alphas.append(accuracies(trace, [draft])[:, 0] if plain else level_accuracies(replayed))
             seconds.append(replayed.seconds)
             before.append(request_seconds(profile, draft if policy.speculates else None, trace.prompts)[order])
@@ -332,7 +331,6 @@ def fit_chooser(
     parts: tuple[Sequence[int], Sequence[int]] | None = None,
     guarded: bool = False,
     seed: int = 0,
-    q_tables: QTables | None = None,
     artifacts: Artifacts | None = None,
 ) -> Chooser:
     """Fits a chooser of ``candidates`` (a policy for each draft, ``none`` and ``ngram`` among them if wanted) to a recording.
@@ -355,8 +353,8 @@ def fit_chooser(
             f"{len(prompts)} prompts for {len(trace.trajectories)} recorded requests; read them from the same recording"
         )
     fit_part, test_part = parts or split([t.request_id for t in trace.trajectories], [t.category for t in trace.trajectories])
-    measured = Measured.of(trace.select(fit_part), candidates, profile, q_tables=q_tables, artifacts=artifacts)
-    ready = _prepared(candidates, profile, q_tables, artifacts)
+    measured = Measured.of(trace.select(fit_part), candidates, profile, artifacts=artifacts)
+    ready = _prepared(candidates, profile, artifacts)
     options = tuple(Option.of(d, p, profile, sampled=measured.sampled, ready=ready[d]) for d, p in candidates.items())
     chosen = [prompts[r] for r in fit_part]
 
@@ -386,15 +384,15 @@ def fit_chooser(
         chooser = replace(chooser, chooses=gained.holds, reason=gained.reason)
     metrics["fit"] = evaluate(chooser, measured, chosen, profile, options=options).to_json()
     if list(test_part) != list(fit_part):
-        held_out = Measured.of(trace.select(test_part), candidates, profile, q_tables=q_tables, artifacts=artifacts)
+        held_out = Measured.of(trace.select(test_part), candidates, profile, artifacts=artifacts)
         metrics["held_out"] = evaluate(chooser, held_out, [prompts[r] for r in test_part], profile, options=options).to_json()
     return replace(chooser, metrics=metrics)
 
 
 def _prepared(
-    candidates: Mapping[str, Policy], profile: LatencyProfile, q_tables: QTables | None, artifacts: Artifacts | None
+    candidates: Mapping[str, Policy], profile: LatencyProfile, artifacts: Artifacts | None
 ) -> dict[str, Plan]:
-    return {d: prepare(p, [p.draft], profile=profile, q_tables=q_tables, artifacts=artifacts) for d, p in candidates.items()}
+    return {d: prepare(p, [p.draft], profile=profile, artifacts=artifacts) for d, p in candidates.items()}
 
 
 @dataclass(frozen=True)

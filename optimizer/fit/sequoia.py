@@ -20,8 +20,8 @@ import numpy.typing as npt
 from optimizer.cost import BUCKET, TreeCosts
 from optimizer.fit.recorded_trees import RecordedTrees, TreeSource, unusual
 from optimizer.fit.shared import Progress, StoredFit, profile_of, silent
+from runtime.policies.artifacts import STATIC_TREE
 from runtime.policies.document import GAMMA_LIMIT, NODE_LIMIT, WIDTH_LIMIT
-from runtime.policies.tree_rules import STATIC_TREE
 from traces.errors import PolicyError, TraceError
 
 FloatArray = npt.NDArray[np.float64]

@@ -21,8 +21,8 @@ from optimizer.fit.shared import LeftOut, Progress, search_texts, silent
 from optimizer.shortlist_ranks import Ranks
 from optimizer.spaces import Fold, ShortlistLimit, TreeLimit
 from runtime.loading import LoadedPair
+from runtime.policies.artifacts import ROUTER
 from runtime.policies.document import Policy
-from runtime.policies.dynaspec import ROUTER
 from runtime.tree_panorama import SHARPNESSES
 from traces.errors import PolicyError, TraceError
 from traces.store import TraceStore

@@ -35,8 +35,6 @@ IntArray = npt.NDArray[np.int64]
 Rule = Literal["throughput", "theorem_3"]
 """How a draft follows from the predicted accuracies: the most expected tokens per second, or the paper's theorem 3."""
 
-DRAFT_CHOOSER: Final = "draft_chooser"
-"""The kind of artifact that a fitted chooser is."""
 NO_DRAFT: Final = "none"
 TARGET: Final = "target"
 """The reader of prompts where a pair has no language model as draft."""

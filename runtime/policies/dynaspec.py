@@ -24,10 +24,6 @@ IntArray = npt.NDArray[np.int64]
 Arrays = dict[str, npt.NDArray[Any]]
 Document = dict[str, Any]
 
-FREQUENCIES: Final = "frequencies"
-"""Kind of the artifact that holds :class:`Frequencies`."""
-ROUTER: Final = "router"
-"""Kind of the artifact that holds :class:`Routing`: a router, its clusters and the head that these were fitted on."""
 ROUTER_WEIGHTS: Final = ("w1", "b1", "w2", "b2")
 HASH_DIGITS: Final = 16
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from runtime.policies.artifacts import Q_TABLE, Artifacts, read_artifact
 from runtime.policies.document import ChooserPolicy, Policy
 from runtime.policies.shortlist_costs import shortlist_seconds
 from runtime.policies.stops import CompiledStop, compile_stop
@@ -18,9 +19,8 @@ from traces.schema import LatencyProfile, Sampling, Verifier
 
 if TYPE_CHECKING:
     from runtime.policies.prepared_chooser import PreparedChooser
-    from runtime.policies.tree_rules import Artifacts
     from runtime.policies.trees import TreeRule
-    from runtime.shortlists import HeadHashes, ShortlistRule, Shortlists
+    from runtime.shortlists import ShortlistRule, Shortlists
 
 REFERENCE_CONTEXT = 256
 """Context at which a profile's costs are read for a window that wants one number per gamma."""
@@ -161,45 +161,36 @@ def check_verifier(policy: Policy, verifier: Verifier, sampling: Sampling) -> No
         )
 
 
-QTables = Callable[[str], npt.NDArray[np.float64]]
-"""Finds the Q-table of an artifact id; raises PolicyError when there is none."""
-
-
 def prepare(
     policy: Policy,
     drafts: Collection[str],
     *,
     profile: LatencyProfile | None = None,
     version: int = 0,
-    q_tables: QTables | None = None,
     artifacts: Artifacts | None = None,
-    head_hashes: HeadHashes | None = None,
 ) -> Plan:
     """Compiles a policy for a pair whose drafts are ``drafts``.
 
-    ``q_tables`` finds stored Q-tables for windows that name an artifact, ``artifacts`` whatever trees and shortlists need. With
-    ``head_hashes``, the hashes of the drafts' output heads, a router that was fitted on another head is refused here and not by the
-    decoder. Raises PolicyError when the draft is unknown, the window needs costs and there is no profile, or an artifact cannot be had,
-    has another shape or was fitted on another draft. Of a chooser all that holds for each of its candidates.
+    ``artifacts`` finds what the policy names that was fitted. Raises PolicyError when the draft is unknown, the window needs costs and
+    there is no profile, or an artifact cannot be had, has another shape or was fitted on another draft. Of a chooser all that holds for
+    each of its candidates.
     """
     if isinstance(policy, ChooserPolicy):
         from runtime.policies.prepared_chooser import prepare_chooser
 
-        return prepare_chooser(
-            policy, drafts, profile=profile, version=version, q_tables=q_tables, artifacts=artifacts, head_hashes=head_hashes
-        )
+        return prepare_chooser(policy, drafts, profile=profile, version=version, artifacts=artifacts)
     if policy.draft != "none" and policy.draft not in drafts:
         known = ", ".join(sorted(drafts))
         raise PolicyError(f"draft: this pair has no draft {policy.draft!r}; it has: {known}")
     rules = _rules(policy, artifacts)
-    shortlist = _shortlist(policy, artifacts, head_hashes)
+    shortlist = _shortlist(policy, artifacts)
     costs = window_costs(profile, policy, rules, shortlist) if policy.needs_profile and profile is not None else None
     if policy.needs_profile and costs is None:
         raise PolicyError(f"window.{policy.window.kind} needs measured costs: run `profile` for this pair and device first")
     return Plan(
         policy=policy,
         policy_id=policy.id,
-        window=compile_window(policy.window, costs, q_table=_q_table(policy, q_tables)),
+        window=compile_window(policy.window, costs, q_table=_q_table(policy, artifacts)),
         stop=compile_stop(policy.stop),
         version=version,
         label=policy.label(),
@@ -208,13 +199,13 @@ def prepare(
     )
 
 
-def _shortlist(policy: Policy, artifacts: Artifacts | None, hashes: HeadHashes | None) -> ShortlistRule | None:
+def _shortlist(policy: Policy, artifacts: Artifacts | None) -> ShortlistRule | None:
     """The shortlist of a policy that has one."""
     if not (policy.shortlisted and policy.speculates):
         return None
     from runtime.shortlists import compile_shortlist
 
-    return compile_shortlist(policy, artifacts, hashes)
+    return compile_shortlist(policy, artifacts)
 
 
 def _rules(policy: Policy, artifacts: Artifacts | None) -> tuple[TreeRule, TreeRule] | None:
@@ -226,10 +217,8 @@ def _rules(policy: Policy, artifacts: Artifacts | None) -> tuple[TreeRule, TreeR
     return compile_tree(policy, sampled=False, artifacts=artifacts), compile_tree(policy, sampled=True, artifacts=artifacts)
 
 
-def _q_table(policy: Policy, q_tables: QTables | None) -> npt.NDArray[np.float64] | None:
+def _q_table(policy: Policy, artifacts: Artifacts | None) -> npt.NDArray[Any] | None:
     name = getattr(policy.window, "artifact", None)
     if name is None:
         return None
-    if q_tables is None:
-        raise PolicyError(f"window.artifact: the Q-table {name!r} cannot be looked up here; give a database that holds it")
-    return q_tables(name)
+    return read_artifact(policy, "window", name, Q_TABLE, artifacts, lambda found: found.arrays["values"])

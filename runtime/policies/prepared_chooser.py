@@ -9,22 +9,19 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from runtime.policies.artifacts import DRAFT_CHOOSER, Artifacts, Fitted, read_artifact
 from runtime.policies.document import FixedWindow, Policy
-from runtime.policies.draft_choice import DRAFT_CHOOSER, TARGET, Chooser, Option, Prompt, finite_array
-from runtime.policies.plan import Plan, QTables, prepare
+from runtime.policies.draft_choice import TARGET, Chooser, Option, Prompt, finite_array
+from runtime.policies.plan import Plan, prepare
 from runtime.policies.stops import compile_stop
 from runtime.policies.windows import compile_window
 from traces.errors import PolicyError, TraceError
 from traces.schema import LatencyProfile, Sampling
-
-if TYPE_CHECKING:
-    from runtime.policies.tree_rules import Artifacts
-    from runtime.shortlists import HeadHashes
 
 PREDICTED: Final = "recorded"
 """The array, float64 [prompts, drafts], of accuracies predicted when it was fitted; the document's list of this name says of whom."""
@@ -74,21 +71,19 @@ def stored_chooser(policy: Policy, artifacts: Artifacts | None) -> tuple[Chooser
 
     Raises PolicyError where there is none, or it lacks a candidate's weights.
     """
-    from runtime.policies.tree_rules import find_artifact, read_fitted
-
     name = policy.artifacts[0]
-    found = find_artifact(policy, name, DRAFT_CHOOSER, "draft", artifacts)
-    try:
-        chooser = Chooser.from_document(found.document, found.arrays)
-    except PolicyError as error:
-        raise PolicyError(f"draft.artifact: {name}: {str(error).removeprefix('draft.artifact: ')}") from None
-    names = read_fitted("draft", name, lambda: [str(row["prompt"]) for row in found.document.get(PREDICTED, ())])
+    return read_artifact(policy, "draft", name, DRAFT_CHOOSER, artifacts, _read_chooser)
+
+
+def _read_chooser(found: Fitted) -> tuple[Chooser, dict[str, npt.NDArray[np.float64]]]:
+    chooser = Chooser.from_document(found.document, found.arrays)
+    names = [str(row["prompt"]) for row in found.document.get(PREDICTED, ())]
     predicted = np.zeros((0, len(chooser.drafts)))
     if PREDICTED in found.arrays:
-        predicted = read_fitted("draft", name, lambda: finite_array(found.arrays, PREDICTED))
+        predicted = finite_array(found.arrays, PREDICTED)
     if predicted.shape != (len(names), len(chooser.drafts)):
-        raise PolicyError(
-            f"draft.artifact: {name}: {len(names)} recorded prompts and predictions of shape {predicted.shape} do not go "
+        raise ValueError(
+            f"{len(names)} recorded prompts and predictions of shape {predicted.shape} do not go "
             "together; `fit chooser --recording ID` fits another"
         )
     return chooser, dict(zip(names, predicted, strict=True))
@@ -100,9 +95,7 @@ def prepare_chooser(
     *,
     profile: LatencyProfile | None = None,
     version: int = 0,
-    q_tables: QTables | None = None,
     artifacts: Artifacts | None = None,
-    head_hashes: HeadHashes | None = None,
 ) -> Plan:
     """:func:`runtime.policies.plan.prepare` for a chooser: every candidate that may decode is prepared.
 
@@ -125,9 +118,7 @@ def prepare_chooser(
                 drafts,
                 profile=profile,
                 version=version,
-                q_tables=q_tables,
                 artifacts=artifacts,
-                head_hashes=head_hashes,
             )
         except PolicyError as error:
             raise PolicyError(f"draft.artifact: candidate {name!r}: {error}") from None

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from runtime.policies.artifacts import BINS, CLASSIFIER, STATIC_TREE, Artifacts, read_artifact
 from runtime.policies.c2t import beta_code, confidence_table, read_weights
 from runtime.policies.document import (
     GAMMA_LIMIT,
-    MALFORMED,
-    MESSAGE_LIMIT,
     ChainGrowth,
     ClassifierGrowth,
     EntropyStop,
@@ -27,31 +24,10 @@ from runtime.policies.document import (
 from runtime.policies.heterospec import kept_nodes
 from runtime.policies.stops import compile_stop
 from runtime.policies.trees import INFINITE, StaticLevel, TreeRule
-from traces.errors import PolicyError
 from traces.schema import TREE_SCALE
-from traces.text import one_line
 
-BINS, CLASSIFIER, STATIC_TREE = "bins", "classifier", "static_tree"
 BINS_LIMIT = 64
 """Most thresholds of entropy bins."""
-_COMMANDS = {BINS: "bins", CLASSIFIER: "classifier", STATIC_TREE: "static-tree"}
-"""How `fit` calls what is fitted to a draft's trees."""
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, eq=False)
-class Fitted:
-    """What was fitted, as the runtime sees it: its kind, a JSON document and arrays."""
-
-    kind: str
-    document: Mapping[str, Any]
-    arrays: Mapping[str, npt.NDArray[Any]]
-
-
-Artifacts = Callable[[str], Fitted]
-"""Finds an artifact by id; raises PolicyError when there is none."""
-
-
 def compile_tree(policy: Policy, *, sampled: bool, artifacts: Artifacts | None = None) -> TreeRule:
     """The rule of a policy's trees; a chain is a tree of width 1. ``sampled``: the temperature is above 0.
 
@@ -77,10 +53,9 @@ def compile_tree(policy: Policy, *, sampled: bool, artifacts: Artifacts | None =
     common["coupled"] = growth.score == "coupled" or (growth.score == "auto" and sampled and growth.proposals == "coupled")
     common["sharpness"] = growth.sharpness
     if policy.stratify is not None:
-        bins = find_artifact(policy, policy.stratify.artifact, BINS, "stratify", artifacts)
         assert policy.select.top_n is not None
-        common["thresholds"], common["fitted_depth"] = read_fitted(
-            "stratify", policy.stratify.artifact, lambda: read_bins(bins.document)
+        common["thresholds"], common["fitted_depth"] = read_artifact(
+            policy, "stratify", policy.stratify.artifact, BINS, artifacts, lambda found: read_bins(found.document)
         )
         common["alpha"] = policy.stratify.alpha
         # The bin of the highest entropy is never a low one, however few the bins are.
@@ -89,8 +64,7 @@ def compile_tree(policy: Policy, *, sampled: bool, artifacts: Artifacts | None =
     if isinstance(growth, TopKGrowth):
         return TreeRule(width=growth.width, frontier=growth.frontier, **common)
     assert isinstance(growth, ClassifierGrowth)
-    found = find_artifact(policy, growth.artifact, CLASSIFIER, "growth", artifacts)
-    weights = read_fitted("growth", growth.artifact, lambda: read_weights(found.arrays))
+    weights = read_artifact(policy, "growth", growth.artifact, CLASSIFIER, artifacts, lambda found: read_weights(found.arrays))
     table = torch.from_numpy(confidence_table(weights).astype(np.int32))
     return TreeRule(width=growth.width, frontier=growth.frontier, confidence=table, beta_code=beta_code(growth.beta), **common)
 
@@ -121,8 +95,9 @@ def static_levels(paths: Sequence[Sequence[int]]) -> tuple[int, tuple[StaticLeve
 
 def _static_paths(policy: Policy, growth: StaticGrowth, artifacts: Artifacts | None) -> tuple[tuple[int, ...], ...]:
     assert growth.artifact is not None
-    found = find_artifact(policy, growth.artifact, STATIC_TREE, "growth", artifacts)
-    return read_fitted("growth", growth.artifact, lambda: static_paths(found.document["paths"]))
+    return read_artifact(
+        policy, "growth", growth.artifact, STATIC_TREE, artifacts, lambda found: static_paths(found.document["paths"])
+    )
 
 
 def read_bins(document: Mapping[str, Any]) -> tuple[tuple[int, ...], int]:
@@ -135,42 +110,3 @@ def read_bins(document: Mapping[str, Any]) -> tuple[tuple[int, ...], int]:
     if type(depth) is not int or not 1 <= depth <= GAMMA_LIMIT:
         raise ValueError(f"not bins: depth must be a whole number within 1..{GAMMA_LIMIT}, not {depth!r}")
     return tuple(thresholds), depth
-
-
-def read_fitted(block: str, name: str, read: Callable[[], T]) -> T:
-    """What ``read`` makes of the artifact that a policy's ``block`` names. Raises PolicyError with the artifact's name where that fails."""
-    try:
-        return read()
-    except MALFORMED as error:
-        problem = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-        raise PolicyError(f"{block}.artifact: {name}: {one_line(problem, MESSAGE_LIMIT)}") from None
-
-
-def find_artifact(policy: Policy, name: str, kind: str, block: str, artifacts: Artifacts | None) -> Fitted:
-    """The artifact that a policy's ``block`` names. Raises PolicyError when it is missing, of another kind, or fitted on another draft."""
-    if artifacts is None:
-        raise PolicyError(f"{block}.artifact: {name!r} cannot be looked up here; give a database that holds it")
-    try:
-        found = artifacts(name)
-    except PolicyError as error:
-        raise PolicyError(f"{block}.artifact: {error}") from None
-    if found.kind != kind:
-        raise PolicyError(f"{block}.artifact: artifact {name} is a {found.kind}, not a {kind}")
-    if kind not in _COMMANDS:
-        return found
-    fitted_on = found.document.get("draft")
-    if fitted_on is not None and fitted_on != policy.draft:
-        raise PolicyError(
-            f"{block}.artifact: {name} was fitted on draft {fitted_on!r}, this policy drafts with {policy.draft!r}; "
-            f"`fit {_COMMANDS[kind]} --draft {policy.draft}` makes one"
-            + (" (a classifier may be carried over: `fit classifier --from " + name + "`)" if kind == CLASSIFIER else "")
-        )
-    ranked = found.document.get("proposals")
-    if ranked is not None:
-        own = getattr(policy.growth, "proposals", ranked)
-        if ranked != own:
-            raise PolicyError(
-                f"{block}.artifact: {name} was fitted to trees of proposals {ranked!r}, this policy's growth has {own!r}; set "
-                f"growth.proposals to {ranked!r}, or fit one to trees of proposals {own!r}"
-            )
-    return found

@@ -1,0 +1,89 @@
+"""What policies need that was fitted: found by id, checked against the policy, read. One finder for all blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import numpy.typing as npt
+
+from runtime.policies.document import MALFORMED, MESSAGE_LIMIT, Policy
+from traces.errors import PolicyError
+from traces.text import one_line
+
+Q_TABLE: Final = "q_table"
+BINS: Final = "bins"
+CLASSIFIER: Final = "classifier"
+STATIC_TREE: Final = "static_tree"
+FREQUENCIES: Final = "frequencies"
+ROUTER: Final = "router"
+DRAFT_CHOOSER: Final = "draft_chooser"
+COMMANDS: Final = {
+    Q_TABLE: "simulate --keep-q-table",
+    BINS: "fit bins --recording ID",
+    CLASSIFIER: "fit classifier --recording ID",
+    STATIC_TREE: "fit static-tree --recording ID",
+    FREQUENCIES: "fit frequencies --recording ID",
+    ROUTER: "fit router --recording ID",
+    DRAFT_CHOOSER: "fit chooser --recording ID",
+}
+"""The kinds of artifacts, and the command that makes each."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Fitted:
+    """What was fitted, as the runtime sees it: its kind, a JSON document and arrays."""
+
+    kind: str
+    document: Mapping[str, Any]
+    arrays: Mapping[str, npt.NDArray[Any]]
+
+
+Artifacts = Callable[[str], Fitted]
+"""Finds an artifact by id; raises PolicyError when there is none."""
+
+
+def read_artifact(
+    policy: Policy, block: str, name: str, kind: str, artifacts: Artifacts | None, read: Callable[[Fitted], T]
+) -> T:
+    """What ``read`` makes of the artifact that a policy's ``block`` names.
+
+    Raises PolicyError when it is missing, of another kind, was fitted on another draft, or ``read`` finds it malformed.
+    """
+    if artifacts is None:
+        raise PolicyError(f"{block}.artifact: {name!r} cannot be looked up here; give a database that holds it")
+    try:
+        found = artifacts(name)
+    except PolicyError as error:
+        raise PolicyError(f"{block}.artifact: {error}") from None
+    if problem := _misfit(policy, name, kind, found):
+        raise PolicyError(f"{block}.artifact: {problem}")
+    try:
+        return read(found)
+    except (PolicyError, *MALFORMED) as error:
+        said = str(error).removeprefix(f"{block}.artifact: ")
+        problem = f"it lacks {error}" if isinstance(error, KeyError) else said
+        raise PolicyError(f"{block}.artifact: {name}: {one_line(problem, MESSAGE_LIMIT)}") from None
+
+
+def _misfit(policy: Policy, name: str, kind: str, found: Fitted) -> str:
+    """Why a policy cannot use an artifact; nothing where it can."""
+    command = COMMANDS[kind]
+    if found.kind != kind:
+        return f"artifact {name} is a {found.kind}, not a {kind}; `{command}` makes one"
+    draft, proposals = found.document.get("draft"), found.document.get("proposals")
+    if draft not in (None, policy.draft):
+        carried = f" (a classifier may be carried over: `fit classifier --from {name}`)" if kind == CLASSIFIER else ""
+        return (
+            f"{name} was fitted on draft {draft!r}, this policy drafts with {policy.draft!r}; "
+            f"`{command} --draft {policy.draft}` makes one{carried}"
+        )
+    own = getattr(policy.growth, "proposals", None)
+    if kind in (BINS, CLASSIFIER, STATIC_TREE) and None not in (proposals, own) and proposals != own:
+        return (
+            f"{name} was fitted to trees of proposals {proposals!r}, this policy's growth has {own!r}; set "
+            f"growth.proposals to {proposals!r}, or fit one to trees of proposals {own!r}"
+        )
+    return ""
