@@ -30,7 +30,8 @@ from runtime.loop import Round, StaticSource
 from runtime.pair import read_pair
 from runtime.policies.artifacts import Artifacts
 from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
-from runtime.policies.dynaspec import cluster_budget, frequency_budget
+from runtime.policies.dynaspec import cluster_budget
+from runtime.policies.fr_spec import frequency_budget
 from runtime.policies.plan import Plan, prepare
 from runtime.shortlists import Support
 from traces.schema import Sampling, Trajectory, Workload

@@ -11,9 +11,9 @@ from db.errors import StaleVersionError
 from optimizer.artifacts import fitted
 from optimizer.inputs import published_policy
 from optimizer.verdict import Tuned
+from runtime.decoder import prepare_for
 from runtime.loading import LoadedPair
 from runtime.policies.document import AUTOREGRESSIVE, Policy
-from runtime.policies.plan import prepare
 from traces.errors import PolicyError
 from traces.schema import LatencyProfile
 from traces.store import Publication, TraceStore
@@ -25,12 +25,7 @@ def incumbent_of(store: TraceStore, pair: LoadedPair, active: Publication | None
         return AUTOREGRESSIVE, ""
     try:
         policy = published_policy(active)
-        prepare(
-            policy,
-            pair.draft_names,
-            profile=profile,
-            artifacts=fitted(store, pair.id),
-        )
+        prepare_for(pair, policy, profile=profile, artifacts=fitted(store, pair.id))
     except PolicyError as error:
         said = str(error).removeprefix(f"publication {active.version}: ")
         return AUTOREGRESSIVE, f"publication {active.version} cannot run ({said}), so autoregression is the incumbent"

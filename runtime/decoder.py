@@ -23,9 +23,10 @@ from runtime.models import ids_tensor
 from runtime.pass_sizes import prepare_graphs
 from runtime.policies.artifacts import Artifacts
 from runtime.policies.document import NODE_LIMIT, Policy
-from runtime.policies.draft_choice import TARGET, Prompt, keeps_reading
+from runtime.policies.draft_choice import TARGET, keeps_reading
 from runtime.policies.plan import Plan, check_verifier, prepare
 from runtime.policies.prepared_chooser import with_candidates
+from runtime.policies.prompt_features import Prompt
 from runtime.prompts import log_perplexity
 from runtime.sampling import Noise
 from runtime.session import Sessions

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from runtime.models import CHUNK, CausalModel, ids_tensor
-from runtime.policies.draft_choice import TARGET, Prompt
+from runtime.policies.draft_choice import TARGET
+from runtime.policies.prompt_features import Prompt
 from traces.errors import PolicyError
 from traces.schema import NAT_SCALE
 

@@ -17,8 +17,10 @@ import torch
 from runtime.decoder import warmed_shortlists
 from runtime.measuring import Bench, curve
 from runtime.policies.document import ClustersShortlist, FixedWindow, FrequencyShortlist, Policy
-from runtime.policies.dynaspec import Clusters, Frequencies, Router, Routing
+from runtime.policies.dynaspec import Clusters
+from runtime.policies.fr_spec import Frequencies
 from runtime.policies.plan import Plan, prepare
+from runtime.policies.router import Router, Routing
 from runtime.shortlists import ShortlistRule
 from traces.schema import CostCurve
 

@@ -23,7 +23,9 @@ from runtime.gathered_head import GatheredHead
 from runtime.near_ties import near_clusters, router_margin
 from runtime.policies.artifacts import FREQUENCIES, ROUTER, Artifacts, read_artifact
 from runtime.policies.document import ClustersShortlist, FrequencyShortlist, Policy, PositionFrequencyShortlist
-from runtime.policies.dynaspec import Frequencies, Routing, cluster_budget, frequency_budget, head_hash, top_clusters
+from runtime.policies.dynaspec import cluster_budget
+from runtime.policies.fr_spec import Frequencies, frequency_budget
+from runtime.policies.router import Routing, head_hash, top_clusters
 from runtime.streams import forked
 from traces.errors import PolicyError
 
@@ -72,7 +74,7 @@ class OutputHead:
 
     @cached_property
     def hash(self) -> str:
-        """:func:`runtime.policies.dynaspec.head_hash` of the weights."""
+        """:func:`runtime.policies.router.head_hash` of the weights."""
         return head_hash(self.weight)
 
     @cached_property

@@ -48,8 +48,9 @@ from runtime.loading import load_pair
 from runtime.pair import read_pair
 from runtime.policies.artifacts import BINS, CLASSIFIER, DRAFT_CHOOSER, Q_TABLE, STATIC_TREE, Fitted
 from runtime.policies.document import parse_policy
-from runtime.policies.draft_choice import Chooser, LinearAccuracy, PromptFeatures
+from runtime.policies.draft_choice import Chooser, LinearAccuracy
 from runtime.policies.plan import prepare
+from runtime.policies.prompt_features import PromptFeatures
 from traces.codec import _HEADERS, CODEC, SCHEMA_VERSION, Chunk, CodecError, unpack
 from traces.errors import SpectuneError
 from traces.packing import (

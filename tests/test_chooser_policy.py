@@ -35,8 +35,9 @@ from runtime.loop import DecodeRequest, StaticSource
 from runtime.pair import read_pair
 from runtime.policies.artifacts import DRAFT_CHOOSER, Fitted
 from runtime.policies.document import AUTOREGRESSIVE, ChooserPolicy, Policy, differences, parse_policy, policy_schema
-from runtime.policies.draft_choice import Chooser, LinearAccuracy, Prompt
+from runtime.policies.draft_choice import Chooser, LinearAccuracy
 from runtime.policies.plan import Plan, prepare
+from runtime.policies.prompt_features import Prompt
 from runtime.prompts import prompt_reader
 from traces.errors import PolicyError, TraceError
 from traces.schema import LatencyProfile, Request, Sampling, Step, Workload

@@ -27,7 +27,7 @@ from runtime.pair import read_pair
 from runtime.panorama import record_panorama
 from runtime.policies.artifacts import FREQUENCIES, ROUTER
 from runtime.policies.document import Policy, parse_policy
-from runtime.policies.dynaspec import Frequencies
+from runtime.policies.fr_spec import Frequencies
 from runtime.policies.plan import prepare
 from runtime.tree_panorama import OFF_TEXT, record_tree_panorama
 from traces.errors import PolicyError, TraceError

@@ -12,7 +12,7 @@ from optimizer.export import engine_settings
 from optimizer.search import complexity
 from optimizer.spaces import Space, enumerated, transformers_heuristic
 from runtime.pair import PairSpec, read_pair
-from runtime.policies.artifacts import Fitted
+from runtime.policies.artifacts import COMMANDS, Fitted
 from runtime.policies.document import AUTOREGRESSIVE, Policy, differences, parse_policy, policy_schema
 from runtime.policies.plan import check_verifier, prepare
 from runtime.policies.tree_rules import compile_tree
@@ -273,3 +273,32 @@ def test_export_to_other_engines() -> None:
     for engine, other in (("vllm", tree), ("sglang", {**tree, "draft": "small"})):
         with pytest.raises(PolicyError, match="trees can be exported"):
             engine_settings(parse_policy(other), demo, engine)
+
+
+NEEDS: dict[str, dict[str, Any]] = {
+    "static_tree": {"growth": {"kind": "static", "artifact": "a1b2"}},
+    "classifier": {"growth": {"kind": "classifier", "width": 2, "artifact": "a1b2"}},
+    "bins": {"growth": {"kind": "top_k", "width": 2}, "stratify": {"artifact": "a1b2"}},
+    "q_table": {"window": {"kind": "q_learning", "artifact": "a1b2"}},
+    "frequencies": {"shortlist": {"kind": "frequency", "artifact": "a1b2"}},
+    "router": {"shortlist": {"kind": "clusters", "artifact": "a1b2"}},
+    "draft_chooser": {"draft": {"kind": "ols", "artifact": "a1b2"}},
+}
+
+
+@pytest.mark.parametrize("kind", NEEDS)
+def test_an_artifact_that_does_not_fit_is_named_with_the_command_that_makes_one(kind: str) -> None:
+    block = NEEDS[kind]
+    policy = parse_policy(block if "draft" in block else {"draft": "near", "window": {"kind": "fixed", "gamma": 2}, **block})
+
+    def said(found: Fitted | None) -> str:
+        with pytest.raises(PolicyError) as error:
+            prepare(policy, ["near"], artifacts=None if found is None else lambda name: found)
+        assert "'a1b2'" in str(error.value) or " a1b2" in str(error.value)
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    assert "cannot be looked up here" in said(None)
+    assert f"is a tea, not a {kind}; `{COMMANDS[kind]}` makes one" in said(Fitted("tea", {}, {}))
+    assert "lacks" in said(Fitted(kind, {}, {}))
+    assert "was fitted on draft 'far'" in said(Fitted(kind, {"draft": "far"}, {}))

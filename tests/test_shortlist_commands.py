@@ -16,7 +16,8 @@ from optimizer.serving import watch
 from runtime.loading import load_pair
 from runtime.pair import read_pair
 from runtime.policies.document import parse_policy
-from runtime.policies.dynaspec import Frequencies, Routing
+from runtime.policies.fr_spec import Frequencies
+from runtime.policies.router import Routing
 from traces.store import TraceStore
 
 TOKENS = 24

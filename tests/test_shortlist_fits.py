@@ -16,16 +16,9 @@ from optimizer.fit.dynaspec import Contexts, cluster_labels, score_router, train
 from optimizer.fit.fr_spec import count_tokens, frequency_order
 from optimizer.fit.shared import held_out
 from runtime.near_ties import near_clusters
-from runtime.policies.dynaspec import (
-    Clusters,
-    Frequencies,
-    Router,
-    Routing,
-    cluster_budget,
-    frequency_budget,
-    head_hash,
-    top_clusters,
-)
+from runtime.policies.dynaspec import Clusters, cluster_budget
+from runtime.policies.fr_spec import Frequencies, frequency_budget
+from runtime.policies.router import Router, Routing, head_hash, top_clusters
 from traces.errors import PolicyError, TraceError
 
 # -- budgets ---------------------------------------------------------------------------------------------------------------------

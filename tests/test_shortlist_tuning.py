@@ -33,7 +33,7 @@ from runtime.loop import StaticSource
 from runtime.pair import read_pair
 from runtime.policies.artifacts import ROUTER
 from runtime.policies.document import AUTOREGRESSIVE, ChooserPolicy, parse_policy
-from runtime.policies.dynaspec import Frequencies
+from runtime.policies.fr_spec import Frequencies
 from runtime.policies.plan import prepare
 from runtime.profiler import environment
 from traces.errors import TraceError

@@ -33,8 +33,10 @@ from runtime.loop import DecodeRequest, Round, StaticSource
 from runtime.pair import read_pair
 from runtime.policies.artifacts import Artifacts, Fitted
 from runtime.policies.document import Policy, parse_policy
-from runtime.policies.dynaspec import Clusters, Frequencies, Router, Routing
+from runtime.policies.dynaspec import Clusters
+from runtime.policies.fr_spec import Frequencies
 from runtime.policies.plan import Plan, prepare
+from runtime.policies.router import Router, Routing
 from runtime.sampling import Noise, log_distribution
 from runtime.shortlists import Shortlists, head_hash
 from runtime.streams import forked

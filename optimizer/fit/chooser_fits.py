@@ -22,9 +22,10 @@ from optimizer.trace import open_trace
 from runtime.loading import LoadedPair
 from runtime.policies.artifacts import DRAFT_CHOOSER
 from runtime.policies.document import AUTOREGRESSIVE, ChooserPolicy, Policy
-from runtime.policies.draft_choice import NO_DRAFT, Chooser, Prompt, Rule
+from runtime.policies.draft_choice import NO_DRAFT, Chooser, Rule
 from runtime.policies.plan import prepare
 from runtime.policies.prepared_chooser import PREDICTED, prompt_key
+from runtime.policies.prompt_features import Prompt
 from runtime.prompts import prompt_reader
 from traces.errors import PolicyError, TraceError
 from traces.schema import LatencyProfile

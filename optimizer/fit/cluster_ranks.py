@@ -25,7 +25,7 @@ from optimizer.shortlist_ranks import ClusterRanks, budget_grid, keep_ranks, wan
 from runtime.loading import LoadedPair
 from runtime.near_ties import near_cluster_places
 from runtime.policies.document import ClustersShortlist, Policy
-from runtime.policies.dynaspec import top_clusters
+from runtime.policies.router import top_clusters
 from runtime.shortlists import Shortlists, compile_shortlist
 from runtime.tree_panorama import OFF_TEXT, ROWS
 from traces.schema import Proposals, Trajectory, TreePanorama

@@ -4,7 +4,7 @@ known before the draft's pass.
 An example is one context of the draft: the embedding of its last token x_t, the draft's last hidden
 state of the token before, and the tokens of highest probability after x_t by the draft's
 distribution over the whole vocabulary. The example's labels are the clusters of the first L of
-those tokens. Using a router is the runtime's: :class:`runtime.policies.dynaspec.Router`.
+those tokens. Using a router is the runtime's: :class:`runtime.policies.router.Router`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from optimizer.fit.shared import LeftOut, Progress, StoredFit, held_out, keep, s
 from optimizer.shortlist_ranks import CLUSTER_RANKS, FREQUENCY_RANKS, budget_grid
 from runtime.loading import LoadedPair
 from runtime.policies.artifacts import ROUTER
-from runtime.policies.dynaspec import Clusters, Frequencies, Router, Routing, top_clusters
+from runtime.policies.dynaspec import Clusters
+from runtime.policies.fr_spec import Frequencies
+from runtime.policies.router import Router, Routing, top_clusters
 from traces.errors import PolicyError, TraceError
 from traces.schema import Proposals, Trajectory
 from traces.store import TraceStore

@@ -14,7 +14,7 @@ from optimizer.fit.frequency_ranks import frequency_ranks
 from optimizer.fit.shared import LeftOut, Progress, StoredFit, keep, search_texts, silent
 from runtime.loading import LoadedPair
 from runtime.policies.artifacts import FREQUENCIES
-from runtime.policies.dynaspec import Frequencies
+from runtime.policies.fr_spec import Frequencies
 from traces.errors import TraceError, WorkloadError
 from traces.schema import Trajectory
 from traces.store import TraceStore

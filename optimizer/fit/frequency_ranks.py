@@ -14,7 +14,7 @@ from optimizer.fit.shared import Progress
 from optimizer.shortlist_ranks import UNKNOWN_CODE, FrequencyRanks, budget_grid, keep_ranks, wanted_ranks
 from runtime.loading import LoadedPair
 from runtime.policies.artifacts import FREQUENCIES
-from runtime.policies.dynaspec import Frequencies
+from runtime.policies.fr_spec import Frequencies
 from runtime.tree_panorama import OFF_TEXT, ROWS
 from traces.errors import PolicyError
 from traces.schema import Proposals, Trajectory, TreePanorama

@@ -22,21 +22,9 @@ from optimizer.replay import Replay, ReplayTrace, run_replay
 from runtime.loading import LoadedPair
 from runtime.policies.artifacts import Artifacts
 from runtime.policies.document import Policy
-from runtime.policies.draft_choice import (
-    ACC_MAX,
-    NO_DRAFT,
-    TARGET,
-    TOKEN_PATTERN,
-    Chooser,
-    LinearAccuracy,
-    Option,
-    Prompt,
-    PromptFeatures,
-    Rule,
-    check_candidate,
-    raw_scalars,
-)
+from runtime.policies.draft_choice import ACC_MAX, NO_DRAFT, TARGET, Chooser, LinearAccuracy, Option, Rule, check_candidate
 from runtime.policies.plan import Plan, prepare
+from runtime.policies.prompt_features import TOKEN_PATTERN, Prompt, PromptFeatures, raw_scalars
 from runtime.prompts import prompt_reader, read_prompt
 from traces.errors import PolicyError, TraceError
 from traces.schema import AGREE_NONE, AGREE_YES, PROB_SCALE, LatencyProfile, Trajectory

@@ -1,4 +1,6 @@
-"""What policies need that was fitted: found by id, checked against the policy, read. One finder for all blocks."""
+"""What policies need that was fitted: found by id, checked against the policy, read. One finder for
+all blocks.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ from typing import Any, Final, TypeVar
 
 import numpy.typing as npt
 
-from runtime.policies.document import MALFORMED, MESSAGE_LIMIT, Policy
+from runtime.policies.document import Policy
+from runtime.policies.refusals import MALFORMED, MESSAGE_LIMIT
 from traces.errors import PolicyError
 from traces.text import one_line
 
@@ -46,14 +49,22 @@ Artifacts = Callable[[str], Fitted]
 
 
 def read_artifact(
-    policy: Policy, block: str, name: str, kind: str, artifacts: Artifacts | None, read: Callable[[Fitted], T]
+    policy: Policy,
+    block: str,
+    name: str,
+    kind: str,
+    artifacts: Artifacts | None,
+    read: Callable[[Fitted], T],
 ) -> T:
     """What ``read`` makes of the artifact that a policy's ``block`` names.
 
-    Raises PolicyError when it is missing, of another kind, was fitted on another draft, or ``read`` finds it malformed.
+    Raises PolicyError when it is missing, of another kind, was fitted on another draft, or ``read``
+    finds it malformed.
     """
     if artifacts is None:
-        raise PolicyError(f"{block}.artifact: {name!r} cannot be looked up here; give a database that holds it")
+        raise PolicyError(
+            f"{block}.artifact: {name!r} cannot be looked up here; give a database that holds it"
+        )
     try:
         found = artifacts(name)
     except PolicyError as error:
@@ -75,13 +86,21 @@ def _misfit(policy: Policy, name: str, kind: str, found: Fitted) -> str:
         return f"artifact {name} is a {found.kind}, not a {kind}; `{command}` makes one"
     draft, proposals = found.document.get("draft"), found.document.get("proposals")
     if draft not in (None, policy.draft):
-        carried = f" (a classifier may be carried over: `fit classifier --from {name}`)" if kind == CLASSIFIER else ""
+        carried = (
+            f" (a classifier may be carried over: `fit classifier --from {name}`)"
+            if kind == CLASSIFIER
+            else ""
+        )
         return (
             f"{name} was fitted on draft {draft!r}, this policy drafts with {policy.draft!r}; "
             f"`{command} --draft {policy.draft}` makes one{carried}"
         )
     own = getattr(policy.growth, "proposals", None)
-    if kind in (BINS, CLASSIFIER, STATIC_TREE) and None not in (proposals, own) and proposals != own:
+    if (
+        kind in (BINS, CLASSIFIER, STATIC_TREE)
+        and None not in (proposals, own)
+        and proposals != own
+    ):
         return (
             f"{name} was fitted to trees of proposals {proposals!r}, this policy's growth has {own!r}; set "
             f"growth.proposals to {proposals!r}, or fit one to trees of proposals {own!r}"

@@ -3,7 +3,7 @@
 The paper evaluates a two-layer network on (joint probability, entropy, depth) of every node. All three are codes here
 (docs/trees.md), so the network is evaluated once, over every combination, and growing looks its confidence up: the same number in
 decoding and in replay, and cheaper than the network. Training is :mod:`optimizer.fit.c2t`; the threshold beta, the cap and
-chain mode (``width`` 1) are :class:`runtime.policies.document.ClassifierGrowth`.
+chain mode (``width`` 1) are :class:`ClassifierGrowth`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 
+from runtime.policies.blocks import WIDTH_LIMIT, TreeGrowth, Width
 from traces.schema import TREE_SCALE
 
 FloatArray = npt.NDArray[np.float64]
@@ -38,6 +40,23 @@ _ROWS = 16
 """Rows of a table evaluated together: they stay in the processor's cache."""
 
 
+class ClassifierGrowth(TreeGrowth):
+    """C2T: a node is drafted and expanded if a classifier's confidence in it exceeds ``beta``; of a level at most the ``cap`` most
+    confident ones (the paper's second, optional use of top-k; None: no cap but :data:`WIDTH_LIMIT`). ``artifact`` names the classifier
+    (``fit classifier``)."""
+
+    kind: Literal["classifier"] = "classifier"
+    width: Width = 15
+    cap: Width | None = 15
+    beta: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.5
+    artifact: Annotated[str, Field(min_length=1)]
+
+    @property
+    def frontier(self) -> int:
+        """Nodes kept and expanded per level at most."""
+        return WIDTH_LIMIT if self.cap is None else self.cap
+
+
 @dataclass(frozen=True, eq=False)
 class ClassifierWeights:
     """sigmoid(w2 . relu(w1 x + b1) + b2) over x = (joint probability, entropy in nats, depth from 1).
@@ -56,21 +75,33 @@ class ClassifierWeights:
         if not 1 <= hidden <= HIDDEN_LIMIT:
             raise ValueError(f"a classifier has 1..{HIDDEN_LIMIT} hidden units, not {hidden}")
         if shapes != [(hidden, 3), (hidden,), (hidden,), (1,)]:
-            raise ValueError(f"classifier weights must be [hidden, 3], [hidden], [hidden] and [1], not {shapes}")
+            raise ValueError(
+                f"classifier weights must be [hidden, 3], [hidden], [hidden] and [1], not {shapes}"
+            )
 
     @property
     def hidden(self) -> int:
         return len(self.b1)
 
-    def confidence(self, joint_code: npt.ArrayLike, entropy_code: npt.ArrayLike, depth: npt.ArrayLike) -> FloatArray:
+    def confidence(
+        self, joint_code: npt.ArrayLike, entropy_code: npt.ArrayLike, depth: npt.ArrayLike
+    ) -> FloatArray:
         """Confidences in 0..1 of codes that broadcast, in their shape; float64, the same operations in the same order whatever the
         shape, so that a table holds exactly these."""
-        joint, entropy, levels = np.broadcast_arrays(*(np.asarray(c, dtype=np.int64) for c in (joint_code, entropy_code, depth)))
-        probability = np.exp(np.ascontiguousarray(joint, dtype=np.float64).reshape(-1) / -TREE_SCALE)
-        out = self._evaluate(probability, entropy.reshape(-1) / TREE_SCALE, levels.reshape(-1).astype(np.float64))
+        joint, entropy, levels = np.broadcast_arrays(
+            *(np.asarray(c, dtype=np.int64) for c in (joint_code, entropy_code, depth))
+        )
+        probability = np.exp(
+            np.ascontiguousarray(joint, dtype=np.float64).reshape(-1) / -TREE_SCALE
+        )
+        out = self._evaluate(
+            probability, entropy.reshape(-1) / TREE_SCALE, levels.reshape(-1).astype(np.float64)
+        )
         return out.reshape(joint.shape)
 
-    def table(self, depths: int = DEPTHS, entropies: int = ENTROPY_CODES, joints: int = JOINT_CODES) -> TableArray:
+    def table(
+        self, depths: int = DEPTHS, entropies: int = ENTROPY_CODES, joints: int = JOINT_CODES
+    ) -> TableArray:
         """floor(confidence * 65535) of all codes, uint16 [depths, entropies, joints]: [depth - 1, entropy, joint].
 
         Depths and codes beyond it take the last entries (:func:`look_up`).
@@ -87,7 +118,9 @@ class ClassifierWeights:
                 out[level, first : first + _ROWS] = np.floor(confidence * CONFIDENCE_SCALE)
         return out
 
-    def _evaluate(self, probability: FloatArray, entropy: FloatArray, depth: FloatArray) -> FloatArray:
+    def _evaluate(
+        self, probability: FloatArray, entropy: FloatArray, depth: FloatArray
+    ) -> FloatArray:
         """Sums over the hidden units one after another, elementwise: no matrix product, whose order of summation varies. What the
         entropy and the depth give is added up first, so that a table computes it once per row."""
         w1, b1, w2, b2 = (w.astype(np.float64) for w in (self.w1, self.b1, self.w2, self.b2))
@@ -109,14 +142,19 @@ def read_weights(arrays: Mapping[str, npt.NDArray[Any]]) -> ClassifierWeights:
     if missing:
         raise ValueError(f"not a classifier: it lacks {', '.join(missing)}")
     for name in WEIGHTS:
-        if arrays[name].dtype.kind != "f" or not (np.abs(arrays[name]) <= np.finfo(np.float32).max).all():
+        if (
+            arrays[name].dtype.kind != "f"
+            or not (np.abs(arrays[name]) <= np.finfo(np.float32).max).all()
+        ):
             raise ValueError(f"not a classifier: {name} must be finite float32 numbers")
     return ClassifierWeights(*(np.asarray(arrays[name], dtype=np.float32) for name in WEIGHTS))
 
 
 def confidence_table(weights: ClassifierWeights) -> TableArray:
     """:meth:`ClassifierWeights.table`, remembered by content: a search prepares many policies with one classifier."""
-    return _table(*(w.astype(np.float32).tobytes() for w in (weights.w1, weights.b1, weights.w2, weights.b2)))
+    return _table(
+        *(w.astype(np.float32).tobytes() for w in (weights.w1, weights.b1, weights.w2, weights.b2))
+    )
 
 
 @lru_cache(maxsize=16)
@@ -127,7 +165,9 @@ def _table(w1: bytes, b1: bytes, w2: bytes, b2: bytes) -> TableArray:
     return made
 
 
-def look_up(table: TableArray, joint_code: npt.ArrayLike, entropy_code: npt.ArrayLike, depth: npt.ArrayLike) -> TableArray:
+def look_up(
+    table: TableArray, joint_code: npt.ArrayLike, entropy_code: npt.ArrayLike, depth: npt.ArrayLike
+) -> TableArray:
     """A table's entries for codes that broadcast, in their shape; codes and depths beyond it take its last entries."""
     levels, entropies, joints = table.shape
     return np.asarray(

@@ -5,22 +5,49 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
+
+from runtime.policies.blocks import Block
+
+
+class Stratify(Block):
+    """HeteroSpec: entropy bins (``fit bins``); in the i-th lowest of ``len(fractions)`` bins the
+    tree grows ``alpha - i`` levels deeper and keeps ``fractions[i]`` of top_n nodes plus ``alpha -
+    i``."""
+
+    artifact: Annotated[str, Field(min_length=1)]
+    alpha: Annotated[int, Field(ge=0, le=32)] = 3
+    fractions: Annotated[
+        tuple[Annotated[float, Field(gt=0.0, le=1.0)], ...], Field(min_length=1, max_length=8)
+    ] = (0.3, 0.6, 1.0)
 
 
 def bin_of(
-    phi: npt.NDArray[np.int64], gamma: npt.NDArray[np.int64] | int, thresholds: Sequence[int], fitted_depth: int
+    phi: npt.NDArray[np.int64],
+    gamma: npt.NDArray[np.int64] | int,
+    thresholds: Sequence[int],
+    fitted_depth: int,
 ) -> npt.NDArray[np.int64]:
     """The bin of Phi (in 1/16 nat, summed over ``gamma`` levels): how many thresholds it exceeds.
 
-    Thresholds belong to sums over ``fitted_depth`` levels; other depths are compared by Phi per level, in whole numbers.
+    Thresholds belong to sums over ``fitted_depth`` levels; other depths are compared by Phi per
+    level, in whole numbers.
     """
     scaled = np.asarray(phi, dtype=np.int64) * fitted_depth
-    return np.asarray(sum(((scaled > t * np.asarray(gamma)).astype(np.int64) for t in thresholds), np.zeros_like(scaled)))
+    return np.asarray(
+        sum(
+            ((scaled > t * np.asarray(gamma)).astype(np.int64) for t in thresholds),
+            np.zeros_like(scaled),
+        )
+    )
 
 
 def kept_nodes(top_n: int, fractions: Sequence[float], alpha: int) -> tuple[int, ...]:
     """N' of each low bin: max(1, round(fraction N)) + max(0, alpha - i), halves rounded up."""
-    return tuple(max(1, math.floor(f * top_n + 0.5)) + max(0, alpha - i) for i, f in enumerate(fractions))
+    return tuple(
+        max(1, math.floor(f * top_n + 0.5)) + max(0, alpha - i) for i, f in enumerate(fractions)
+    )

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
+from runtime.policies.blocks import AdaptiveWindow, GammaMax
 from runtime.policies.jit import compiled
+
+
+class HeuristicWindow(AdaptiveWindow):
+    """transformers' own schedule: gamma + 2 if every drafted token was accepted, else gamma - 1 (at
+    least 1), starting from ``gamma_initial`` (transformers' ``num_assistant_tokens``). It is
+    carried from request to request unless ``transient``."""
+
+    kind: Literal["heuristic"] = "heuristic"
+    gamma_max: GammaMax = 20
+    transient: bool = False
 
 
 @compiled(inline=True)
 def heuristic(gamma: int, num_drafted: int, num_accepted: int) -> int:
-    """The next window: two more if every drafted token was accepted, else one less, but at least 1."""
+    """The next window: two more if every drafted token was accepted, else one less, but at least
+    1.
+    """
     return gamma + 2 if num_accepted == num_drafted else max(1, gamma - 1)

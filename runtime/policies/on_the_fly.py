@@ -25,12 +25,14 @@ Sums are whole numbers and times whole picoseconds, so that nothing drifts.
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, Final, Literal, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field, model_validator
 
 import runtime.policies.splitmix as splitmix
+from runtime.policies.blocks import AdaptiveWindow, Gamma, Probability
 from runtime.policies.jit import compiled
 from runtime.policies.splitmix import hash_uniform
 
@@ -52,6 +54,75 @@ TABLE_KNOTS: Final = 33
 """Knots of the tabulated equation 12, evenly spaced over beta in [0, 1]."""
 NEWTON_STEPS: Final = 60
 """Most steps of a bracketed Newton search; it takes about six."""
+
+
+class AnalyticWindow(AdaptiveWindow):
+    """The window that maximises equation 1 of the on-the-fly paper, beta estimated over the last
+    ``history`` rounds.
+
+    ``estimator``: ``ratio`` is equation 2, ``exact`` the maximum-likelihood root of equation 11,
+    ``table`` its tabulated inverse (equation 12). ``costs``: ``profile`` takes a_q and b_p(gamma)
+    from the latency profile, so that the decision does not read the clock and replays exactly;
+    ``recent`` takes them from the last ``history`` rounds' clock, as the paper does, and does not
+    replay exactly. When every round of the history had window 0 there is nothing to estimate, and
+    ``gamma_initial`` is tried anew.
+    """
+
+    kind: Literal["analytic"] = "analytic"
+    history: Annotated[int, Field(ge=1, le=256)] = 6
+    acc_max: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.98
+    gamma_min: Gamma = 0
+    estimator: Literal["ratio", "exact", "table"] = "ratio"
+    costs: Literal["profile", "recent"] = "profile"
+
+    @model_validator(mode="after")
+    def _can_begin(self) -> Self:
+        if self.gamma_initial == 0:
+            raise ValueError(
+                "gamma_initial 0 would never draft, and so never learn how much is accepted; use at least 1"
+            )
+        return self
+
+
+class FsmWindow(AdaptiveWindow):
+    """A saturating counter (on-the-fly paper, method 2): gamma + 1 if every drafted token was
+    accepted, else gamma - 1.
+    """
+
+    kind: Literal["fsm"] = "fsm"
+    gamma_min: Gamma = 0
+
+
+class CacheFsmWindow(AdaptiveWindow):
+    """The cache-enabled state machine (method 3): gamma + 1 if an accepted token is in the token
+    cache (prompt and text before the round), else gamma - 1; and 1 more if all drafted tokens were
+    accepted.
+    """
+
+    kind: Literal["cache_fsm"] = "cache_fsm"
+    gamma_min: Gamma = 0
+
+
+class QLearningWindow(AdaptiveWindow):
+    """Tabular Q-learning over windows (method 4, appendix B.4).
+
+    State: the last ``memory`` windows; action: the next window; reward: the share of drafted tokens
+    accepted (``accepted``) or the expected speed-up of what was emitted over its cost by the
+    profile (``speed``). Epsilon-greedy with a counter-based generator seeded by ``seed``; the table
+    is carried from request to request within a session. ``artifact`` starts from a stored table,
+    ``learn`` false freezes it.
+    """
+
+    kind: Literal["q_learning"] = "q_learning"
+    seed: Annotated[int, Field(ge=0)] = 0
+    memory: Literal[1, 2] = 1
+    learning_rate: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
+    discount: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
+    epsilon: Probability = 0.1
+    reward: Literal["accepted", "speed"] = "accepted"
+    gamma_min: Gamma = 1
+    learn: bool = True
+    artifact: str | None = None
 
 
 class Limits(NamedTuple):

@@ -16,8 +16,9 @@ import numpy.typing as npt
 
 from runtime.policies.artifacts import DRAFT_CHOOSER, Artifacts, Fitted, read_artifact
 from runtime.policies.document import FixedWindow, Policy
-from runtime.policies.draft_choice import TARGET, Chooser, Option, Prompt, finite_array
+from runtime.policies.draft_choice import TARGET, Chooser, Option, finite_array
 from runtime.policies.plan import Plan, prepare
+from runtime.policies.prompt_features import Prompt
 from runtime.policies.stops import compile_stop
 from runtime.policies.windows import compile_window
 from traces.errors import PolicyError, TraceError

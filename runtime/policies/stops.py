@@ -1,20 +1,24 @@
 """Stops within a draft, as comparisons of whole numbers.
 
-A stop reads two codes of each proposal, -log q and the entropy of q, both in 1/256 nat (:data:`traces.schema.NAT_SCALE`).
-Its threshold is turned into a limit on codes once, so that decoding and replay decide alike, whatever rounding made the codes.
+A stop reads two codes of each proposal, -log q and the entropy of q, both in 1/256 nat
+(:data:`traces.schema.NAT_SCALE`). Its threshold is turned into a limit on codes once, so that
+decoding and replay decide alike, whatever rounding made the codes.
 
-How a chain is drafted (runtime, oracle and replay share this): token j = 0..gamma-1 costs one draft pass. If the draft has
-no proposal, the chain ends without the token; the pass counts. If the stop triggers at token j, the chain ends, and the
-token is kept iff ``keep_last``. Tokens kept are *drafted*, passes made are *draft steps*.
+How a chain is drafted (runtime, oracle and replay share this): token j = 0..gamma-1 costs one draft
+pass. If the draft has no proposal, the chain ends without the token; the pass counts. If the stop
+triggers at token j, the chain ends, and the token is kept iff ``keep_last``. Tokens kept are
+*drafted*, passes made are *draft steps*.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final
+from typing import Annotated, Final, Literal, Union
 
-from runtime.policies.document import EntropyStop, JointProbStop, MaxProbStop, NoStop, Stop
+from pydantic import Field
+
+from runtime.policies.blocks import Block, Probability
 from runtime.policies.jit import compiled
 from traces.schema import NAT_SCALE
 
@@ -28,9 +32,55 @@ NEVER: Final = 2**31 - 1
 _SLACK = 1e-9  # so that a threshold written as a decimal falls on the side of the code it means
 
 
+class NoStop(Block):
+    """The draft always fills its window."""
+
+    kind: Literal["none"] = "none"
+
+
+class _Stop(Block):
+    keep_last: bool = Field(
+        default=True, description="whether the token that triggers the stop stays in the draft"
+    )
+
+
+class MaxProbStop(_Stop):
+    """End the draft at a token whose draft probability is below ``threshold`` (transformers'
+    assistant_confidence_threshold).
+    """
+
+    kind: Literal["max_prob"] = "max_prob"
+    threshold: Probability = 0.4
+
+
+class JointProbStop(_Stop):
+    """End the draft when the product of its tokens' draft probabilities falls below
+    ``threshold``.
+    """
+
+    kind: Literal["joint_prob"] = "joint_prob"
+    threshold: Probability = 0.3
+
+
+class EntropyStop(_Stop):
+    """AdaEDL: end the draft when the lower bound on acceptance, 1 - sqrt(scale * H), falls below
+    ``threshold``; H is the entropy of the draft's law in nats."""
+
+    kind: Literal["entropy"] = "entropy"
+    threshold: Probability = 0.4
+    scale: Annotated[float, Field(gt=0.0, le=100.0)] = 0.2
+
+
+Stop = Annotated[
+    Union[NoStop, MaxProbStop, JointProbStop, EntropyStop], Field(discriminator="kind")
+]
+
+
 @dataclass(frozen=True)
 class CompiledStop:
-    """A stop as limits on codes: it triggers when a code is *greater* than its limit; limits not in use are :data:`NEVER`."""
+    """A stop as limits on codes: it triggers when a code is *greater* than its limit; limits not in
+    use are :data:`NEVER`.
+    """
 
     kind: int
     max_logp_code: int
@@ -39,24 +89,33 @@ class CompiledStop:
     keep_last: bool
 
     def triggers(self, logp_code: int, joint_code: int, entropy_code: int) -> bool:
-        """Whether the chain ends at a proposal with these codes; ``joint_code`` sums the chain's logp codes, this one's
-        included."""
-        return logp_code > self.max_logp_code or joint_code > self.max_joint_code or entropy_code > self.max_entropy_code
+        """Whether the chain ends at a proposal with these codes; ``joint_code`` sums the chain's
+        logp codes, this one's included."""
+        return (
+            logp_code > self.max_logp_code
+            or joint_code > self.max_joint_code
+            or entropy_code > self.max_entropy_code
+        )
 
 
 def compile_stop(stop: Stop, *, scale: int = NAT_SCALE) -> CompiledStop:
     """Turns thresholds into limits on codes of 1/``scale`` nat.
 
-    ``max_prob``: q < t, that is code > floor(-256 ln t). ``joint_prob``: the same with the sum of the chain's codes. ``entropy``:
-    1 - sqrt(scale H) < t, that is code > floor(256 (1-t)^2 / scale). Rounding down makes a limit that is reached exactly no stop.
-    Threshold 0 never stops: no probability, and no lower bound on one, is below 0. Threshold 1 stops at every code above 0.
+    ``max_prob``: q < t, that is code > floor(-256 ln t). ``joint_prob``: the same with the sum of
+    the chain's codes. ``entropy``: 1 - sqrt(scale H) < t, that is code > floor(256 (1-t)^2 /
+    scale). Rounding down makes a limit that is reached exactly no stop. Threshold 0 never stops: no
+    probability, and no lower bound on one, is below 0. Threshold 1 stops at every code above 0.
     """
     if isinstance(stop, NoStop):
         return CompiledStop(STOP_NONE, NEVER, NEVER, NEVER, True)
     if isinstance(stop, MaxProbStop):
-        return CompiledStop(STOP_MAX_PROB, _nat_limit(stop.threshold, scale), NEVER, NEVER, stop.keep_last)
+        return CompiledStop(
+            STOP_MAX_PROB, _nat_limit(stop.threshold, scale), NEVER, NEVER, stop.keep_last
+        )
     if isinstance(stop, JointProbStop):
-        return CompiledStop(STOP_JOINT_PROB, NEVER, _nat_limit(stop.threshold, scale), NEVER, stop.keep_last)
+        return CompiledStop(
+            STOP_JOINT_PROB, NEVER, _nat_limit(stop.threshold, scale), NEVER, stop.keep_last
+        )
     assert isinstance(stop, EntropyStop)
     bound = (1.0 - stop.threshold) ** 2 / stop.scale
     limit = NEVER if stop.threshold == 0.0 else math.floor(bound * scale + _SLACK)
@@ -77,7 +136,11 @@ def should_stop(
     joint_code: int,
     entropy_code: int,
 ) -> bool:
-    """Compiled :meth:`CompiledStop.triggers`, for kernels; plain Python is faster one call at a time."""
+    """Compiled :meth:`CompiledStop.triggers`, for kernels; plain Python is faster one call at a
+    time.
+    """
     if kind == STOP_NONE:
         return False
-    return logp_code > max_logp_code or joint_code > max_joint_code or entropy_code > max_entropy_code
+    return (
+        logp_code > max_logp_code or joint_code > max_joint_code or entropy_code > max_entropy_code
+    )

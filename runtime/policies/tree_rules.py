@@ -19,9 +19,9 @@ from runtime.policies.document import (
     Policy,
     StaticGrowth,
     TopKGrowth,
-    static_paths,
 )
 from runtime.policies.heterospec import kept_nodes
+from runtime.policies.sequoia import static_paths
 from runtime.policies.stops import compile_stop
 from runtime.policies.trees import INFINITE, StaticLevel, TreeRule
 from traces.schema import TREE_SCALE

@@ -1,0 +1,92 @@
+"""What the blocks of a policy document share: strictness, limits, small types."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+GAMMA_LIMIT = 64
+"""Largest window any policy may ask for."""
+WIDTH_LIMIT = 32
+"""Most children a node of a draft tree may have, and most nodes expanded per level."""
+NODE_LIMIT = 256
+"""Most drafted nodes a tree may have in one verification."""
+POOL_LIMIT = 8192
+"""Most candidates a tree may grow before selection."""
+EXPANDED_LIMIT = 512
+"""Most nodes that a tree may have read by the draft, beside the root: each holds a place in the
+draft's cache during a round.
+"""
+
+Gamma = Annotated[int, Field(ge=0, le=GAMMA_LIMIT)]
+GammaMax = Annotated[int, Field(ge=1, le=GAMMA_LIMIT)]
+Probability = Annotated[float, Field(ge=0.0, le=1.0)]
+Width = Annotated[int, Field(ge=1, le=WIDTH_LIMIT)]
+Artifact = Annotated[str, Field(min_length=1)]
+Budget = Annotated[int, Field(ge=1)]
+
+
+class Block(BaseModel):
+    """A part of a document: frozen, and an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class FixedWindow(Block):
+    """A constant window: ``gamma`` tokens are drafted every round (0: none)."""
+
+    kind: Literal["fixed"] = "fixed"
+    gamma: Gamma = 4
+
+
+class AdaptiveWindow(Block):
+    """What windows share that change from round to round."""
+
+    gamma_max: GammaMax = 8
+    gamma_initial: Gamma | None = Field(
+        default=None,
+        description="first window of a request; default: half of gamma_max, rounded up",
+    )
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        least = getattr(self, "gamma_min", 0)
+        if least > self.gamma_max:
+            raise ValueError(f"gamma_min {least} exceeds gamma_max {self.gamma_max}")
+        if self.gamma_initial is not None and not least <= self.gamma_initial <= self.gamma_max:
+            raise ValueError(
+                f"gamma_initial {self.gamma_initial} is not between {least} and gamma_max {self.gamma_max}"
+            )
+        return self
+
+    @property
+    def first(self) -> int:
+        """The window of a request's first round."""
+        half = max((self.gamma_max + 1) // 2, getattr(self, "gamma_min", 0))
+        return half if self.gamma_initial is None else self.gamma_initial
+
+
+class ChainGrowth(Block):
+    """One path: each drafted token follows the one before."""
+
+    kind: Literal["chain"] = "chain"
+
+
+class TreeGrowth(Block):
+    """What dynamic trees share. ``score`` is the estimate of acceptance that ranks nodes:
+    ``probability`` is the product of the draft's probabilities (EAGLE-2), ``coupled`` a softmax
+    over the perturbed gaps of siblings, ``auto`` the first at temperature 0 and the second above.
+    ``proposals`` ranks a node's children: ``coupled`` by log q + g with the target's noise,
+    ``probability`` by q."""
+
+    width: Width = 8
+    score: Literal["auto", "probability", "coupled"] = "auto"
+    sharpness: Annotated[float, Field(gt=0.0, le=16.0)] = 1.5
+    proposals: Literal["coupled", "probability"] = "coupled"
+
+
+class FullShortlist(Block):
+    """The draft evaluates its whole output head."""
+
+    kind: Literal["full"] = "full"

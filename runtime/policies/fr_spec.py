@@ -1,0 +1,125 @@
+"""FR-Spec: shortlists of the most frequent tokens; and PA-FR, which shortens them by position
+(DynaSpec, appendix A.3). Fitting is :mod:`optimizer.fit.fr_spec`.
+
+A shortlist is a set of token ids, kept as an ascending int64 array: the rows of the draft's output
+head that a step evaluates. Verification is over the whole vocabulary, so a shortlist changes what
+is drafted and never the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from runtime.policies.blocks import Artifact, Block, Budget
+from runtime.policies.stored import (
+    Arrays,
+    Document,
+    IntArray,
+    check_sizes,
+    stored_count,
+    stored_integers,
+)
+
+
+class FrequencyShortlist(Block):
+    """FR-Spec: the draft evaluates the ``size`` most frequent tokens. ``artifact``: the frequency
+    order (``fit frequencies``).
+    """
+
+    kind: Literal["frequency"] = "frequency"
+    size: Budget = 1024
+    artifact: Artifact
+
+
+class PositionFrequencyShortlist(Block):
+    """PA-FR (DynaSpec, appendix A.3): the most frequent tokens, ``k_max`` of them at draft steps 0
+    and 1, floor(k_max / (t + 1)) at step t. ``artifact``: the frequency order (``fit
+    frequencies``)."""
+
+    kind: Literal["position_frequency"] = "position_frequency"
+    k_max: Budget = 2048
+    artifact: Artifact
+
+
+def frequency_budget(step: int, k_max: int) -> int:
+    """K_fr(t) of appendix A.3 (PA-FR): tokens that draft step ``step`` = t evaluates, counted from
+    0 within a round.
+
+    k_max at t = 0 and 1, then floor(k_max / (t + 1)); at least 1. Raises ValueError for a negative
+    step.
+    """
+    if step < 0:
+        raise ValueError(f"draft steps count from 0, there is no step {step}")
+    return max(1, k_max if step < 2 else k_max // (step + 1))
+
+
+@dataclass(frozen=True, eq=False)
+class Frequencies:
+    """The vocabulary in the order in which shortlists take it (FR-Spec; appendix A.3).
+
+    ``order`` int64 [vocab]: every token id once; the first ``always`` are in every shortlist (EOS
+    and the like), the others follow by frequency, most frequent first, ties by lower id. Raises
+    ValueError for anything else but that order of the others.
+    """
+
+    order: IntArray
+    always: int = 0
+
+    def __post_init__(self) -> None:
+        order = self.order
+        if order.ndim != 1 or order.dtype != np.int64 or not _is_permutation(order):
+            raise ValueError(
+                f"a frequency order must hold every token id once, as int64 [vocab]; this is {order.dtype} {list(order.shape)}"
+            )
+        if not 0 <= self.always <= len(order):
+            raise ValueError(f"always must be within 0..{len(order)} tokens, not {self.always}")
+
+    @property
+    def vocab(self) -> int:
+        return len(self.order)
+
+    @cached_property
+    def rank(self) -> IntArray:
+        """Place of every token in ``order``, from 0; int64 [vocab]. A token is in ``ids(size)``
+        where its rank is below its length.
+        """
+        rank = np.empty_like(self.order)
+        rank[self.order] = np.arange(len(self.order))
+        rank.setflags(write=False)
+        return rank
+
+    def size(self, size: int) -> int:
+        """Tokens that :meth:`ids` gives: ``size`` raised to ``always`` and to 1, and at most the
+        vocabulary.
+        """
+        return min(max(size, self.always, 1), len(self.order))
+
+    def ids(self, size: int) -> IntArray:
+        """The shortlist of ``size`` tokens, ids ascending, int64 [self.size(size)]."""
+        return np.sort(self.order[: self.size(size)])
+
+    def to_document(self) -> tuple[Document, Arrays]:
+        """(JSON-ready document, arrays) for an artifact of kind :data:`FREQUENCIES`;
+        :meth:`from_document` reads them.
+        """
+        return {"vocab": self.vocab, "always": self.always}, {"order": self.order}
+
+    @classmethod
+    def from_document(
+        cls, document: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]
+    ) -> Frequencies:
+        """The frequencies of :meth:`to_document`. Raises ValueError for anything else."""
+        what = "frequencies"
+        made = cls(stored_integers(what, arrays, "order"), stored_count(what, document, "always"))
+        check_sizes(what, document, vocab=made.vocab)
+        return made
+
+
+def _is_permutation(order: IntArray) -> bool:
+    return bool((np.sort(order) == np.arange(len(order))).all()) and len(order) > 0

@@ -1,0 +1,182 @@
+"""DynaSpec's router (section 4.2): which token clusters a draft step evaluates."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from runtime.policies.dynaspec import Clusters
+from runtime.policies.stored import Arrays, Document, check_sizes, stored_array
+from traces.errors import PolicyError
+
+ROUTER_WEIGHTS: Final = ("w1", "b1", "w2", "b2")
+HASH_DIGITS: Final = 16
+
+
+@dataclass(frozen=True, eq=False)
+class Router:
+    """The router r of section 4.2: scores clusters by the current token's embedding and the draft's
+    previous hidden state.
+
+    s = w2 relu(w1 [E(x_t), H_{t-1}] + b1) + b2, with float32 tensors ``w1`` [hidden, d_r], ``b1``
+    [hidden], ``w2`` [M, hidden] and ``b2`` [M] on one device; d_r = d_e + d. A score is the
+    log-odds that a cluster holds a plausible next token. Raises ValueError for other shapes or
+    dtypes and for weights that are not finite.
+    """
+
+    w1: torch.Tensor
+    b1: torch.Tensor
+    w2: torch.Tensor
+    b2: torch.Tensor
+
+    def __post_init__(self) -> None:
+        weights = {name: getattr(self, name) for name in ROUTER_WEIGHTS}
+        hidden, count = self.b1.shape[:1].numel(), self.b2.shape[:1].numel()
+        shapes = {name: list(w.shape) for name, w in weights.items()}
+        inputs = shapes["w1"][-1] if shapes["w1"] else 0
+        wanted = {"w1": [hidden, inputs], "b1": [hidden], "w2": [count, hidden], "b2": [count]}
+        if shapes != wanted or min(hidden, count, inputs) < 1:
+            raise ValueError(
+                f"router weights must be w1 [hidden, d_r], b1 [hidden], w2 [M, hidden] and b2 [M], not {shapes}"
+            )
+        for name, w in weights.items():
+            if w.dtype != torch.float32 or not bool(torch.isfinite(w).all()):
+                raise ValueError(
+                    f"router weights must be finite float32 numbers; {name} is not ({w.dtype})"
+                )
+
+    @property
+    def inputs(self) -> int:
+        """d_r, the width of what it reads."""
+        return int(self.w1.shape[1])
+
+    @property
+    def hidden(self) -> int:
+        return int(self.w1.shape[0])
+
+    @property
+    def clusters(self) -> int:
+        """M."""
+        return int(self.w2.shape[0])
+
+    def to(self, device: torch.device | str) -> Router:
+        """The same router with its weights on ``device``."""
+        return Router(*(getattr(self, name).to(device) for name in ROUTER_WEIGHTS))
+
+    def scores(self, embedding: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
+        """Scores of all clusters, float32 [n, M], for the embeddings [n, d_e] of n current tokens
+        and the draft's hidden states [n, d] of the tokens before them. Raises ValueError where d_e
+        + d is not d_r."""
+        x = torch.cat((embedding, previous), -1).float()
+        if x.shape[-1] != self.inputs:
+            raise ValueError(
+                f"a router of {self.inputs} inputs cannot read embeddings of {embedding.shape[-1]} and states of {previous.shape[-1]}"
+            )
+        linear = torch.nn.functional.linear
+        return linear(linear(x, self.w1, self.b1).relu_(), self.w2, self.b2)
+
+    def to_document(self) -> tuple[Document, Arrays]:
+        """(JSON-ready document, arrays); :meth:`from_document` reads them."""
+        sizes = {"inputs": self.inputs, "hidden": self.hidden, "clusters": self.clusters}
+        return sizes, {name: getattr(self, name).cpu().numpy() for name in ROUTER_WEIGHTS}
+
+    @classmethod
+    def from_document(
+        cls, document: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]
+    ) -> Router:
+        """The router of :meth:`to_document`, on the CPU. Raises ValueError for anything else."""
+        weights = []
+        for name in ROUTER_WEIGHTS:
+            array = stored_array("router", arrays, name)
+            if array.dtype.kind != "f":
+                raise ValueError(
+                    f"not a router: {name} must be floating-point numbers, not {array.dtype}"
+                )
+            weights.append(torch.from_numpy(array.astype(np.float32)))
+        made = cls(*weights)
+        check_sizes(
+            "router", document, inputs=made.inputs, hidden=made.hidden, clusters=made.clusters
+        )
+        return made
+
+
+def top_clusters(scores: torch.Tensor, k: int) -> torch.Tensor:
+    """The ``k`` clusters of highest score of every row of ``scores`` [n, M], best first, ties by
+    lower number; int64 [n, min(k, M)].
+    """
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """What an artifact of a router holds: a router, the clusters it scores, and :func:`head_hash`
+    of the output head that these were fitted on. Raises ValueError where router and clusters differ
+    in M."""
+
+    router: Router
+    clusters: Clusters
+    head: str
+
+    def __post_init__(self) -> None:
+        if self.router.clusters != self.clusters.count:
+            raise ValueError(
+                f"the router scores {self.router.clusters} clusters, but there are {self.clusters.count}"
+            )
+
+    def check_head(self, weight: torch.Tensor) -> None:
+        """Raises PolicyError when ``weight`` [vocab, d] is not the output head that the clusters
+        were fitted on.
+        """
+        if (found := head_hash(weight)) != self.head:
+            raise PolicyError(
+                f"the clusters were fitted on another output head (hash {self.head}) than this draft's (hash {found}); "
+                "fit a router on this draft"
+            )
+
+    def to_document(self) -> tuple[Document, Arrays]:
+        """(JSON-ready document, arrays) for an artifact of a router; :meth:`from_document` reads
+        them.
+        """
+        of_router, weights = self.router.to_document()
+        of_clusters, partition = self.clusters.to_document()
+        return {**of_router, **of_clusters, "head": self.head}, {**weights, **partition}
+
+    @classmethod
+    def from_document(
+        cls, document: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]
+    ) -> Routing:
+        """The routing of :meth:`to_document`, weights on the CPU. Raises ValueError for anything
+        else.
+        """
+        head = document.get("head")
+        if not isinstance(head, str):
+            raise ValueError(
+                "not a router: its document lacks head, the hash of the output head that its clusters were fitted on"
+            )
+        return cls(
+            Router.from_document(document, arrays), Clusters.from_document(document, arrays), head
+        )
+
+
+def head_hash(weight: torch.Tensor) -> str:
+    """The first :data:`HASH_DIGITS` hexadecimal digits of the SHA-256 of an output head's weights
+    [vocab, d], float32 bytes in row order.
+
+    The values are rounded to bfloat16 first, so that a checkpoint has one hash whether it is loaded
+    in float32 or in bfloat16.
+    """
+    values = (
+        weight.detach()
+        .to("cpu", torch.bfloat16)
+        .float()
+        .contiguous()
+        .numpy()
+        .astype("<f4", copy=False)
+    )
+    return hashlib.sha256(values.tobytes()).hexdigest()[:HASH_DIGITS]

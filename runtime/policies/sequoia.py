@@ -1,0 +1,68 @@
+"""Sequoia: trees of one fixed shape (section 3.1). Choosing them is
+:mod:`optimizer.fit.sequoia`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, ValidationError, model_validator
+
+from runtime.policies.blocks import GAMMA_LIMIT, NODE_LIMIT, WIDTH_LIMIT, Block
+from runtime.policies.refusals import MESSAGE_LIMIT, explain, refuse_excess
+from traces.text import one_line
+
+
+class StaticGrowth(Block):
+    """A fixed tree: ``paths`` of child ranks from the root, best first, each with all its
+    beginnings; or the tree of an ``artifact`` (``fit static-tree``)."""
+
+    kind: Literal["static"] = "static"
+    paths: tuple[tuple[Annotated[int, Field(ge=0, lt=WIDTH_LIMIT)], ...], ...] = ()
+    proposals: Literal["coupled", "probability"] = "coupled"
+    artifact: str | None = None
+
+    @model_validator(mode="after")
+    def _closed(self) -> Self:
+        if bool(self.paths) == (self.artifact is not None):
+            raise ValueError("a static tree is given by either paths or an artifact")
+        if len(self.paths) > NODE_LIMIT:
+            raise ValueError(f"a tree of {len(self.paths)} nodes exceeds the limit of {NODE_LIMIT}")
+        known = set(self.paths)
+        if len(known) < len(self.paths):
+            twice = next(p for p in self.paths if self.paths.count(p) > 1)
+            raise ValueError(f"the path {list(twice)} is given twice")
+        for path in self.paths:
+            if not path:
+                raise ValueError("a path has at least one rank; the root itself is not listed")
+            if len(path) > GAMMA_LIMIT:
+                raise ValueError(f"the path {list(path)} is deeper than {GAMMA_LIMIT}")
+            if len(path) > 1 and path[:-1] not in known:
+                raise ValueError(
+                    f"the path {list(path)} needs its parent {list(path[:-1])} in the list"
+                )
+        object.__setattr__(self, "paths", tuple(sorted(self.paths, key=lambda p: (len(p), p))))
+        return self
+
+    @property
+    def depth(self) -> int:
+        """Levels of the tree; 0 when only the artifact knows."""
+        return max((len(p) for p in self.paths), default=0)
+
+
+def static_paths(paths: Any) -> tuple[tuple[int, ...], ...]:
+    """The paths of a static tree that somebody stored, by the rules of a document's
+    (:class:`StaticGrowth`). Raises ValueError.
+    """
+    refuse_excess(paths)
+    try:
+        return StaticGrowth.model_validate({"kind": "static", "paths": paths}).paths
+    except ValidationError as error:
+        raise ValueError(
+            one_line(
+                explain(
+                    error, StaticGrowth, {"growth": {"static": StaticGrowth}}, ("growth", "static")
+                ),
+                MESSAGE_LIMIT,
+            )
+        ) from None
