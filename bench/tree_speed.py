@@ -109,7 +109,7 @@ def watch(pair: LoadedPair, clock: Callable[[], float]) -> Parts:
     parts = Parts(clock)
     for model in (pair.target, *pair.drafts.values()):
         parts.watch(model)
-    parts.wrap(runtime.distributions, "read_vocabulary", "vocabulary")
+    parts.wrap(runtime.distributions, "best_of", "vocabulary")
     parts.wrap(Noise, "row", "vocabulary")
     parts.wrap(Noise, "rows", "vocabulary")
     parts.wrap(runtime.tree_drafts, "read_distributions", "codes")

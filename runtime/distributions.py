@@ -1,4 +1,4 @@
-"""A draft's law after a node as codes, and which codes rounding could change (docs/trees.md, "laws and codes")."""
+"""A draft's distribution after a node, as codes, and which of them are near ties (docs/trees.md, "laws and codes")."""
 
 from __future__ import annotations
 
@@ -20,62 +20,6 @@ _BLOCK: Final = 64
 _LONG_ROW: Final = 8192
 _LEAST, _MOST = 0.4, TREE_CODE_MAX + 0.4
 """Bounds of scaled values: inside them the code does not change, and the only borders near are those between two codes."""
-
-
-class VocabularyReading(NamedTuple):
-    """What is read of n laws over the whole vocabulary. ``tokens`` int64 [n, k] and ``scores`` float32 [n, k + 1] of the best children (as
-    many as there are), best first; ``nats`` float32 [n, k]: -log q of each child; ``entropy`` and ``top_entropy`` float32 [n], in nats;
-    ``torn`` bool [n]: rounding could change what the filters keep. None: not asked for. ``filtered``: children may be missing (-inf)."""
-
-    tokens: torch.Tensor
-    scores: torch.Tensor
-    nats: torch.Tensor | None
-    entropy: torch.Tensor | None
-    top_entropy: torch.Tensor | None
-    torn: torch.Tensor | None
-    filtered: bool
-
-
-def read_vocabulary(
-    logits: torch.Tensor,
-    sampling: Sampling,
-    noise: torch.Tensor | None,
-    width: int,
-    *,
-    by_probability: bool,
-    entropy: bool,
-    top_entropy: bool,
-    nats: bool,
-    torn: bool,
-) -> VocabularyReading:
-    """The passes over float32 ``logits`` [n, vocab] that :func:`read_distributions` needs; each reading only if it is asked for."""
-    x = scaled(logits, sampling)
-    vocab = x.shape[-1]
-    mask = doubtful = None
-    if filters(sampling, vocab):
-        mask = kept(x, sampling)
-        assert mask is not None
-        if torn:
-            doubtful = near_ties.near_membership(x, sampling)
-        x = x.masked_fill(~mask, -math.inf)
-    coupled = noise is not None and not by_probability
-    scores, tokens = best_of(x + noise if noise is not None and coupled else x, min(width + 1, vocab))
-    tokens = tokens[:, :width]
-    q = x.softmax(-1) if nats or entropy else None
-    top = None
-    if top_entropy:
-        most = min(TOP_ENTROPY, vocab)
-        top = scores[:, :most] if not coupled and scores.shape[1] >= most else best_of(x, most)[0]
-        top = torch.special.entr(top.softmax(-1)).sum(-1)
-    return VocabularyReading(
-        tokens,
-        scores,
-        q.gather(-1, tokens).log_().neg_() if q is not None and nats else None,
-        torch.special.entr(q).sum(-1) if q is not None and entropy else None,
-        top,
-        doubtful,
-        mask is not None,
-    )
 
 
 def best_of(x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,76 +58,77 @@ def read_distributions(
     reads_gap: bool = True,
     ids: torch.Tensor | None = None,
 ) -> LawRows:
-    """Codes of the laws behind float32 ``logits`` [n, vocab].
+    """Codes of the distributions behind float32 ``logits`` [n, vocab].
 
     ``noise`` float32 [vocab] or [n, vocab] is the target's at the children's position, None when greedy. ``width`` children are read (k).
-    ``by_probability`` ranks them by q alone. Codes that are not asked for are 0. ``exact`` asks for what rounding could change of the
-    children's order, and of the codes that are read. With ``ids`` int64 [size], ascending, ``logits`` are of these tokens alone, [n, size],
-    and the laws are over this shortlist; children beyond its size do not exist.
+    ``by_probability`` ranks them by q alone. Codes that are not asked for are 0. ``exact`` marks near ties of the children's order and of
+    the codes that are read. With ``ids`` int64 [size], ascending, ``logits`` are of these tokens alone, [n, size], and the distributions
+    are over this shortlist; children beyond its size do not exist.
     """
     if ids is not None:
         logits, noise, ids = _to_width(logits, None if noise is None else noise.index_select(-1, ids), ids, width)
-    width = min(width, logits.shape[-1])
-    read = read_vocabulary(
-        logits,
-        sampling,
-        noise,
-        width,
-        by_probability=by_probability,
-        entropy=entropy,
-        top_entropy=top_entropy,
-        nats=reads_logp,
-        torn=exact,
-    )
-    n, device = logits.shape[0], logits.device
-    margin = near_ties.grown(near_ties.TREE, sampling)
+    (n, vocab), device = logits.shape, logits.device
+    width = min(width, vocab)
     unread = _unread(n, width, device)
-    logp = gap = unread.children
-    found_entropy = found_top = unread.laws
-    fewer = read.filtered or ids is not None
-    count = torch.isfinite(read.scores[:, :width]).sum(-1) if fewer else unread.count
-    unsure = unsure_entropy = None
-    if fused(device):
-        near, codes_of = np.empty((n, width), dtype=np.bool_), np.empty((2, n, width), dtype=np.int64)
-        found = read.scores.numpy()
-        nats = found if read.nats is None else read.nats.numpy()
-        if _codes_of_children(found, nats, codes_of[0], codes_of[1], near, reads_logp, reads_gap, margin) and exact:
-            unsure = torch.from_numpy(near)
-        if reads_logp:
-            logp = torch.from_numpy(codes_of[0])
-        if reads_gap:
-            gap = torch.from_numpy(codes_of[1])
-    else:
-        if exact:
-            unsure = near_ties.near_order(read.scores, width, sampling)
-        if read.nats is not None:
-            scale = _scaled(read.nats)
-            logp = scale.long()
-            if unsure is not None:
-                unsure |= near_ties.near_tree_code(scale, sampling)
-        if reads_gap:
-            scale = _scaled(read.scores[:, :1] - read.scores[:, :width])
-            gap = scale.long()
-            if unsure is not None:
-                unsure |= near_ties.near_tree_code(scale, sampling)
-    if exact and (read.entropy is not None or read.top_entropy is not None):
-        unsure_entropy = unread.nowhere[:, 0]
-        if unsure is None:
-            unsure = unread.nowhere
-    if read.entropy is not None:
-        scale = _scaled(read.entropy)
-        found_entropy = scale.long()
-        if unsure_entropy is not None:
-            unsure_entropy = unsure_entropy | near_ties.near_tree_code(scale, sampling)
-    if read.top_entropy is not None:
-        scale = _scaled(read.top_entropy)
-        found_top = scale.long()
-        if unsure_entropy is not None:
-            unsure_entropy = unsure_entropy | near_ties.near_tree_code(scale, sampling)
-    if read.torn is not None:
-        unsure = read.torn[:, None] | (unread.nowhere if unsure is None else unsure)
-        unsure &= torch.arange(width, device=device) < count[:, None]
-    return LawRows(read.tokens if ids is None else ids[read.tokens], logp, gap, found_entropy, found_top, count, unsure, unsure_entropy)
+    x = scaled(logits, sampling)
+    filtered, near_filter = filters(sampling, vocab), None
+    if filtered:
+        near_filter = near_ties.near_membership(x, sampling) if exact else None
+        x = x.masked_fill(~kept(x, sampling), -math.inf)
+    perturbed = x if noise is None or by_probability else x + noise
+    scores, tokens = best_of(perturbed, min(width + 1, vocab))
+    tokens = tokens[:, :width]
+    q = x.softmax(-1) if reads_logp or entropy else None
+    nats = q.gather(-1, tokens).log_().neg_() if q is not None and reads_logp else None
+    logp, gap, near = _child_codes(scores, nats, reads_gap, width, sampling, exact)
+    count = torch.isfinite(scores[:, :width]).sum(-1) if filtered or ids is not None else unread.count
+    of_entropy = of_top = unread.rows
+    near_entropy = unread.nowhere[:, 0] if exact and (entropy or top_entropy) else None
+    if entropy and q is not None:
+        of_entropy, near_entropy = _entropy_code(q, near_entropy, sampling)
+    if top_entropy:
+        most = min(TOP_ENTROPY, vocab)
+        best = scores[:, :most] if perturbed is x and scores.shape[1] >= most else best_of(x, most)[0]
+        of_top, near_entropy = _entropy_code(best.softmax(-1), near_entropy, sampling)
+    if near is None and (near_entropy is not None or near_filter is not None):
+        near = unread.nowhere
+    if near_filter is not None:
+        near = (near_filter[:, None] | near) & (torch.arange(width, device=device) < count[:, None])
+    logp, gap = (unread.children if code is None else code for code in (logp, gap))
+    children = tokens if ids is None else ids[tokens]
+    return LawRows(children, logp, gap, of_entropy, of_top, count, near, near_entropy)
+
+
+def _entropy_code(
+    q: torch.Tensor, near: torch.Tensor | None, sampling: Sampling
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Codes of the entropies of ``q`` [n, any], int64 [n], and ``near``, bool [n], with their near ties."""
+    scale = _scaled(torch.special.entr(q).sum(-1))
+    return scale.long(), None if near is None else near | near_ties.near_tree_code(scale, sampling)
+
+
+def _child_codes(
+    scores: torch.Tensor, nats: torch.Tensor | None, reads_gap: bool, width: int, sampling: Sampling, exact: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Codes of children, int64 [n, k], of -log q and of the gap to the best (None: not read), and near ties, bool [n, k] (None: none).
+
+    ``scores`` float32 [n, k + 1 or k], best first; ``nats`` [n, k]: -log q, None where it is not read.
+    """
+    if fused(scores.device):
+        n, margin = len(scores), near_ties.grown(near_ties.TREE, sampling)
+        near, logp, gap = (np.empty((n, width), dtype=dtype) for dtype in (np.bool_, np.int64, np.int64))
+        given = scores.numpy()
+        found = _codes_of_children(given, given if nats is None else nats.numpy(), logp, gap, near, nats is not None, reads_gap, margin)
+        read = torch.from_numpy
+        return None if nats is None else read(logp), read(gap) if reads_gap else None, read(near) if found and exact else None
+    marks = near_ties.near_order(scores, width, sampling) if exact else None
+    codes_of: list[torch.Tensor | None] = []
+    for values in (nats, scores[:, :1] - scores[:, :width] if reads_gap else None):
+        scale = None if values is None else _scaled(values)
+        codes_of.append(None if scale is None else scale.long())
+        if scale is not None and marks is not None:
+            marks = marks | near_ties.near_tree_code(scale, sampling)
+    return codes_of[0], codes_of[1], marks
 
 
 def _to_width(
@@ -203,16 +148,16 @@ def _codes_of_children(
     nats: npt.NDArray[np.float32],
     logp: npt.NDArray[np.int64],
     gap: npt.NDArray[np.int64],
-    unsure: npt.NDArray[np.bool_],
+    marks: npt.NDArray[np.bool_],
     reads_logp: bool,
     reads_gap: bool,
     margin: float,
 ) -> bool:
-    """On a CPU, all at once: writes the codes that are read and what rounding could change; whether that is anything.
+    """On a CPU, all at once: writes the codes that are read and marks near ties; whether there are any.
 
-    ``scores`` float32 [n, k + 1 or k] and ``nats`` [n, k] as in :class:`VocabularyReading`; the others [n, k].
+    ``scores`` float32 [n, k + 1 or k], ``nats`` and the others [n, k].
     """
-    n, k = unsure.shape
+    n, k = marks.shape
     found = False
     for i in range(n):
         for j in range(k):
@@ -231,7 +176,7 @@ def _codes_of_children(
                 gap[i, j] = int(scale)
                 near |= abs(scale - round(scale)) < margin * TREE_SCALE
             near &= here > -np.inf
-            unsure[i, j] = near
+            marks[i, j] = near
             found |= near
     return found
 
@@ -247,11 +192,11 @@ def codes(nats: torch.Tensor) -> torch.Tensor:
 
 
 class _Unread(NamedTuple):
-    """What stands for what is not read of n laws of k children: zeros int64 for the ``children`` [n, k] and the ``laws`` [n], the whole
-    ``count`` k [n], and ``nowhere`` bool [n, k] for what rounding could change. Shared: nobody writes into them."""
+    """What stands for what is not read of n distributions of k children: zeros int64 for the ``children`` [n, k] and the ``rows`` [n], the
+    ``count`` k [n], and ``nowhere`` bool [n, k] for near ties. Shared: nobody writes into them."""
 
     children: torch.Tensor
-    laws: torch.Tensor
+    rows: torch.Tensor
     count: torch.Tensor  # type: ignore[assignment]  # hides tuple.count
     nowhere: torch.Tensor
 
