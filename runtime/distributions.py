@@ -13,7 +13,7 @@ import torch
 from runtime import near_ties
 from runtime.policies.jit import compiled
 from runtime.policies.trees import LawRows, fused
-from runtime.sampling import filters, kept, scaled
+from runtime.sampling import kept, scaled
 from traces.schema import TOP_ENTROPY, TREE_CODE_MAX, TREE_SCALE, Sampling
 
 _BLOCK: Final = 64
@@ -71,17 +71,17 @@ def read_distributions(
     width = min(width, vocab)
     unread = _unread(n, width, device)
     x = scaled(logits, sampling)
-    filtered, near_filter = filters(sampling, vocab), None
-    if filtered:
+    near_filter = None
+    if (mask := kept(x, sampling)) is not None:
         near_filter = near_ties.near_membership(x, sampling) if exact else None
-        x = x.masked_fill(~kept(x, sampling), -math.inf)
+        x = x.masked_fill(~mask, -math.inf)
     perturbed = x if noise is None or by_probability else x + noise
     scores, tokens = best_of(perturbed, min(width + 1, vocab))
     tokens = tokens[:, :width]
     q = x.softmax(-1) if reads_logp or entropy else None
     nats = q.gather(-1, tokens).log_().neg_() if q is not None and reads_logp else None
     logp, gap, near = _child_codes(scores, nats, reads_gap, width, sampling, exact)
-    count = torch.isfinite(scores[:, :width]).sum(-1) if filtered or ids is not None else unread.count
+    count = torch.isfinite(scores[:, :width]).sum(-1) if mask is not None or ids is not None else unread.count
     of_entropy = of_top = unread.rows
     near_entropy = unread.nowhere[:, 0] if exact and (entropy or top_entropy) else None
     if entropy and q is not None:
@@ -90,9 +90,9 @@ def read_distributions(
         most = min(TOP_ENTROPY, vocab)
         best = scores[:, :most] if perturbed is x and scores.shape[1] >= most else best_of(x, most)[0]
         of_top, near_entropy = _entropy_code(best.softmax(-1), near_entropy, sampling)
-    if near is None and (near_entropy is not None or near_filter is not None):
-        near = unread.nowhere
-    if near_filter is not None:
+    if near_entropy is not None or near_filter is not None:
+        near = unread.nowhere if near is None else near
+    if near is not None and near_filter is not None:
         near = (near_filter[:, None] | near) & (torch.arange(width, device=device) < count[:, None])
     logp, gap = (unread.children if code is None else code for code in (logp, gap))
     children = tokens if ids is None else ids[tokens]
@@ -116,7 +116,7 @@ def _child_codes(
     """
     if fused(scores.device):
         n, margin = len(scores), near_ties.grown(near_ties.TREE, sampling)
-        near, logp, gap = (np.empty((n, width), dtype=dtype) for dtype in (np.bool_, np.int64, np.int64))
+        near, (logp, gap) = np.empty((n, width), dtype=np.bool_), np.empty((2, n, width), dtype=np.int64)
         given = scores.numpy()
         found = _codes_of_children(given, given if nats is None else nats.numpy(), logp, gap, near, nats is not None, reads_gap, margin)
         read = torch.from_numpy

@@ -86,7 +86,7 @@ def uniform(key: int) -> float:
 
 
 def stream_key(seed: int, position: int, stream: str = "target", salt: int = 0) -> int:
-    """The 64-bit key of one position's noise. Streams are independent; ``salt`` separates rounds where law demands it."""
+    """The 64-bit key of one position's noise. Streams are independent; ``salt`` separates rounds where rounds must be independent."""
     return _mix(_mix(_mix(seed ^ _STREAMS[stream]) ^ position) ^ salt)
 
 
@@ -156,9 +156,9 @@ def kept_by(logits: torch.Tensor, sampling: Sampling, slacks: tuple[float, ...])
 
 
 def log_distribution(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Log-probabilities of the law tokens are drawn from, float32, -inf where filtered.
+    """Log-probabilities of the distribution that tokens are drawn from, float32, -inf where filtered.
 
-    At temperature 0 it is the law at temperature 1 without filters: what a stop reads of a greedy draft.
+    At temperature 0 it is that at temperature 1 without filters: what a stop reads of a greedy draft.
     """
     if sampling.greedy:
         return logits.log_softmax(-1)

@@ -1,7 +1,7 @@
 """Vocabulary shortlists: drafting with a part of the output head (FR-Spec; DynaSpec, section 4.2 and appendix A.3).
 
-At draft step t (0 for the first token drafted in a round; of a tree, the level) the draft's law is the softmax over a shortlist S_t
-alone, and every reading of it (proposals, stops, codes, the rejection verifier's ratio and residual) is of that law: q is renormalised
+At draft step t (0 for the first token drafted in a round; of a tree, the level) the draft's distribution is the softmax over a shortlist
+S_t alone, and every reading of it (proposals, stops, codes, the rejection verifier's ratio and residual) is of that: q is renormalised
 over S_t and 0 outside. The target verifies with its whole vocabulary, so no text changes. :class:`ShortlistRule` is a policy's block
 compiled, :class:`Shortlists` that rule for one draft; docs/shortlists.md says what is exact.
 """
@@ -183,7 +183,7 @@ def compile_shortlist(policy: Policy, artifacts: Artifacts | None) -> ShortlistR
 class Shortlists:
     """A rule for one draft: which tokens each draft step evaluates, and their logits.
 
-    ``exact`` settles the router's near ties by canonical passes. ``chosen`` holds the shortlists of the current round, step by step.
+    ``exact``: canonical passes decide the router's near ties. ``chosen`` holds the shortlists of the current round, step by step.
     Raises PolicyError when the artifact does not fit the draft's output head.
     """
 
@@ -280,7 +280,7 @@ class Shortlists:
 
         ``tokens`` int64 [n]: the nodes'; ``previous`` [n, d]: the hidden states of the tokens before them, None where there are none (zeros
         stand for them). ``canonical`` gives the one of node i, [1, d], from a canonical pass. ``exists`` bool [n]: the nodes that count,
-        None: all; if none does, all do, since nothing reads their laws.
+        None: all; if none does, all do, since nothing reads their distributions.
         """
         return self.beside(lambda: None, step, tokens, previous, canonical, exists)[1]
 
@@ -307,8 +307,8 @@ class Shortlists:
         return cored, self._note(step, self.output.support(self.clusters.ids(picked)))
 
     def _route(self, count: int, tokens: Tensor, previous: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Of n nodes: embeddings [n, d_e], the best ``count`` clusters int64 [n, count], and, where near ties are settled, whether they are
-        near, bool [n]. Nothing here waits for the device."""
+        """Of n nodes: embeddings [n, d_e], the best ``count`` clusters int64 [n, count], and, where near ties are looked for, which are, bool
+        [n]. Nothing here waits for the device."""
         embedded = self.model.embedded(tokens)
         scores = self.scores(embedded, previous)
         return embedded, top_clusters(scores, count), near_clusters(scores, count, self.margin) if self.exact else None
@@ -320,13 +320,13 @@ class Shortlists:
         canonical: Callable[[int], Tensor | None],
         nodes: Sequence[int],
     ) -> npt.NDArray[np.int64]:
-        """The clusters of ``nodes``, int64 [len(nodes), count], near ties settled."""
+        """The clusters of ``nodes``, int64 [len(nodes), count], near ties decided."""
         embedded, best, near = routed
         picked = best.cpu().numpy()
         if near is not None and bool(near.any()):
             for node in [i for i in nodes if bool(near[i])]:
-                settled = top_clusters(self.scores(embedded[node : node + 1], canonical(node)), count)[0]
-                picked[node] = settled.cpu().numpy()
+                decided = top_clusters(self.scores(embedded[node : node + 1], canonical(node)), count)[0]
+                picked[node] = decided.cpu().numpy()
         return picked if len(nodes) == len(picked) else picked[list(nodes)]
 
     def scores(self, embedded: Tensor, previous: Tensor | None) -> Tensor:

@@ -4,7 +4,7 @@ Coupled (default): the target's token at a position is argmax(log p + g), whatev
 equal it. Lossless for any draft, and the text does not depend on the draft at all.
 
 Rejection (Leviathan et al.; Algorithm 1 of the on-the-fly paper): a token drawn from q is kept with probability min(1, p/q), else
-one is drawn from norm(max(0, p - q)). Lossless in law, not in text.
+one is drawn from norm(max(0, p - q)). Lossless in distribution, not in text.
 """
 
 from __future__ import annotations

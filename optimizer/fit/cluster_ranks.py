@@ -2,9 +2,9 @@
 
 A routed shortlist follows the draft's hidden states. Here the draft reads recorded texts, and the nodes of their tree panoramas, as
 it does while decoding; at each node the router orders the clusters, and of that order is kept what replays ask
-(:class:`optimizer.shortlist_ranks.ClusterRanks`). At prefixes of the text near ties are settled by canonical states, as in
+(:class:`optimizer.shortlist_ranks.ClusterRanks`). At prefixes of the text near ties are decided by canonical states, as in
 :mod:`runtime.shortlists`: the first k clusters of a canonical order are what the runtime selects at every k. Nodes off the text serve
-trees, whose replay under shortlists is approximate; they are not settled.
+trees, whose replay under shortlists is approximate; their near ties stay.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def cluster_ranks(
     proposals: Proposals = "coupled",
     progress: Progress = lambda *_: None,
 ) -> ClusterRanks:
-    """The cluster ranks of all of a recording's laws of a draft under a stored router, for ``ranks`` of a
+    """The cluster ranks of all of a recording's distributions of a draft under a stored router, for ``ranks`` of a
     :class:`optimizer.replay.ReplayTrace`: stored ones where they hold every request, else made, the new requests alone, and stored.
 
     Nothing is fitted, so all requests are ranked. Raises TraceError for a recording of another pair or without trees of the draft,
@@ -104,7 +104,7 @@ class _Ranker:
         self.budgets = budget_grid(self.count)
         self.of = np.full(pair.target.vocab_size, self.count, np.int64)
         self.of[self.output.ids] = self.clusters.of
-        self.laws = WholeDistributions(pair, self.draft)
+        self.distributions = WholeDistributions(pair, self.draft)
         self.of_rows = torch.from_numpy(self.clusters.of).to(self.model.device)
 
     @torch.no_grad()
@@ -124,7 +124,7 @@ class _Ranker:
         exists = np.arange(panorama.width) < panorama.count[:, None]
         children = np.where(exists, self.of[panorama.tokens], self.count)
         if self.pair.exact:
-            self._settle(reader, scores, tokens, np.concatenate([children[:roots], following[:, None]], 1), prompt)
+            self._decide(reader, scores, tokens, np.concatenate([children[:roots], following[:, None]], 1), prompt)
         order = top_clusters(scores, self.count)
         place = functional.pad(order.argsort(-1), (0, 1), value=self.count).cpu().numpy()
         ranks = np.take_along_axis(place, children, 1)
@@ -135,16 +135,17 @@ class _Ranker:
         columns = np.array(self.budgets) - 1
         codes = []
         for begin in range(0, roots, ROWS):
-            logits = self.laws.logits(states[prompt - 1 + begin : prompt - 1 + begin + ROWS])
+            logits = self.distributions.logits(states[prompt - 1 + begin : prompt - 1 + begin + ROWS])
             placed = order[begin : begin + len(logits)]
 
             def by_order(values: Tensor, placed: Tensor = placed) -> Tensor:
                 return values.new_zeros(len(values), self.count).index_add_(1, self.of_rows, values).gather(1, placed)
 
-            codes.append(self.laws.codes(logits, trajectory.sampling, next_tokens[begin : begin + ROWS], columns.tolist(), by_order))
+            following_here = next_tokens[begin : begin + ROWS]
+            codes.append(self.distributions.codes(logits, trajectory.sampling, following_here, columns.tolist(), by_order))
             for i in range(begin, min(begin + ROWS, roots - 1)):
                 if panorama.text_slot[i] == OFF_TEXT:
-                    found = self.laws.better(reader, logits[i - begin], i, trajectory, panorama)
+                    found = self.distributions.better(reader, logits[i - begin], i, trajectory, panorama)
                     better[i] = 0 if found is None else place[i][self.clusters.of[found]].min(initial=self.count)
         better[-1] = 0
         small, wide = _unsigned(self.count), _unsigned(self.output.rows)
@@ -194,7 +195,7 @@ class _Ranker:
             found.append(node)
         return found[::-1]
 
-    def _settle(
+    def _decide(
         self, reader: States, scores: Tensor, tokens: Tensor, watched: npt.NDArray[np.int64], prompt: int
     ) -> None:
         """Replaces, in place, scores [N, M] of those text prefixes at which rounding could move one of the clusters ``watched`` int64

@@ -1,5 +1,5 @@
-"""A draft's whole laws over recorded texts and drafted nodes: the states that its output matrix reads, and what it prefers to a text's next
-token where no recorded child says so."""
+"""A draft's distributions over recorded texts and drafted nodes, unrestricted: the states that its output matrix reads, and what it
+prefers to a text's next token where no recorded child says so."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _code(nats: npt.NDArray[np.floating]) -> npt.NDArray[np.uint16]:
 
 
 class WholeDistributions:
-    """What a draft of a pair proposes from its whole law. ``ids`` int64 [rows]: the tokens of its output head, ``row`` int64 [vocab] the
+    """What a draft of a pair proposes without a shortlist. ``ids`` int64 [rows]: the tokens of its output head, ``row`` int64 [vocab] the
     rows of the target's tokens (-1: none)."""
 
     def __init__(self, pair: LoadedPair, draft: str) -> None:
@@ -130,14 +130,14 @@ class WholeDistributions:
     def codes(
         self, logits: Tensor, sampling: Sampling, following: npt.NDArray[np.int64], columns: Sequence[int], order: Order
     ) -> Codes:
-        """What stops read of laws restricted to shortlists: of ``logits`` [n, rows], with ``following`` int64 [n] the texts' next tokens
-        (-1: none). ``order`` turns values of rows [n, rows] into those of ranked tokens or clusters [n, most], best first; the first
+        """What stops read of distributions restricted to shortlists: of ``logits`` [n, rows], with ``following`` int64 [n] the texts' next
+        tokens (-1: none). ``order`` turns values of rows [n, rows] into those of ranked tokens or clusters [n, most], best first; the first
         ``columns`` + 1 of them are a shortlist."""
-        law = log_distribution(logits, sampling)
+        log_q = log_distribution(logits, sampling)
         row = np.where(following >= 0, self.row[following], -1)
-        own = law[np.arange(len(row)), np.maximum(row, 0)].cpu().numpy()
-        at = torch.tensor(columns, device=law.device)
-        mass, part = (order(values).cumsum(1).index_select(1, at) for values in (law.exp(), torch.special.entr(law.exp())))
+        own = log_q[np.arange(len(row)), np.maximum(row, 0)].cpu().numpy()
+        at = torch.tensor(columns, device=log_q.device)
+        mass, part = (order(values).cumsum(1).index_select(1, at) for values in (log_q.exp(), torch.special.entr(log_q.exp())))
         mass = mass.clamp_min(1e-30)
         return Codes(
             np.where(row >= 0, _code(-own), UNKNOWN_CODE).astype(np.uint16),

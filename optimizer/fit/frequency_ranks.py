@@ -75,34 +75,34 @@ class _Part(NamedTuple):
 class _Ranker:
     """One frequency order over one draft of a pair, request by request."""
 
-    def __init__(self, laws: WholeDistributions, order: Frequencies) -> None:
-        self.laws, self.vocab = laws, order.vocab
-        self.rank_of = np.where(laws.row >= 0, order.rank, order.vocab)
-        self.of_rows = order.rank[laws.ids]
+    def __init__(self, distributions: WholeDistributions, order: Frequencies) -> None:
+        self.distributions, self.vocab = distributions, order.vocab
+        self.rank_of = np.where(distributions.row >= 0, order.rank, order.vocab)
+        self.of_rows = order.rank[distributions.ids]
         self.budgets = budget_grid(order.vocab)
         # Rows of the head by rank, and how many of them the first k tokens are.
         by_rank = np.argsort(self.of_rows, kind="stable")
-        self.by_rank = torch.from_numpy(by_rank).to(laws.pair.device)
+        self.by_rank = torch.from_numpy(by_rank).to(distributions.pair.device)
         held = np.searchsorted(self.of_rows[by_rank], self.budgets)
         self.columns, self.none = np.maximum(held - 1, 0).tolist(), held == 0
 
     def rank(self, text: Trajectory, panorama: TreePanorama) -> _Part:
         """The rows of one request."""
-        laws, roots, prompt = self.laws, len(text.output_ids) + 1, len(text.prompt_ids)
+        distributions, roots, prompt = self.distributions, len(text.output_ids) + 1, len(text.prompt_ids)
         slot = panorama.text_slot[:roots]
         before = np.where(slot < panorama.width, slot, 0)[:, None]
         better = np.where(np.arange(panorama.width) < before, self._ranks(panorama.tokens[:roots]), self.vocab).min(axis=1)
         unsaid = np.zeros(roots, np.bool_)
-        reader = states_over(laws.pair, laws.draft, [*text.prompt_ids.tolist(), *text.output_ids.tolist()], prompt)
+        reader = states_over(distributions.pair, distributions.draft, [*text.prompt_ids.tolist(), *text.output_ids.tolist()], prompt)
         states, following = reader.text_states()[prompt - 1 :], np.append(text.output_ids.astype(np.int64), -1)
         codes = []
         for at in range(0, roots, ROWS):
-            logits = laws.logits(states[at : at + ROWS])
-            codes.append(laws.codes(logits, text.sampling, following[at : at + ROWS], self.columns, self._by_rank))
+            logits = distributions.logits(states[at : at + ROWS])
+            codes.append(distributions.codes(logits, text.sampling, following[at : at + ROWS], self.columns, self._by_rank))
             for i in (at + np.flatnonzero(slot[at : at + len(logits)] == OFF_TEXT)).tolist():
                 if i == roots - 1:
                     continue
-                above = laws.better(reader, logits[i - at], i, text, panorama)
+                above = distributions.better(reader, logits[i - at], i, text, panorama)
                 unsaid[i] = above is None
                 ranks = self.of_rows[above] if above is not None else self._ranks(panorama.tokens[i, : panorama.count[i]])
                 better[i] = ranks.min(initial=self.vocab)
