@@ -60,15 +60,16 @@ class PairSpec:
         """What the target's generation_config asks of its texts. Raises PairError where it cannot be read."""
         if self.ignores_generation_config:
             return {}
-        folder, file = checkpoint(self.target), None
-        if folder is None:
-            from huggingface_hub import try_to_load_from_cache
+        folder, names = checkpoint(self.target), (GENERATION, "config.json")  # old checkpoints ask in their config.json
+        if folder is not None:
+            return settings_of(model_config(folder, next((name for name in names if is_file(folder / name)), names[1])))
+        from huggingface_hub import try_to_load_from_cache
 
-            found = try_to_load_from_cache(self.target, GENERATION)  # a hub name, in the files that were fetched when it was loaded
-            file = Path(found) if isinstance(found, str) else None
-        elif is_file(folder / GENERATION):
-            file = folder / GENERATION
-        return {} if file is None else settings_of(model_config(file.parent, GENERATION))
+        for name in names:
+            found = try_to_load_from_cache(self.target, name)  # what was fetched of a hub name when it was loaded
+            if isinstance(found, str):
+                return settings_of(model_config(Path(found).parent, name))
+        return {}
 
     def check(self) -> None:
         """Raises PairError if a checkpoint is missing or its configuration is none; reads no weights, so that this is told at once."""

@@ -307,8 +307,8 @@ class Shortlists:
         return cored, self._note(step, self.output.support(self.clusters.ids(picked)))
 
     def _route(self, count: int, tokens: Tensor, previous: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Of n nodes: embeddings [n, d_e], the best ``count`` clusters int64 [n, count], and, where near ties are looked for, which are, bool
-        [n]. Nothing here waits for the device."""
+        """Of n nodes: embeddings [n, d_e], the best ``count`` clusters int64 [n, count], and, where near ties are looked for, which
+        are, bool [n]. Nothing here waits for the device."""
         embedded = self.model.embedded(tokens)
         scores = self.scores(embedded, previous)
         return embedded, top_clusters(scores, count), near_clusters(scores, count, self.margin) if self.exact else None

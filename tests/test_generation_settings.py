@@ -119,6 +119,19 @@ def test_what_is_not_applied_is_refused(
         assert text(asking(folder, settings), POLICIES[1], Sampling())
 
 
+def test_old_checkpoints_ask_in_their_configuration(folder: Path) -> None:
+    """Without a generation_config.json transformers takes settings from config.json."""
+    spec = asking(folder, {"repetition_penalty": 1.3}).spec
+    (folder / "target" / "generation_config.json").rename(folder / "aside.json")
+    config = folder / "target" / "config.json"
+    plain = config.read_text()
+    config.write_text(json.dumps(json.loads(plain) | {"no_repeat_ngram_size": 2}))
+    assert spec.settings == {"no_repeat_ngram_size": 2}
+    assert AutoModelForCausalLM.from_pretrained(folder / "target").generation_config.no_repeat_ngram_size == 2
+    config.write_text(plain)
+    (folder / "aside.json").rename(folder / "target" / "generation_config.json")
+
+
 def test_values_that_transformers_does_not_take_are_told_at_once(folder: Path) -> None:
     with pytest.raises(PairError, match="generation_config of "):
         asking(folder, {"repetition_penalty": -2.0})
