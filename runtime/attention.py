@@ -53,9 +53,9 @@ def slot_attention(
     return out.view(batch, heads, width, value.shape[-1]).transpose(1, 2).contiguous(), None
 
 
-def causal_mask(slots: torch.Tensor, start: int, stop: int, view: int) -> torch.Tensor:
-    """The rows ``start .. stop - 1`` of a causal mask over ``view`` slots, bool [stop - start, view]. ``slots``: 0, 1, .., int64 [n]."""
-    return slots[:view] <= slots[start:stop, None]
+def causal_mask(start: int, stop: int, view: int, device: torch.device) -> torch.Tensor:
+    """The rows ``start .. stop - 1`` of a causal mask over ``view`` slots, bool [stop - start, view]."""
+    return torch.ones(stop - start, view, dtype=torch.bool, device=device).tril_(start)
 
 
 def register() -> None:

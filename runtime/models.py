@@ -174,7 +174,7 @@ class CausalModel:
         stop = start + width
         view = self.cache.place(start, width)
         # The first tokens of a text are all that they read: their pass is causal, and needs no mask.
-        mask = None if view == width else causal_mask(self._positions[0], start, stop, view)[None, None]
+        mask = None if view == width else causal_mask(start, stop, view, self.device)[None, None]
         return self._hidden(ids[None], self._positions[:, start:stop], mask)[0]
 
     def read(self, ids: torch.Tensor, start: int) -> None:
@@ -234,7 +234,7 @@ class CausalModel:
         if stop > self.cache.capacity:
             return None  # the eager pass refuses it
         slots = self._positions[0, start:stop]
-        return self._replayed(ids, slots, slots, causal_mask(self._positions[0], start, stop, stop), head)
+        return self._replayed(ids, slots, slots, causal_mask(start, stop, stop, self.device), head)
 
     def _replayed(
         self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, mask: torch.Tensor, head: bool

@@ -206,7 +206,7 @@ class EagleHead:
 
     def _causal(self, start: int, stop: int, view: int) -> Tensor:
         """The mask of tokens ``start .. stop - 1``, bool [stop - start, view]: nothing stands in slot 0."""
-        mask = causal_mask(self._positions, start, stop, view)
+        mask = causal_mask(start, stop, view, self.device)
         mask[:, 0] = False
         return mask
 
