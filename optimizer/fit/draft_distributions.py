@@ -75,7 +75,8 @@ class _HeadStates(HeadPasses):
     ) -> Tensor:
         slots, mask = self._place(numbers, above, starts)
         hidden = torch.stack([self._hidden[a[-1]] if a else self._root_hidden[s] for a, s in zip(above, starts, strict=True)])
-        out = self.head.scattered_outputs(ids, hidden, positions.clamp_max(self.head.max_positions - 1), slots, mask)
+        positions = positions.clamp_max(self.head.max_positions - 1)
+        out = self.head.scattered(ids, hidden, positions, slots, mask, logits=0)[1]
         self._hidden = torch.cat([self._hidden[: numbers[0]], out])
         return self.head.state(out)
 

@@ -179,7 +179,7 @@ class EagleReader(TreeReader):
         return logits
 
     def _states(self, tokens: Tensor, parents: Tensor | None, at: Places) -> Tensor:
-        self._hidden = self.head.scattered_outputs(tokens, self._fed(tokens, parents), *at)
+        self._hidden = self.head.scattered(tokens, self._fed(tokens, parents), *at, logits=0)[1]
         return self.head.state(self._hidden)
 
     def _fed(self, tokens: Tensor, parents: Tensor | None) -> Tensor:

@@ -23,11 +23,11 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from runtime.attention import causal_mask, slot_attention
 from runtime.cache import SlotCache, SlotLayer
-from runtime.models import CausalModel
+from runtime.models import CausalModel, view_of
 from runtime.shortlists import OutputHead
 
 if TYPE_CHECKING:
-    from runtime.graphs import Outputs, PassGraphs
+    from runtime.graphs import PassGraphs
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, query [1, H, n, D], key and value [1, Hkv, n, D]) -> [1, n, H, D]: attention, with whatever memory the caller keeps."""
@@ -204,73 +204,67 @@ class EagleHead:
             self._cos, self._sin = self._table(self.cache.capacity)
             self._positions = torch.arange(self.cache.capacity, device=self.device)
 
-    def _causal(self, start: int, stop: int, view: int) -> Tensor:
-        """The mask of tokens ``start .. stop - 1``, bool [stop - start, view]: nothing stands in slot 0."""
-        mask = causal_mask(start, stop, view, self.device)
-        mask[:, 0] = False
-        return mask
+    def chain(
+        self, ids: Tensor, hidden: Tensor, start: int, *, own: bool = False, logits: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """:meth:`scattered` for tokens ``ids`` that follow each other at slots and positions
+        ``start ..`` (``start`` >= 1); each sees slots 1 up to its own."""
+        slots, mask = self._following(start, len(ids))
+        return self.scattered(ids, hidden, slots, slots, mask, own=own, logits=logits)
 
     @torch.no_grad()
-    def chain(self, ids: Tensor, hidden: Tensor, start: int, *, own: bool = False, logits: int = 0) -> tuple[Tensor, Tensor]:
-        """Runs tokens ``ids`` (int64 [n]) at slots and positions ``start ..`` (``start`` >= 1); each sees slots 1 up to its own.
-
-        Row i of ``hidden`` belongs to the token before ``ids[i]``: target features [n, feature_size], or with ``own`` the head's output
-        there, [n, hidden_size]. Returns float32 logits of the last ``logits`` tokens, [logits, vocab], and the outputs [n, hidden_size].
-        """
-        width = ids.shape[0]
-        stop = start + width
-        if self.graphs is not None and start > 0 and stop <= self.cache.capacity:
-            slots = self._positions[start:stop]
-            found = self._replayed(ids, hidden, slots, slots, self._causal(start, stop, stop), own, bool(logits), stop)
-            if found is not None:
-                return found.logits[max(0, width - logits) :].clone(), found.states.clone()
-        out = self.read(ids, hidden, start, own=own)
-        return self._head(out[width - logits :]) if logits else out.new_zeros(0, dtype=torch.float32), out
-
-    @torch.no_grad()
-    def read(self, ids: Tensor, hidden: Tensor, start: int, *, own: bool = False) -> Tensor:
-        """:meth:`chain` without logits, never by a captured pass: the outputs [n, hidden_size]."""
-        if start < 1:
-            raise ValueError("slot 0 of a head stays empty: the first token has no hidden state before it")
-        width = ids.shape[0]
-        view = self.cache.place(start, width)
-        rotary = self._cos[start : start + width], self._sin[start : start + width]
-        return self._run(ids, hidden, rotary, self._causal(start, start + width, view), own)
+    def read(self, ids: Tensor, hidden: Tensor, start: int) -> Tensor:
+        """:meth:`chain` over target features alone, without logits and never by a captured pass:
+        the outputs [n, hidden_size]."""
+        slots, mask = self._following(start, len(ids))
+        return self._scattered(ids, hidden, slots, slots, mask, own=False)
 
     @torch.no_grad()
     def scattered(
-        self, ids: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor, mask: Tensor, *, own: bool = True
+        self,
+        ids: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        mask: Tensor,
+        *,
+        own: bool = True,
+        logits: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Runs ``ids`` (int64 [n]) at given positions and slots under ``mask`` (bool [n, view]; column 0 must be False).
+        """Runs ``ids`` (int64 [n]) at given positions and slots under ``mask`` (bool [n, view], view
+        a multiple of 64 or the cache's capacity; column 0 must be False).
 
-        ``view`` must be a multiple of 64 or the cache's capacity. Returns float32 logits [n, vocab] and outputs [n, hidden_size].
+        Row i of ``hidden`` belongs to the token before ``ids[i]``: with ``own`` the head's output
+        there, [n, hidden_size], else target features [n, feature_size]. Returns float32 logits of
+        the last ``logits`` tokens (None: of all), [logits, vocab], and the outputs [n, hidden_size].
         """
+        first = 0 if logits is None else len(ids) - logits
         if self.graphs is not None:
-            found = self._replayed(ids, hidden, positions, slots, mask, own, True, mask.shape[1])
-            if found is not None:
-                return found.logits.clone(), found.states.clone()
+            self._check_width(hidden, own)
+            wanted, reads = first < len(ids), mask.shape[1]
+            found = self.graphs.run(wanted, own, ids, positions, slots, mask, reads, hidden)
+            if found is not None:  # its outputs are static
+                return found.logits[first:].clone(), found.states.clone()
         out = self._scattered(ids, hidden, positions, slots, mask, own)
-        return self._head(out), out
+        none = out.new_zeros(0, dtype=torch.float32)
+        return self._head(out[first:]) if first < len(ids) else none, out
 
-    @torch.no_grad()
-    def scattered_outputs(
-        self, ids: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor, mask: Tensor, *, own: bool = True
+    def _following(self, start: int, width: int) -> tuple[Tensor, Tensor]:
+        """Slots ``start ..`` of tokens that follow each other, and what they see of the text."""
+        if start < 1:
+            raise ValueError(
+                "slot 0 of a head stays empty: the first token has no hidden state before it"
+            )
+        stop = start + width
+        mask = causal_mask(start, stop, view_of(stop), self.device)
+        mask[:, 0] = False
+        return self._positions[start:stop], mask
+
+    def _scattered(
+        self, ids: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor, mask: Tensor, own: bool
     ) -> Tensor:
-        """:meth:`scattered` without the output head: the outputs alone, [n, hidden_size]."""
-        found = None if self.graphs is None else self._replayed(ids, hidden, positions, slots, mask, own, False, mask.shape[1])
-        return self._scattered(ids, hidden, positions, slots, mask, own) if found is None else found.states.clone()
-
-    def _scattered(self, ids: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor, mask: Tensor, own: bool) -> Tensor:
         self.cache.place_at(slots, mask.shape[1])
         return self._run(ids, hidden, (self._cos[positions], self._sin[positions]), mask, own)
-
-    def _replayed(
-        self, ids: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor, mask: Tensor, own: bool, logits: bool, reads: int
-    ) -> Outputs | None:
-        """A pass that was captured; None where there is none of its shape. Outputs are static: copy what is to last."""
-        self._check_width(hidden, own)
-        assert self.graphs is not None
-        return self.graphs.run(logits, own, ids, positions, slots, mask, reads, hidden)
 
     def over(
         self, ids: Tensor, positions: Tensor, mask: Tensor, layers: list[SlotLayer], hidden: Tensor | None, own: bool
