@@ -12,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from optimizer.fit.heterospec import terminal_ranks
 from optimizer.fit.recorded_trees import child_probabilities
 from optimizer.fit.sequoia import best_static_tree
 from optimizer.replay import ReplayTrace, run_replay
@@ -35,6 +36,9 @@ MISSING_MAX: Final = 0.05
 SHARES: Final = tuple(round(0.05 * i, 2) for i in range(1, 21))
 """Percentiles of the N kept nodes that the inset of the rank distribution shows."""
 
+FAMILIES: Final = ("chain", "EAGLE-2", "static", "C2T", "HeteroSpec")
+"""The curves that policies belong to."""
+
 Ints = npt.NDArray[np.int64]
 
 
@@ -51,13 +55,11 @@ class Starts:
     phi: Ints
 
 
-def terminal_ranks(table: GrowthTable, limit: Ints, top_n: int) -> Starts:
+def starts_of(table: GrowthTable, limit: Ints, top_n: int) -> Starts:
     """The starts of a growth table under a selection of ``top_n``; ``limit`` int64 [positions]: the deepest level each may draft."""
-    whole = limit >= table.depth
-    rank = table.rank[whole, table.depth - 1].astype(np.int64)
-    accepted = np.logical_and.accumulate(rank < top_n, axis=1).sum(1)
-    deepest = rank[np.arange(len(rank)), np.maximum(accepted - 1, 0)]
-    return Starts(np.where(accepted > 0, deepest + 1, 0), accepted, table.phi[whole, table.depth - 1].astype(np.int64))
+    known = limit >= table.depth
+    accepted, tcr = terminal_ranks(table, top_n)
+    return Starts(tcr[known], accepted[known], table.phi[known, table.depth - 1].astype(np.int64))
 
 
 @dataclass(frozen=True)
@@ -359,7 +361,7 @@ def tree_report(
     assert prepared.rules is not None
     table = trace.growth(tree, prepared.rules)
     assert forest is not None  # else there was no growth
-    starts = terminal_ranks(table, forest.limit, top_n)
+    starts = starts_of(table, forest.limit, top_n)
     bins = next((s for s in stored if s.kind == BINS), None)
     grid = grid_policies(forest, draft, width, depth, top_n, proposals, stored)
     wanted: dict[str, tuple[Policy, str]] = {p.id: (p, "grid") for p in grid}

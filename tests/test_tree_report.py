@@ -21,7 +21,7 @@ from trace_values import a_trajectory
 from db import open_database
 from optimizer.fit.recorded_trees import child_probabilities
 from optimizer.replay import ReplayTrace, run_replay
-from optimizer.report_html import FIGURES, Plot, page, ticks
+from optimizer.report_html import page, ticks
 from optimizer.tree_outcomes import GrowthTable, join_trees
 from optimizer.tree_report import (
     SHARES,
@@ -33,7 +33,7 @@ from optimizer.tree_report import (
     heat,
     phi_grid,
     rank_profile,
-    terminal_ranks,
+    starts_of,
     top_k,
     tree_report,
 )
@@ -52,6 +52,10 @@ from traces.errors import PolicyError, TraceError
 from traces.schema import NO_BIN, Request, Sampling, Step, TreePanorama
 from traces.store import TraceStore
 
+FIGURES = (
+    *("ranks", "within", "accepted", "phi", "probability", "acceptance", "difference", "gamma", "verified", "bins"),
+    "categories",
+)
 TOP_K = (
     '{"draft": "near", "growth": {"kind": "top_k", "width": 3}, "window": {"kind": "fixed", "gamma": 3}, "select": {"top_n": 12}}'
 )
@@ -69,7 +73,7 @@ def a_table(ranks: list[list[int]], phi: list[int]) -> GrowthTable:
 def test_the_rank_is_that_of_the_deepest_accepted_node() -> None:
     table = a_table([[0, 3, 9], [0, 3, 10], [4, ABSENT, ABSENT], [10, 11, 12], [ABSENT] * 3, [0, 1, 2]], [16, 32, 48, 64, 80, 96])
     limit = np.array([3, 9, 3, 3, 4, 2])  # the last start's budget ends before its third level
-    starts = terminal_ranks(table, limit, 10)
+    starts = starts_of(table, limit, 10)
     assert starts.tcr.tolist() == [10, 4, 5, 0, 0]
     assert starts.accepted.tolist() == [3, 2, 1, 0, 0]
     assert starts.phi.tolist() == [16, 32, 48, 64, 80]
@@ -226,7 +230,7 @@ def test_ranks_agree_with_the_rounds_of_a_replay(trace: ReplayTrace, report: Tre
     prepared = prepare(policy, ["near"])
     assert prepared.rules is not None
     limit = trace.forests["near", "coupled"].limit
-    starts = terminal_ranks(trace.growth(policy, prepared.rules), limit, 16)
+    starts = starts_of(trace.growth(policy, prepared.rules), limit, 16)
     place = np.cumsum(limit >= 4) - 1
     checked = 0
     for request, steps in enumerate(run_replay(trace, policy, per_round=True).steps()):
@@ -354,15 +358,6 @@ def test_a_page_of_little_is_whole_too(report: TreeReport) -> None:
     said = " ".join(check_page(page(poor)).said)
     assert "`fit bins`" in said
     assert "30 more" in said
-
-
-def test_marks_say_what_they_are() -> None:
-    plot = Plot((0, 1), (0, 1))
-    for shape in range(5):
-        plot.mark(shape, 0.5, 0.5, "f1", f"shape <{shape}>")
-    text = plot.svg("x", "a < b", "c & d")
-    assert "a &lt; b" in text
-    assert text.count("<title>shape &lt;") == 5
 
 
 # --- drawing rounds
