@@ -55,14 +55,7 @@ class RankedForest:
 
     def at_budget(self, codes: npt.NDArray[np.uint16], budget: int) -> FloatArray:
         """Codes [T, B] at a budget, float64 [T]: as kept, between the budgets kept linear in their logarithm."""
-        budgets = self.source.budgets
-        k = min(budget, budgets[-1])
-        above = int(np.searchsorted(budgets, k))
-        found = codes[:, above].astype(np.float64)
-        if budgets[above] != k:
-            share = np.log(budgets[above] / k) / np.log(budgets[above] / budgets[above - 1])
-            found += share * (codes[:, above - 1] - found)
-        return found
+        return _between(np.log(self.source.budgets), codes, np.log(budget))
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,14 +70,18 @@ class RoutedForest(RankedForest):
 
     def tokens(self, budget: int) -> FloatArray:
         """Tokens of the first ``budget`` clusters at every text prefix, float64 [T]: exact at the budgets kept, linear between them."""
-        budgets = self.source.budgets
-        k = min(budget, budgets[-1])
-        above = int(np.searchsorted(budgets, k))
-        found = self.sizes[:, above].astype(np.float64)
-        if budgets[above] != k:
-            share = (budgets[above] - k) / (budgets[above] - budgets[above - 1])
-            found -= share * (found - self.sizes[:, above - 1])
-        return found
+        return _between(np.array(self.source.budgets), self.sizes, budget)
+
+
+def _between(budgets: npt.NDArray[Any], columns: npt.NDArray[Any], budget: float) -> FloatArray:
+    """Columns [T, B] kept at ``budgets`` [B], ascending, at another one, float64 [T]: linear between
+    its neighbours, the last one's beyond it."""
+    above = min(int(np.searchsorted(budgets, budget)), len(budgets) - 1)
+    found = columns[:, above].astype(np.float64)
+    if budget < budgets[above]:
+        share = (budgets[above] - budget) / (budgets[above] - budgets[above - 1])
+        found += share * (columns[:, above - 1] - found)
+    return found
 
 
 def join_ranks(

@@ -15,8 +15,7 @@ import numpy.typing as npt
 
 from optimizer.artifacts import fitted
 from optimizer.fit.on_the_fly import Ridge, fit_chooser, read_prompts
-from optimizer.fit.shared import Progress, StoredFit, hash_of
-from optimizer.record import split
+from optimizer.fit.shared import Progress, StoredFit, keep, profile_of, recording_of, search_part
 from optimizer.replay import ReplayTrace, run_replay
 from optimizer.trace import open_trace
 from runtime.loading import LoadedPair
@@ -65,8 +64,10 @@ def fit_chooser_artifact(
     requests held out, and the choice for each recorded request. Raises PolicyError for candidates that cannot be weighed, TraceError where
     the recording is another pair's, or lacks a draft, or there is no profile.
     """
-    costs, profile_id = _costs(store, pair, profile)
-    info = _recording(store, recording, pair)
+    costs, profile_id = (
+        (profile, None) if isinstance(profile, LatencyProfile) else profile_of(store, pair.id, pair.device.type, profile)
+    )
+    info = recording_of(store, recording, pair.id)
     if candidates is None:
         tried = _tried(store, info, pair)
         chains = [Policy.model_validate({"draft": d}) for d in pair.draft_names if d in info.drafts]
@@ -132,8 +133,15 @@ def keep_chooser(
             for t, draft in zip(source.trace.trajectories, _choices(store, pair, source, chooser, predicted, profile), strict=True)
         ],
     }
-    provenance = {"recording": source.about.get("recording"), "fitted_to": hash_of([predicted])}
-    artifact = store.put_artifact(DRAFT_CHOOSER, document, arrays | {PREDICTED: predicted}, pair_id=pair.id, provenance=provenance)
+    artifact = keep(
+        store,
+        DRAFT_CHOOSER,
+        document,
+        {**arrays, PREDICTED: predicted},
+        pair_id=pair.id,
+        fitted_to=[predicted],
+        recording=source.about.get("recording"),
+    )
     for policy in chooser.candidates.values():  # rounds name the candidate that drafted
         store.put_policy(policy.id, policy.spelled_out(), policy.label())
     return StoredFit(artifact, DRAFT_CHOOSER, document, ChooserPolicy.of(artifact).spelled_out())
@@ -157,7 +165,7 @@ def best_by_draft(
     from optimizer.spaces import enumerated  # optuna takes a while to import
 
     find = fitted(store, pair.id)
-    trace = trace.select(split([t.request_id for t in trace.trajectories], [t.category for t in trace.trajectories])[0])
+    trace = trace.select(search_part(trace.trajectories))
     found = {NO_DRAFT: AUTOREGRESSIVE}
     drafts = dict.fromkeys([*trace.chains, *(draft for draft, _ in trace.forests)])
     for n, draft in enumerate(drafts):
@@ -186,23 +194,6 @@ def _tried(store: TraceStore, info: RecordingInfo, pair: LoadedPair) -> dict[str
     for draft in found.keys() & info.trees.keys() - set(pair.chain_drafts):
         found[draft] = found[draft] or [Policy.model_validate({"draft": draft, "window": {"kind": "fixed", "gamma": 2}})]
     return found
-
-
-def _recording(store: TraceStore, recording: str, pair: LoadedPair) -> RecordingInfo:
-    info = store.get_recording(recording)
-    if info.pair_id != pair.id:
-        raise TraceError(f"recording {info.id} is of pair {info.pair_id}, this is pair {pair.id}; name one of this pair")
-    return info
-
-
-def _costs(store: TraceStore, pair: LoadedPair, profile: LatencyProfile | str | None) -> tuple[LatencyProfile, str | None]:
-    """(profile, its id where it is stored)."""
-    if isinstance(profile, LatencyProfile):
-        return profile, None
-    found = store.get_profile(profile) if profile else store.latest_profile(pair.id, pair.device.type)
-    if found is None:
-        raise TraceError(f"there is no latency profile of pair {pair.id} on {pair.device.type}: run `profile`")
-    return found.profile, found.id
 
 
 def _choices(
