@@ -15,7 +15,7 @@ import numpy.typing as npt
 from optimizer.fit.heterospec import terminal_ranks
 from optimizer.fit.recorded_trees import child_probabilities
 from optimizer.fit.sequoia import best_static_tree
-from optimizer.replay import ReplayTrace, run_replay
+from optimizer.replay import Replay, ReplayTrace, run_replay
 from optimizer.tree_outcomes import Forest, GrowthTable
 from runtime.policies.artifacts import BINS, CLASSIFIER, STATIC_TREE, Artifacts
 from runtime.policies.document import NODE_LIMIT, ClassifierGrowth, Policy, StaticGrowth, TopKGrowth, parse_policy
@@ -353,32 +353,27 @@ def tree_report(
     ``stored``: what was fitted to this draft, newest first (the bins drawn are the first ones); ``tried``: further policies to
     replay, each with its origin; ``points``: some that are known already. Raises TraceError if the trees are not wide or deep enough.
     """
-    # The tree and the chain must replay; what else is replayed may fail for want of laws or artifacts, and is then left out.
+    # The tree and the chain must replay; what else is replayed may fail for want of distributions or
+    # artifacts, and is then left out.
     tree = top_k(draft, width, depth, top_n, proposals)
-    skipped: list[str] = []
-    forest = trace.forests.get((draft, proposals))
     prepared = prepare(tree, [draft])
     assert prepared.rules is not None
     table = trace.growth(tree, prepared.rules)
-    assert forest is not None  # else there was no growth
+    forest = trace.forests[draft, proposals]
     starts = starts_of(table, forest.limit, top_n)
     bins = next((s for s in stored if s.kind == BINS), None)
-    grid = grid_policies(forest, draft, width, depth, top_n, proposals, stored)
-    wanted: dict[str, tuple[Policy, str]] = {p.id: (p, "grid") for p in grid}
+    wanted = {p.id: (p, "grid") for p in grid_policies(forest, draft, width, depth, top_n, proposals, stored)}
     for policy, origin in tried:
         wanted.setdefault(policy.id, (policy, origin))
-    total, done = 2 * depth + len(wanted), 0
-    gammas, chains = [], []
+    total = 2 * depth + len(wanted)
+    chains, trees = [], []
     for gamma in range(1, depth + 1):
-        chain = run_replay(trace, top_k(draft, 1, gamma, gamma, proposals))
-        grown = run_replay(trace, top_k(draft, width, gamma, top_n, proposals))
-        gammas.append(ByGamma(gamma, chain.total.mean_accepted_length, grown.total.mean_accepted_length))
-        chains.append(chain)
-        progress(done := done + 2, total)
-    found = list(points)
-    for gamma, chain in enumerate(chains, start=1):
-        found.append(point_of(chain.policy, chain.total, label=f"{draft} chain(gamma={gamma})"))
-    for policy, origin in wanted.values():
+        chains.append(run_replay(trace, top_k(draft, 1, gamma, gamma, proposals)))
+        trees.append(run_replay(trace, top_k(draft, width, gamma, top_n, proposals)))
+        progress(2 * gamma, total)
+    found = [point_of(c.policy, c.total, label=f"{draft} chain(gamma={gamma})") for gamma, c in enumerate(chains, start=1)]
+    skipped: list[str] = []
+    for n, (policy, origin) in enumerate(wanted.values(), start=2 * depth + 1):
         try:
             priced = profile if policy.needs_profile else None
             ran = run_replay(trace, policy, priced, artifacts=artifacts, approximate=True)
@@ -387,13 +382,10 @@ def tree_report(
         else:
             missing = ran.missing / max(1, ran.total.rounds)
             if missing > MISSING_MAX:
-                skipped.append(
-                    f"{policy.label()}: {missing:.0%} of its rounds read laws that were not recorded (`record --cover`)"
-                )
+                skipped.append(f"{policy.label()}: {missing:.0%} of its rounds read laws that were not recorded (`record --cover`)")
             else:
                 found.append(point_of(policy, ran.total, origin, missing))
-        progress(done := done + 1, total)
-    by_chain, by_tree = chains[-1].outcome().by_category, run_replay(trace, tree).outcome().by_category
+        progress(n, total)
     return TreeReport(
         draft=draft,
         proposals=proposals,
@@ -405,19 +397,27 @@ def tree_report(
         heat=heat(forest, width),
         grid=phi_grid(starts, top_n),
         bins=BinLines("", (), (), ()) if bins is None else bin_lines(starts, depth, bins.thresholds, bins.depth, bins.id),
-        gammas=tuple(gammas),
-        categories=tuple(
-            ByCategory(
-                name,
-                tree_counts.requests,
-                by_chain[name].mean_accepted_length,
-                tree_counts.mean_accepted_length,
-                by_chain[name].accepted_tokens / max(1, by_chain[name].drafted_tokens),
-                tree_counts.accepted_tokens / max(1, tree_counts.drafted_tokens),
-            )
-            for name, tree_counts in by_tree.items()
+        gammas=tuple(
+            ByGamma(gamma, chain.total.mean_accepted_length, grown.total.mean_accepted_length)
+            for gamma, (chain, grown) in enumerate(zip(chains, trees, strict=True), start=1)
         ),
-        points=tuple(found),
+        categories=_by_category(chains[-1], trees[-1]),
+        points=(*points, *found),
         skipped=tuple(skipped),
         about=tuple(about),
+    )
+
+
+def _by_category(chain: Replay, tree: Replay) -> tuple[ByCategory, ...]:
+    of_chain = chain.outcome().by_category
+    return tuple(
+        ByCategory(
+            name,
+            counts.requests,
+            of_chain[name].mean_accepted_length,
+            counts.mean_accepted_length,
+            of_chain[name].accepted_tokens / max(1, of_chain[name].drafted_tokens),
+            counts.accepted_tokens / max(1, counts.drafted_tokens),
+        )
+        for name, counts in tree.outcome().by_category.items()
     )
