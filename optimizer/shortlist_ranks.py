@@ -1,8 +1,11 @@
-"""Where shortlists' orders put what was recorded of a draft: all that replays under any of their budgets ask.
+"""Where shortlists' orders put what was recorded of a draft: all that replays under any of their
+budgets ask.
 
-A frequency order ranks tokens: :class:`FrequencyRanks`. A router ranks clusters, by hidden states that recordings do not hold:
-:class:`ClusterRanks`. What a shortlist leaves of a law also depends on tokens that are not among the recorded children. Both are read from
-whole laws once (:mod:`optimizer.fit.frequency_ranks`, :mod:`optimizer.fit.cluster_ranks`) and kept as artifacts.
+A frequency order ranks tokens: :class:`FrequencyRanks`. A router ranks clusters, by hidden states
+that recordings do not hold: :class:`ClusterRanks`. What a shortlist leaves of a distribution also
+depends on tokens that are not among the recorded children. Both are read from whole distributions
+once (:mod:`optimizer.fit.frequency_ranks`, :mod:`optimizer.fit.cluster_ranks`) and kept as
+artifacts.
 """
 
 from __future__ import annotations
@@ -36,19 +39,22 @@ UNKNOWN_CODE: Final = 65535
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TextRanks:
-    """Where an order of tokens, or of clusters, puts what recorded texts go on with, and what one draft says there: all that a replay of
-    the draft's chains under any budget asks.
+    """Where an order of tokens, or of clusters, puts what recorded texts go on with, and what one
+    draft says there: all that a replay of the draft's chains under any budget asks.
 
-    Of each of T text prefixes (R requests after one another; a text of L tokens has L + 1, the last with nothing after it):
+    Of each of T text prefixes (R requests after one another; a text of L tokens has L + 1, the last
+    with nothing after it):
 
-    - ``own`` [T], the rank of the true next token (or of its cluster), and ``better`` [T], the least rank of a token better than it in
-      the draft's order: it is proposed at budget k iff own < k <= better. Ranks count from 0; the number of tokens (clusters) stands for
-      none, and for a token that the draft's head lacks.
-    - ``text_code`` uint16 [T]: -log q of the true token in 1/256 nat, q the draft's whole law. ``mass_code`` and ``entropy_code`` uint16
-      [T, B]: -log of the mass of q that the first k tokens (clusters) keep, and the entropy of q over them, for the k of ``budgets``.
+    - ``own`` [T], the rank of the true next token (or of its cluster), and ``better`` [T], the
+      least rank of a token better than it in the draft's order: it is proposed at budget k iff own
+      < k <= better. Ranks count from 0; the number of tokens (clusters) stands for none, and for a
+      token that the draft's head lacks.
+    - ``text_code`` uint16 [T]: -log q of the true token in 1/256 nat, q the draft's whole
+      distribution. ``mass_code`` and ``entropy_code`` uint16 [T, B]: -log of the mass of q that the
+      first k tokens (clusters) keep, and the entropy of q over them, for the k of ``budgets``.
 
-    ``fitted`` is the order's artifact. ``digests`` names what each request's rows were computed from (:func:`digest`), ``text_offsets``
-    int64 [R + 1] delimits them.
+    ``fitted`` is the order's artifact. ``digests`` names what each request's rows were computed
+    from (:func:`digest`), ``text_offsets`` int64 [R + 1] delimits them.
     """
 
     KIND: ClassVar[str]
@@ -72,8 +78,8 @@ class TextRanks:
     artifact: str = field(default="", compare=False)
 
     def kept(self, budgets: Sequence[int]) -> list[dict[str, float]]:
-        """For budgets of :attr:`budgets`: the share of true tokens that are in and the mass of the draft's law kept, means over the
-        texts."""
+        """For budgets of :attr:`budgets`: the share of true tokens that are in and the mass of the
+        draft's distribution kept, means over the texts."""
         some = self._followed
         return [
             {"true_tokens": float((self.own[some] < k).mean()), "mass": float(np.exp(self.mass_code[some, c] / -NAT_SCALE).mean())}
@@ -89,7 +95,8 @@ class TextRanks:
         return some
 
     def to_document(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
-        """(JSON-ready document, arrays) for an artifact of kind :attr:`KIND`; :meth:`from_document` reads them."""
+        """(JSON-ready document, arrays) for an artifact of kind :attr:`KIND`; :meth:`from_document`
+        reads them."""
         document = {"draft": self.draft, self.KEY: self.fitted, "proposals": self.proposals, self.NUMBER: getattr(self, self.NUMBER)}
         document |= {"budgets": list(self.budgets), "requests": list(self.digests)}
         return document, {name: getattr(self, name) for name in self.ARRAYS}
@@ -126,13 +133,17 @@ class TextRanks:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ClusterRanks(TextRanks):
-    """Where a router puts the clusters of what was recorded of one draft: all that a replay under any of its budgets asks.
+    """Where a router puts the clusters of what was recorded of one draft: all that a replay under
+    any of its budgets asks.
 
-    There are N nodes in all (those of the requests' tree panoramas, in order, delimited by ``node_offsets`` int64 [R + 1]). A *rank* is a
-    cluster's place in the router's order at a node; M = ``clusters`` stands for none.
+    There are N nodes in all (those of the requests' tree panoramas, in order, delimited by
+    ``node_offsets`` int64 [R + 1]). A *rank* is a cluster's place in the router's order at a node;
+    M = ``clusters`` stands for none.
 
-    - ``of`` [vocab]: the cluster of every token of the target's vocabulary, M where the draft's head lacks it.
-    - ``ranks`` [N, K]: the rank of each recorded child's cluster (M beyond the children that exist); ``order`` [N, C]: the first clusters.
+    - ``of`` [vocab]: the cluster of every token of the target's vocabulary, M where the draft's
+      head lacks it.
+    - ``ranks`` [N, K]: the rank of each recorded child's cluster (M beyond the children that
+      exist); ``order`` [N, C]: the first clusters.
     - ``sizes`` [T, B]: tokens of the first k clusters at each text prefix.
 
     Arrays of ranks and sizes are unsigned integers of the smallest fitting size.
@@ -171,8 +182,9 @@ class ClusterRanks(TextRanks):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class FrequencyRanks(TextRanks):
-    """Where a frequency order of ``vocab`` tokens puts what recorded texts go on with. Where ``open`` bool [T], the draft's order is not
-    known beyond the recorded children (filters hide it), and ``better`` is theirs."""
+    """Where a frequency order of ``vocab`` tokens puts what recorded texts go on with. Where
+    ``open`` bool [T], the draft's order is not known beyond the recorded children (filters hide
+    it), and ``better`` is theirs."""
 
     KIND = FREQUENCY_RANKS
     KEY = "frequencies"
@@ -193,17 +205,20 @@ class FrequencyRanks(TextRanks):
 Ranks = ClusterRanks | FrequencyRanks
 R = TypeVar("R", ClusterRanks, FrequencyRanks)
 RanksByPolicy = Mapping[tuple[str, str], Ranks]
-"""What shortlists are replayed from, by draft and the shortlist's artifact (:class:`optimizer.replay.ReplayTrace`)."""
+"""What shortlists are replayed from, by draft and the shortlist's artifact
+(:class:`optimizer.replay.ReplayTrace`)."""
 
 
 def budget_grid(most: int) -> tuple[int, ...]:
-    """The budgets, out of so many clusters or tokens, at which mass and entropy are kept: 1 to 8, then by steps of sqrt(2), and all."""
+    """The budgets, out of so many clusters or tokens, at which mass and entropy are kept: 1 to 8,
+    then by steps of sqrt(2), and all."""
     found = {*range(1, 9), *(round(2 ** (i / 2)) for i in range(6, 64))}
     return (*sorted(k for k in found if k < most), most)
 
 
 def digest(trajectory: Trajectory, panorama: TreePanorama) -> str:
-    """16 hexadecimal digits of all that a request's rows of ranks depend on beside the draft and the order."""
+    """16 hexadecimal digits of all that a request's rows of ranks depend on beside the draft and
+    the order."""
     h = hashlib.sha256(f"{trajectory.request_id}\0{trajectory.sampling}\0{panorama.proposals}\0{panorama.shared}".encode())
     for array in (trajectory.prompt_ids, trajectory.output_ids, panorama.parent, panorama.slot, panorama.tokens, panorama.count):
         h.update(f"{array.shape}".encode())
@@ -212,11 +227,12 @@ def digest(trajectory: Trajectory, panorama: TreePanorama) -> str:
 
 
 def stored_ranks(store: TraceStore, recording: str, draft: str, fitted: str, proposals: Proposals = "coupled") -> Ranks | None:
-    """The newest stored ranks of a recording under the router or the frequency order ``fitted``, None where there are none. Ids may be
-    abbreviated.
+    """The newest stored ranks of a recording under the router or the frequency order ``fitted``,
+    None where there are none. Ids may be abbreviated.
 
-    They may lack requests that were recorded since, which a :class:`optimizer.replay.ReplayTrace` refuses. Raises CorruptedChunkError when
-    all that are there are damaged, NotFoundError for an unknown recording or artifact.
+    They may lack requests that were recorded since, which a :class:`optimizer.replay.ReplayTrace`
+    refuses. Raises CorruptedChunkError when all that are there are damaged, NotFoundError for an
+    unknown recording or artifact.
     """
     info, order = store.get_recording(recording), store.get_artifact(fitted)
     made_of = RANKS_OF.get(order.kind, ClusterRanks)
@@ -238,8 +254,8 @@ def stored_ranks(store: TraceStore, recording: str, draft: str, fitted: str, pro
 
 @dataclass(frozen=True)
 class Wanted:
-    """What ranks are made of: the requests of a recording that hold trees of a draft, by ``digests``, and those ranks that are stored of
-    them already."""
+    """What ranks are made of: the requests of a recording that hold trees of a draft, by
+    ``digests``, and those ranks that are stored of them already."""
 
     recording: str
     texts: Sequence[Trajectory]
@@ -256,8 +272,8 @@ class Wanted:
 def wanted_ranks(
     store: TraceStore, pair_id: str, recording: str, draft: str, fitted: str, proposals: Proposals = "coupled"
 ) -> Wanted:
-    """What the ranks of a recording under the router or the frequency order ``fitted`` are made of. Raises TraceError for a recording of
-    another pair or without trees of the draft."""
+    """What the ranks of a recording under the router or the frequency order ``fitted`` are made of.
+    Raises TraceError for a recording of another pair or without trees of the draft."""
     info = store.get_recording(recording)
     if info.pair_id != pair_id:
         raise TraceError(f"recording {info.id} is of pair {info.pair_id}, this is pair {pair_id}; name one of this pair")

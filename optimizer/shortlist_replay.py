@@ -1,15 +1,18 @@
-"""Replaying shortlisted drafts from full recordings: which children of a law a shortlist leaves, and how far a chain then agrees with
-the text.
+"""Replaying shortlisted drafts from full recordings: which children of a distribution a shortlist
+leaves, and how far a chain then agrees with the text.
 
-The proposal of a restricted draft is the best token of its law that the shortlist holds, whatever the renormalised probabilities are. So
-a chain's agreement is exact at every budget: the text's token is proposed iff it is in the shortlist and nothing better is. Stops read
-renormalised probabilities; on the texts those follow from the mass that an order's budgets keep, to a rounding and an interpolation.
-Filters are taken from the full law. Trees rank nodes of different laws against each other by such probabilities; they are approximate, too
+The proposal of a restricted draft is the best token of its distribution that the shortlist holds,
+whatever the renormalised probabilities are. So a chain's agreement is exact at every budget: the
+text's token is proposed iff it is in the shortlist and nothing better is. Stops read renormalised
+probabilities; on the texts those follow from the mass that an order's budgets keep, to a rounding
+and an interpolation. Filters are taken from the full distribution. Trees rank nodes of different
+distributions against each other by such probabilities; they are approximate, too
 (docs/shortlists.md).
 
-What of an order (of tokens by frequency, of clusters by a router) this asks at each prefix of the texts is read once from whole laws and
-kept (:mod:`optimizer.shortlist_ranks`): with these every budget of the order replays. Chains under a frequency order replay from the
-recorded children alone, too; then a round is not known where the shortlist holds none of them.
+What of an order (of tokens by frequency, of clusters by a router) this asks at each prefix of the
+texts is read once from whole distributions and kept (:mod:`optimizer.shortlist_ranks`): with these
+every budget of the order replays. Chains under a frequency order replay from the recorded children
+alone, too; then a round is not known where the shortlist holds none of them.
 """
 
 from __future__ import annotations
@@ -40,9 +43,10 @@ NEVER_IN: Final = np.iinfo(np.int32).max
 
 @dataclass(frozen=True, eq=False)
 class RankedForest:
-    """The ranks of texts' prefixes over a forest, row for row: ``own`` and ``better`` int32 [nodes] (0 off the texts), ``open`` bool
-    [nodes] where ``better`` is of the recorded children alone, and the places of prefixes among all, ``text_row`` int64 [nodes] (-1 off
-    the texts). Of the prefixes ``text_code`` [T], ``mass_code`` and ``entropy_code`` [T, B]."""
+    """The ranks of texts' prefixes over a forest, row for row: ``own`` and ``better`` int32 [nodes]
+    (0 off the texts), ``open`` bool [nodes] where ``better`` is of the recorded children alone, and
+    the places of prefixes among all, ``text_row`` int64 [nodes] (-1 off the texts). Of the prefixes
+    ``text_code`` [T], ``mass_code`` and ``entropy_code`` [T, B]."""
 
     source: Ranks
     own: npt.NDArray[np.int32]
@@ -54,14 +58,15 @@ class RankedForest:
     entropy_code: npt.NDArray[np.uint16]
 
     def at_budget(self, codes: npt.NDArray[np.uint16], budget: int) -> FloatArray:
-        """Codes [T, B] at a budget, float64 [T]: as kept, between the budgets kept linear in their logarithm."""
+        """Codes [T, B] at a budget, float64 [T]: as kept, between the budgets kept linear in their
+        logarithm."""
         return _between(np.log(self.source.budgets), codes, np.log(budget))
 
 
 @dataclass(frozen=True, eq=False)
 class RoutedForest(RankedForest):
-    """:class:`ClusterRanks` over a forest: of every node ``ranks`` int32 [nodes, K], and ``union`` for levels of trees; ``sizes`` [T, B] of
-    the texts' prefixes."""
+    """:class:`ClusterRanks` over a forest: of every node ``ranks`` int32 [nodes, K], and ``union``
+    for levels of trees; ``sizes`` [T, B] of the texts' prefixes."""
 
     source: ClusterRanks
     ranks: npt.NDArray[np.int32]
@@ -69,13 +74,14 @@ class RoutedForest(RankedForest):
     sizes: npt.NDArray[Any]
 
     def tokens(self, budget: int) -> FloatArray:
-        """Tokens of the first ``budget`` clusters at every text prefix, float64 [T]: exact at the budgets kept, linear between them."""
+        """Tokens of the first ``budget`` clusters at every text prefix, float64 [T]: exact at the
+        budgets kept, linear between them."""
         return _between(np.array(self.source.budgets), self.sizes, budget)
 
 
 def _between(budgets: npt.NDArray[Any], columns: npt.NDArray[Any], budget: float) -> FloatArray:
-    """Columns [T, B] kept at ``budgets`` [B], ascending, at another one, float64 [T]: linear between
-    its neighbours, the last one's beyond it."""
+    """Columns [T, B] kept at ``budgets`` [B], ascending, at another one, float64 [T]: linear
+    between its neighbours, the last one's beyond it."""
     above = min(int(np.searchsorted(budgets, budget)), len(budgets) - 1)
     found = columns[:, above].astype(np.float64)
     if budget < budgets[above]:
@@ -87,8 +93,8 @@ def _between(budgets: npt.NDArray[Any], columns: npt.NDArray[Any], budget: float
 def join_ranks(
     forest: Forest, trajectories: Sequence[Trajectory], panoramas: Sequence[TreePanorama], source: Ranks
 ) -> RankedForest:
-    """The ranks of a forest's nodes; ``forest`` is :func:`optimizer.tree_outcomes.join_trees` of the same arguments. Raises TraceError
-    where they are another draft's or lack a request."""
+    """The ranks of a forest's nodes; ``forest`` is :func:`optimizer.tree_outcomes.join_trees` of
+    the same arguments. Raises TraceError where they are another draft's or lack a request."""
     what, key = source.KIND.replace("_", " "), source.KEY
     if source.draft != forest.draft:
         raise TraceError(f"{what} of draft {source.draft!r} given for draft {forest.draft!r}")
@@ -139,7 +145,8 @@ def _rows_of(offsets: Index, places: Sequence[int]) -> Index:
 
 
 def shortlist_ranks(forest: Forest, rule: ShortlistRule, depth: int, ranked: RankedForest | None = None) -> ShortlistRanks:
-    """The ranks of a forest's children and the budgets of ``depth`` draft steps; ``ranked``: where a router puts them.
+    """The ranks of a forest's children and the budgets of ``depth`` draft steps; ``ranked``: where
+    a router puts them.
 
     Raises TraceError for an order of another vocabulary, and for a routed shortlist without ranks.
     """
@@ -165,12 +172,14 @@ def shortlist_ranks(forest: Forest, rule: ShortlistRule, depth: int, ranked: Ran
 def agreeing_steps(
     forest: Forest, shortlist: ShortlistRanks, ranked: RankedForest | None = None
 ) -> tuple[Index, Index]:
-    """For every start, how many steps of a chain with a shortlist agree with the text, int64 [positions] (at most the budgets'
-    length); and the step, int64 [positions], at which it comes by a law of which too little is known: none of the recorded children is in
-    the shortlist while the text's token may be. It counts as disagreeing there (the budgets' length: it comes by none). ``ranked`` were
-    computed from whole laws; with them there are none such, but for ``open`` ones.
+    """For every start, how many steps of a chain with a shortlist agree with the text, int64
+    [positions] (at most the budgets' length); and the step, int64 [positions], at which it comes by
+    a distribution of which too little is known: none of the recorded children is in the shortlist
+    while the text's token may be. It counts as disagreeing there (the budgets' length: it comes by
+    none). ``ranked`` were computed from whole distributions; with them there are none such, but for
+    ``open`` ones.
 
-    The forest's laws must be functions of the prefix (``shared``).
+    The forest's distributions must be functions of the prefix (``shared``).
     """
     slot = forest.text_slot.astype(np.int64)
     last = len(slot) - 1
@@ -203,11 +212,12 @@ def agreeing_steps(
 def chain_seconds(
     forest: Forest, routed: RoutedForest, rule: ShortlistRule, profile: LatencyProfile, gamma: int
 ) -> FloatArray:
-    """What the first 0 .. ``gamma`` passes of chains over a routed shortlist take more than with the whole head, seconds float64
-    [positions, gamma + 1].
+    """What the first 0 .. ``gamma`` passes of chains over a routed shortlist take more than with
+    the whole head, seconds float64 [positions, gamma + 1].
 
-    While a chain is on the text its nodes are recorded, and so are their shortlists' sizes; a pass after it left the text is charged the
-    mean over the text. Raises PolicyError when the profile has no costs of the draft's shortlists.
+    While a chain is on the text its nodes are recorded, and so are their shortlists' sizes; a pass
+    after it left the text is charged the mean over the text. Raises PolicyError when the profile
+    has no costs of the draft's shortlists.
     """
     steps, _ = agreeing_steps(forest, shortlist_ranks(forest, rule, gamma, routed), routed)
     row, last = routed.text_row[forest.root], len(routed.sizes) - 1
@@ -228,7 +238,8 @@ def tree_seconds(growth: GrowthTable, routed: RoutedForest, rule: ShortlistRule,
 
 
 def _prices(profile: LatencyProfile, rule: ShortlistRule, routed: RoutedForest) -> Callable[[FloatArray], FloatArray]:
-    """Seconds of a pass over routed shortlists of so many tokens more than with the whole head (a line between measured sizes)."""
+    """Seconds of a pass over routed shortlists of so many tokens more than with the whole head (a
+    line between measured sizes)."""
     shortlist_seconds(profile, rule)  # refuses a profile without such costs
     sizes = sorted({0, *profile.shortlist_s[rule.draft]["routed"].widths, int(routed.union.sizes.sum())})
     seconds = [profile.shortlist_pass_s(rule.draft, "routed", size) for size in sizes]
@@ -238,10 +249,11 @@ def _prices(profile: LatencyProfile, rule: ShortlistRule, routed: RoutedForest) 
 def restricted(
     words: Words, forest: Forest, shortlist: ShortlistRanks, stop: CompiledStop, ranked: RankedForest | None = None
 ) -> tuple[Words, Index]:
-    """The packed outcomes of a full draft's chains (:func:`optimizer.outcomes.tabulate`) with what a shortlist leaves of their
-    agreement, and the step from which that is not known (:func:`agreeing_steps`). With ``ranked``, chains that a stop ends on the text end
-    where the restricted laws say; what the stop reads off the text is the whole draft's. Raises TraceError for a draft whose laws depend on
-    where a round began."""
+    """The packed outcomes of a full draft's chains (:func:`optimizer.outcomes.tabulate`) with what
+    a shortlist leaves of their agreement, and the step from which that is not known
+    (:func:`agreeing_steps`). With ``ranked``, chains that a stop ends on the text end where the
+    restricted distributions say; what the stop reads off the text is the whole draft's. Raises
+    TraceError for a draft whose distributions depend on where a round began."""
     if not forest.shared:
         raise TraceError(f"chains of draft {forest.draft!r} are replayed as trees")
     steps, doubtful = agreeing_steps(forest, shortlist, ranked)
@@ -254,9 +266,10 @@ def restricted(
 def _stopped(
     words: Words, forest: Forest, shortlist: ShortlistRanks, stop: CompiledStop, ranked: RankedForest, steps: Index
 ) -> Words:
-    """Outcomes with the ends of chains (``cap`` and passes) as a stop sets them that reads the restricted laws, for the first ``steps`` of
-    each start, which are on the text: there the proposal is the text's token, and -log q_S is its -log q less that of the mass kept. A
-    chain that no stop ended by then goes on for a token at least."""
+    """Outcomes with the ends of chains (``cap`` and passes) as a stop sets them that reads the
+    restricted distributions, for the first ``steps`` of each start, which are on the text: there
+    the proposal is the text's token, and -log q_S is its -log q less that of the mass kept. A chain
+    that no stop ended by then goes on for a token at least."""
     cap, passes = ((words >> np.uint32(shift)) & np.uint32(255) for shift in (8, 16))
     cap, passes = np.maximum(cap, steps + 1), np.maximum(passes, steps + 1)
     last = len(ranked.text_code) - 1

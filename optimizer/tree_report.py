@@ -1,6 +1,8 @@
-"""The figures of the tree papers for one recording and draft, as numbers: HeteroSpec's figures 1, 3 and 4, C2T's 2 and 4.
+"""The figures of the tree papers for one recording and draft, as numbers: HeteroSpec's figures 1, 3
+and 4, C2T's 2 and 4.
 
-Everything is counted over recorded starts or replayed, so nothing is sampled or executed here. :mod:`optimizer.report_html` draws it.
+Everything is counted over recorded starts or replayed, so nothing is sampled or executed here.
+:mod:`optimizer.report_html` draws it.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ BETAS: Final = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 EXTENSION: Final = 3
 """HeteroSpec's alpha."""
 MISSING_MAX: Final = 0.05
-"""Largest share of rounds that may read a law which was not recorded; such points are marked."""
+"""Largest share of rounds that may read a distribution which was not recorded; such points are
+marked."""
 SHARES: Final = tuple(round(0.05 * i, 2) for i in range(1, 21))
 """Percentiles of the N kept nodes that the inset of the rank distribution shows."""
 
@@ -46,8 +49,9 @@ Ints = npt.NDArray[np.int64]
 class Starts:
     """What one tree does from every start whose budget allows its whole depth; int64 [n] each.
 
-    ``accepted`` drafted tokens; ``tcr``: HeteroSpec's Terminal Confidence Rank, the place from 1 of the deepest accepted node among the N
-    kept ones by joint cost, 0 where nothing was accepted; ``phi`` in 1/16 nat.
+    ``accepted`` drafted tokens; ``tcr``: HeteroSpec's Terminal Confidence Rank, the place from 1 of
+    the deepest accepted node among the N kept ones by joint cost, 0 where nothing was accepted;
+    ``phi`` in 1/16 nat.
     """
 
     tcr: Ints
@@ -56,7 +60,8 @@ class Starts:
 
 
 def starts_of(table: GrowthTable, limit: Ints, top_n: int) -> Starts:
-    """The starts of a growth table under a selection of ``top_n``; ``limit`` int64 [positions]: the deepest level each may draft."""
+    """The starts of a growth table under a selection of ``top_n``; ``limit`` int64 [positions]: the
+    deepest level each may draft."""
     known = limit >= table.depth
     accepted, tcr = terminal_ranks(table, top_n)
     return Starts(tcr[known], accepted[known], table.phi[known, table.depth - 1].astype(np.int64))
@@ -64,11 +69,13 @@ def starts_of(table: GrowthTable, limit: Ints, top_n: int) -> Starts:
 
 @dataclass(frozen=True)
 class RankProfile:
-    """Starts by Terminal Confidence Rank; entry r of each list belongs to rank r = 0..N (0: nothing accepted).
+    """Starts by Terminal Confidence Rank; entry r of each list belongs to rank r = 0..N (0: nothing
+    accepted).
 
-    ``accepted``: mean drafted tokens accepted, ``phi``: mean Phi in nat; None where no start has that rank. ``within``: the share of
-    starts with something accepted whose rank is at most each share of N in ``SHARES``; ``top_quarter``: at most a quarter of N.
-    ``quartiles``: the ranks below which a quarter, half, and three quarters of these starts lie.
+    ``accepted``: mean drafted tokens accepted, ``phi``: mean Phi in nat; None where no start has
+    that rank. ``within``: the share of starts with something accepted whose rank is at most each
+    share of N in ``SHARES``; ``top_quarter``: at most a quarter of N. ``quartiles``: the ranks
+    below which a quarter, half, and three quarters of these starts lie.
     """
 
     starts: int
@@ -107,10 +114,12 @@ def rank_profile(starts: Starts, top_n: int) -> RankProfile:
 
 @dataclass(frozen=True)
 class Heat:
-    """C2T's figure 2 from the laws at the recorded texts' own prefixes: rows are entropy intervals, columns child ranks.
+    """C2T's figure 2 from the distributions at the recorded texts' own prefixes: rows are entropy
+    intervals, columns child ranks.
 
-    Interval i holds entropies from ``edges[i]`` to below ``edges[i + 1]`` nat, the last one everything above. ``count`` starts each;
-    ``probability``: mean q of the child; ``acceptance``: share of starts whose next token it is; None in an empty interval.
+    Interval i holds entropies from ``edges[i]`` to below ``edges[i + 1]`` nat, the last one
+    everything above. ``count`` starts each; ``probability``: mean q of the child; ``acceptance``:
+    share of starts whose next token it is; None in an empty interval.
     """
 
     edges: tuple[float, ...]
@@ -147,8 +156,9 @@ def heat(forest: Forest, ranks: int, intervals: int = INTERVALS) -> Heat:
 class BinLines:
     """Entropy bins over the (Phi, rank) data of starts with something accepted.
 
-    ``thresholds`` of the artifact in nat, scaled from the depth it was fitted at to that of the report; ``starts`` and ``mean_tcr`` by
-    bin (None in an empty one). Empty without an ``artifact``.
+    ``thresholds`` of the artifact in nat, scaled from the depth it was fitted at to that of the
+    report; ``starts`` and ``mean_tcr`` by bin (None in an empty one). Empty without an
+    ``artifact``.
     """
 
     artifact: str
@@ -173,7 +183,8 @@ def bin_lines(starts: Starts, depth: int, thresholds: Sequence[int], fitted_dept
 
 @dataclass(frozen=True)
 class PhiGrid:
-    """Starts with something accepted by Phi (columns of ``width`` nat from 0) and rank (rows of ``height`` ranks from 1)."""
+    """Starts with something accepted by Phi (columns of ``width`` nat from 0) and rank (rows of
+    ``height`` ranks from 1)."""
 
     width: float
     height: int
@@ -203,7 +214,8 @@ class ByGamma:
 
 @dataclass(frozen=True)
 class ByCategory:
-    """One category under the chain and the tree at full depth: tau, and accepted over drafted tokens."""
+    """One category under the chain and the tree at full depth: tau, and accepted over drafted
+    tokens."""
 
     category: str
     requests: int
@@ -215,10 +227,12 @@ class ByCategory:
 
 @dataclass(frozen=True)
 class Point:
-    """One policy: ``tau``, and verified tokens (roots included) per token of text (C2T's gamma over the texts' length) and per round.
+    """One policy: ``tau``, and verified tokens (roots included) per token of text (C2T's gamma over
+    the texts' length) and per round.
 
-    ``origin``: ``grid``, ``study``, or ``run`` (replayed or executed before). ``missing``: the share of its rounds that read a law
-    which was not recorded, taken as one without children.
+    ``origin``: ``grid``, ``study``, or ``run`` (replayed or executed before). ``missing``: the
+    share of its rounds that read a distribution which was not recorded, taken as one without
+    children.
     """
 
     family: str
@@ -233,7 +247,8 @@ class Point:
 
 @dataclass(frozen=True)
 class TreeReport:
-    """All figures. ``skipped``: what could not be replayed, and why; ``about``: what the page's head says."""
+    """All figures. ``skipped``: what could not be replayed, and why; ``about``: what the page's
+    head says."""
 
     draft: str
     proposals: Proposals
@@ -258,7 +273,8 @@ class TreeReport:
 
 @dataclass(frozen=True)
 class Stored:
-    """Something fitted, as it is stored: ``id``, ``kind``, and for bins their thresholds and fitted depth."""
+    """Something fitted, as it is stored: ``id``, ``kind``, and for bins their thresholds and fitted
+    depth."""
 
     id: str
     kind: str
@@ -303,7 +319,8 @@ def point_of(policy: Policy, counts: Counts, origin: str = "grid", missing: floa
 def grid_policies(
     forest: Forest, draft: str, width: int, depth: int, top_n: int, proposals: Proposals, stored: Sequence[Stored]
 ) -> list[Policy]:
-    """What is replayed on the spot: EAGLE-2 at every N, the best static trees of these sizes, and whatever was fitted."""
+    """What is replayed on the spot: EAGLE-2 at every N, the best static trees of these sizes, and
+    whatever was fitted."""
     base: dict[str, Any] = {"draft": draft, "window": {"kind": "fixed", "gamma": depth}}
     common = {"width": width, "proposals": proposals}
     found = [top_k(draft, width, depth, n, proposals) for n in sorted({*TOP_NS, top_n})]
@@ -323,7 +340,7 @@ def grid_policies(
                 growth = {"kind": "classifier", "artifact": one.id, "beta": beta, "cap": width, **common}
                 found.append(parse_policy({**base, "growth": growth}))
         elif one.kind == BINS:
-            # The extended trees end at the report's depth: deeper laws may not have been recorded.
+            # The extended trees end at the report's depth: deeper distributions may not have been recorded.
             gamma = max(1, depth - EXTENSION)
             strata = {"artifact": one.id, "alpha": depth - gamma}
             for n in (n for n in TOP_NS if n >= 8):
@@ -348,10 +365,12 @@ def tree_report(
     about: Sequence[tuple[str, str]] = (),
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> TreeReport:
-    """The figures of a trace that holds this draft's trees, for a tree of ``width``, ``depth`` and ``top_n``.
+    """The figures of a trace that holds this draft's trees, for a tree of ``width``, ``depth`` and
+    ``top_n``.
 
-    ``stored``: what was fitted to this draft, newest first (the bins drawn are the first ones); ``tried``: further policies to
-    replay, each with its origin; ``points``: some that are known already. Raises TraceError if the trees are not wide or deep enough.
+    ``stored``: what was fitted to this draft, newest first (the bins drawn are the first ones);
+    ``tried``: further policies to replay, each with its origin; ``points``: some that are known
+    already. Raises TraceError if the trees are not wide or deep enough.
     """
     # The tree and the chain must replay; what else is replayed may fail for want of distributions or
     # artifacts, and is then left out.
