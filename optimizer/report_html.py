@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from html import escape
-from typing import Final
+from typing import Any, Final
 
 from optimizer.tree_report import FAMILIES, SHARES, TreeReport
 
@@ -75,7 +75,7 @@ class Plot:
         across *= self.width - self.left - 14
         return self.left + across, 14 + (1 - up) * (self.height - 58)
 
-    def add(self, tag: str, content: str = "", title: str = "", **attributes: object) -> None:
+    def add(self, tag: str, content: str = "", title: str = "", **attributes: Any) -> None:
         """One element; ``class_`` is its class, underscores become hyphens, ``title`` what a
         browser shows on it."""
         shown = "".join(
@@ -86,7 +86,7 @@ class Plot:
         self.parts.append(f"<{tag}{shown}>{inside}</{tag}>")
 
     def text(
-        self, x: float, y: float, content: str, anchor: str = "middle", **more: object
+        self, x: float, y: float, content: str, anchor: str = "middle", **more: Any
     ) -> None:
         """Text at a place of the picture."""
         self.add("text", escape(content), x=x, y=y, text_anchor=anchor, **more)
@@ -106,12 +106,12 @@ class Plot:
         self.text(0, 0, y_name, transform=turned)
 
     def box(
-        self, x: float, y: float, width: float, height: float, title: str, **look: object
+        self, x: float, y: float, width: float, height: float, title: str, **look: Any
     ) -> None:
         """A rectangle between (x, y) and (x + width, y + height) of the data."""
         (x0, y0), (x1, y1) = self.at(x, y + height), self.at(x + width, y)
-        size = {"width": max(0.5, x1 - x0 - 0.5), "height": max(0.0, y1 - y0)}
-        self.add("rect", title=title, x=x0, y=y0, **size, **look)
+        wide, high = max(0.5, x1 - x0 - 0.5), max(0.0, y1 - y0)
+        self.add("rect", title=title, x=x0, y=y0, width=wide, height=high, **look)
 
     def line(self, points: Sequence[tuple[float, float]], class_: str) -> None:
         """A broken line through points of the data."""
