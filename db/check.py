@@ -10,9 +10,9 @@ from typing import Any
 from sqlalchemy import inspect, select
 from sqlalchemy.orm import Session
 
-from db import migrate
 from db.database import Database, schema_of
 from db.errors import DatabaseError
+from db.migrate import head
 from db.models import Packed
 from db.tables import PACKED
 from db.urls import parse_url, shown
@@ -67,9 +67,9 @@ class CheckReport:
 def check(url: str) -> CheckReport:
     """Reads everything and changes nothing. Raises :class:`DatabaseError` only when the database cannot be opened at all."""
     parsed = parse_url(url)
-    schema, head = schema_of(url), migrate.head()
-    if schema != head:
-        return CheckReport(shown(parsed), schema, head)
+    schema, newest = schema_of(url), head()
+    if schema != newest:
+        return CheckReport(shown(parsed), schema, newest)
     with Database(parsed) as database:
         sqlite = database.dialect == "sqlite"
         integrity = _ask(database, _integrity) if sqlite else ()
@@ -82,7 +82,7 @@ def check(url: str) -> CheckReport:
             count, found = _chunks(database, row)
             total += count
             bad.extend(found)
-    return CheckReport(shown(parsed), schema, head, total, size, integrity, broken, tuple(bad))
+    return CheckReport(shown(parsed), schema, newest, total, size, integrity, broken, tuple(bad))
 
 
 def _ask(database: Database, question: Callable[[Session], tuple[str, ...]]) -> tuple[str, ...]:

@@ -13,11 +13,11 @@ from typing import Any
 from sqlalchemy import URL, Connection, text
 from sqlalchemy.orm import Session
 
-from db import migrate
 from db.copies import keep_copy
 from db.engine import LONG, NO_BEGIN, WRITES, make_engine
 from db.errors import DatabaseError, SchemaError
 from db.failures import translated, understood
+from db.migrate import current, foreign_tables, head, migrate, revisions
 from db.sqlite import is_read_only, real_path
 from db.urls import parse_url, shown
 
@@ -149,7 +149,7 @@ def schema_of(url: str) -> str | None:
     engine = make_engine(parsed)
     try:
         with translated(parsed), engine.connect() as connection:
-            return migrate.current(connection)
+            return current(connection)
     finally:
         engine.dispose()
 
@@ -182,7 +182,7 @@ def _prepare(url: URL, *, create: bool, may_upgrade: bool) -> tuple[str | None, 
             # One snapshot: tables that another process is just creating must not pass for somebody else's.
             with engine.connect().execution_options(**_one_moment(url)) as connection:
                 before = _stand(connection, url, create=create, may_upgrade=may_upgrade)
-            if before == migrate.head():
+            if before == head():
                 return before, before
             _can_be_written(url, before)
             with engine.execution_options(**WRITES, **LONG).connect() as connection, connection.begin():
@@ -190,21 +190,21 @@ def _prepare(url: URL, *, create: bool, may_upgrade: bool) -> tuple[str | None, 
                     connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _MIGRATION_LOCK})
                 # Another process may have done it while this one waited for the lock.
                 before = _stand(connection, url, create=create, may_upgrade=may_upgrade)
-                if before != migrate.head():
+                if before != head():
                     if before is not None and connection.dialect.name == "sqlite":
                         keep_copy(Path(str(url.database)), before)
-                    migrate.migrate(connection)
+                    migrate(connection)
                     _keys_hold(connection, url)
-            return before, migrate.head()
+            return before, head()
     finally:
         engine.dispose()
 
 
 def _stand(connection: Connection, url: URL, *, create: bool, may_upgrade: bool) -> str | None:
     """The revision found, once it is clear that it can be brought to ours; otherwise raises what the user must know."""
-    found, known = migrate.current(connection), migrate.revisions()
+    found, known = current(connection), revisions()
     if found is None:
-        others = migrate.foreign_tables(connection)
+        others = foreign_tables(connection)
         if others:
             raise SchemaError(f"{shown(url)} is not a spectune database (it holds table {others[0]!r}); give another one to --db")
         if not create:

@@ -11,7 +11,7 @@ from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, NullPool, create_engine, event
 
-from db import sqlite
+from db.sqlite import connect as connect_sqlite
 
 WRITES = {"spectune_write": True}
 """Execution option of connections that write: on SQLite they begin IMMEDIATE."""
@@ -38,7 +38,7 @@ def _sqlite_engine(url: URL, serializer: Callable[[Any], str], migrating: bool) 
     engine = create_engine(url, json_serializer=serializer, **pool)
 
     def do_connect(_dialect: object, _record: object, _arguments: object, _named: object) -> sqlite3.Connection:
-        return sqlite.connect(Path(str(url.database)), migrating=migrating)
+        return connect_sqlite(Path(str(url.database)), migrating=migrating)
 
     def on_begin(connection: Connection) -> None:
         options = connection.get_execution_options()
@@ -51,22 +51,22 @@ def _sqlite_engine(url: URL, serializer: Callable[[Any], str], migrating: bool) 
 
 
 def _postgresql_engine(url: URL, serializer: Callable[[Any], str]) -> Engine:
-    from db import postgresql
+    from db.postgresql import CONNECTING, Connection
 
-    defaults = {name: value for name, value in postgresql.CONNECTING.items() if name not in url.query}
+    defaults = {name: value for name, value in CONNECTING.items() if name not in url.query}
     engine = create_engine(url, connect_args=defaults, pool_pre_ping=True, json_serializer=serializer)
 
-    def do_connect(_dialect: object, _record: object, arguments: list[Any], named: dict[str, Any]) -> postgresql.Connection:
-        return postgresql.Connection.connect(*arguments, **named)
+    def do_connect(_dialect: object, _record: object, arguments: list[Any], named: dict[str, Any]) -> Connection:
+        return Connection.connect(*arguments, **named)
 
-    def on_connect(connection: postgresql.Connection, _record: object) -> None:
+    def on_connect(connection: Connection, _record: object) -> None:
         connection.limit(str(url.query.get("options", "")))
 
     def on_begin(connection: Connection) -> None:
         driver: Any = connection.connection.driver_connection
         driver.begin(is_long=connection.get_execution_options().get("spectune_long", False))
 
-    def on_checkin(connection: postgresql.Connection | None, _record: object) -> None:
+    def on_checkin(connection: Connection | None, _record: object) -> None:
         if connection is not None:
             connection.rest()
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context, parent_process
+from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
 from runtime.loading import SMALL, LoadedPair, load_pair
@@ -57,8 +58,13 @@ def _begin(spec: PairSpec, dtype: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = parent_process()
     assert parent is not None
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     _pair = load_pair(spec, device="cpu", dtype=dtype, threads=1)
+
+
+def _end_with(parent: BaseProcess) -> None:
+    parent.join()
+    os._exit(1)
 
 
 def _apply(work: Callable[[LoadedPair, Any], Result], item: Any) -> Result:

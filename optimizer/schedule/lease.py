@@ -12,7 +12,7 @@ from types import TracebackType
 from sqlalchemy.orm import Session
 
 from db.database import Database
-from optimizer.schedule import claims
+from optimizer.schedule.claims import owns, renew
 from optimizer.schedule.values import Job
 from traces.errors import SpectuneError
 
@@ -51,7 +51,7 @@ class Heartbeat:
         while not self._end.wait(self._lease_s / BEATS_PER_LEASE):
             asked = time.monotonic()
             try:
-                if not claims.renew(self._database, self._job, lease_s=self._lease_s):
+                if not renew(self._database, self._job, lease_s=self._lease_s):
                     self._lost.set()
                     return
                 self._renewed = asked
@@ -89,9 +89,9 @@ class JobContext:
     def still_owner(self, session: Session | None = None) -> bool:
         """Asks the database whether this worker still holds the job.
 
-        Give the session of the write transaction that publishes: then the answer holds until it commits (:func:`claims.owns`).
+        Give the session of the write transaction that publishes: then the answer holds until it commits (:func:`optimizer.schedule.claims.owns`).
         """
-        return claims.owns(self._database, self._job, session)
+        return owns(self._database, self._job, session)
 
     def check(self, session: Session | None = None) -> None:
         """Raises :class:`LeaseLostError` once the lease is known to be lost. Cheap: call it between steps.

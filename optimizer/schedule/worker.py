@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from db.database import Database
 from db.errors import DatabaseError, UnavailableError
-from optimizer.schedule import claims
+from optimizer.schedule.claims import claim, complete, fail, release, retry
 from optimizer.schedule.lease import Clock, Heartbeat, JobContext, LeaseLostError
 from optimizer.schedule.stop import HandBack, Stopper
 from optimizer.schedule.tick import tick
@@ -151,7 +151,7 @@ class _Shift:
 
     def run_next(self) -> bool:
         """Claims and runs one job. False if there was none."""
-        job = claims.claim(self._database, self._owner, lease_s=self._lease_s)
+        job = claim(self._database, self._owner, lease_s=self._lease_s)
         if job is None:
             return False
         ended = self._run(job)
@@ -171,22 +171,22 @@ class _Shift:
             except UnavailableError as error:
                 message = str(error)
                 if job.attempt < job.max_attempts:
-                    is_ours = _persisted(lambda: claims.retry(self._database, job, message))
+                    is_ours = _persisted(lambda: retry(self._database, job, message))
                     return Ended(job, "released", error=message) if is_ours else Ended(job, "lost")
             except (SpectuneError, DatabaseError) as error:
                 message = str(error)
             except Exception as error:
                 message = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
             except BaseException as error:
-                is_ours = _persisted(lambda: claims.release(self._database, job))
+                is_ours = _persisted(lambda: release(self._database, job))
                 if not isinstance(error, HandBack):
                     raise
                 self.stopper.event.set()
                 return Ended(job, "released" if is_ours else "lost")
             else:
-                is_ours = _persisted(lambda: claims.complete(self._database, job, result))
+                is_ours = _persisted(lambda: complete(self._database, job, result))
                 return Ended(job, "done", result=result) if is_ours else Ended(job, "lost")
-            is_ours = _persisted(lambda: claims.fail(self._database, job, message))
+            is_ours = _persisted(lambda: fail(self._database, job, message))
             return Ended(job, "failed", error=message) if is_ours else Ended(job, "lost")
 
 
