@@ -89,7 +89,7 @@ class JobContext:
     def still_owner(self, session: Session | None = None) -> bool:
         """Asks the database whether this worker still holds the job.
 
-        Give the session of the write transaction that publishes: then the answer holds until it commits (:func:`optimizer.schedule.claims.owns`).
+        Give the session of the write transaction that publishes: then the answer holds until it commits (``claims.owns``).
         """
         return owns(self._database, self._job, session)
 
