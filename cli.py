@@ -12,13 +12,18 @@ from typing import Any
 
 import click
 
-from optimizer.commands import circle
+from optimizer.commands.circle import profile
 from optimizer.commands.database import db
 from optimizer.commands.fits import fit
+from optimizer.commands.generate import generate
 from optimizer.commands.policies import policies
+from optimizer.commands.record import record
 from optimizer.commands.recordings import traces
+from optimizer.commands.run import run
 from optimizer.commands.schedules import schedule
 from optimizer.commands.shared import with_context
+from optimizer.commands.simulate import simulate
+from optimizer.commands.tune import tune
 from traces.text import one_line
 
 DEFAULT_DB = "spectune.db"
@@ -97,7 +102,7 @@ def main(ctx: click.Context, db_url: str) -> None:
     ctx.obj = db_url
 
 
-for command in (circle.record, circle.profile, circle.simulate, circle.run, circle.tune, circle.generate):
+for command in (record, profile, simulate, run, tune, generate):
     main.add_command(command)
 for group in (fit, policies, traces, db, schedule):
     main.add_command(group)

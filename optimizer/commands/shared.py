@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from runtime.loading import LoadedPair
     from runtime.pair import PairSpec
     from runtime.policies.document import Policy
-    from traces.schema import Workload
+    from traces.schema import Outcome, Step, Workload
     from traces.store import TraceStore
     from traces.workloads import Turns
 
@@ -318,3 +318,29 @@ def profile_of(store: TraceStore, wanted: str | None, pair_id: str, device: str,
 
 def dtype_of(pair: LoadedPair) -> str:
     return str(pair.target.dtype).removeprefix("torch.")
+
+
+def same_pair(pair_id: str, pair: LoadedPair, recording: str) -> None:
+    """Raises TraceError where a recording is of another pair than the one that is loaded."""
+    from runtime.pair import former_id
+    from traces.errors import TraceError
+
+    if pair_id == pair.id:
+        return
+    if pair_id == former_id(pair.spec):
+        raise TraceError(
+            f"recording {recording} was made with pair {pair_id}, as {pair.spec.name} was called by an earlier version, whose ids left "
+            "out most of the weights: it may be of others; `record` makes one of these"
+        )
+    raise TraceError(f"recording {recording} was made with pair {pair_id}, not with {pair.id} ({pair.spec.name}); give that pair")
+
+
+def outcome_json(outcome: Outcome, policy: Policy) -> dict[str, Any]:
+    """What a policy came to, as ``run`` and ``simulate`` print it."""
+    return {**outcome.to_json(), "policy": policy.spelled_out(), "policy_id": policy.id, "label": policy.label()}
+
+
+def rounds_of(request: str, steps: Iterable[Step]) -> Iterator[dict[str, Any]]:
+    """The rows of ``--per-round``."""
+    for s in steps:
+        yield {"request": request, "start": s.start, "drafted": s.drafted, "verified": s.verified, "accepted": s.accepted}

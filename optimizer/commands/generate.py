@@ -1,0 +1,78 @@
+"""`generate`: stream one text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from optimizer.commands.shared import (
+    console_for,
+    decode_options,
+    device_options,
+    emit,
+    json_option,
+    load,
+    open_store,
+    pair_options,
+    policy_named,
+    profile_of,
+    sampling_options,
+    with_context,
+)
+
+if TYPE_CHECKING:
+    pass
+
+
+@click.command()
+@click.argument("prompt")
+@pair_options
+@sampling_options
+@device_options
+@click.option("--policy", "policy_name", default="active", show_default=True)
+@click.option("--no-compare", is_flag=True, help="Do not decode again autoregressively for comparison.")
+@click.option("--show-trees", is_flag=True, help="Draw the tree of every round, not of the last alone.")
+@json_option
+@with_context
+def generate(ctx: click.Context, as_json: bool, prompt: str, **kw: Any) -> None:
+    """Stream a text, showing which tokens were drafted and accepted and which the target supplied.
+
+    Where the policy grows trees, the last round's is drawn below the text.
+
+    \b
+    Example:  cli.py generate "def fibonacci(n):" --max-new-tokens 64
+    """
+    from traces.errors import WorkloadError
+
+    options = decode_options(kw)
+    if not prompt.strip():
+        raise WorkloadError("the prompt is empty")
+    with open_store(ctx) as store:
+        pair = load(kw, store)
+        from optimizer.artifacts import fitted
+        from optimizer.execute import encode
+        from optimizer.generate import generate as do_generate
+        from traces.schema import Request, Workload
+
+        encode(
+            pair, Workload("prompt", (Request("prompt", "prompt", (prompt,)),)), options
+        )  # refused before anything else is said
+        _, found = profile_of(store, None, pair.id, pair.device.type)
+        policy = policy_named(store, kw["policy_name"], pair.id, pair.device.type)
+        from runtime.decoder import prepare_for
+
+        prepared = prepare_for(
+            pair,
+            policy,
+            profile=found,
+            artifacts=fitted(store, pair.id),
+            sampling=options.sampling,
+        )
+    console = console_for(stderr=as_json)
+    console.width = 10_000 if not console.is_terminal else console.width
+    result = do_generate(
+        pair, prepared, prompt, options, console, compare=not kw["no_compare"], show_trees=kw["show_trees"]
+    )
+    if as_json:
+        emit(True, result, None)

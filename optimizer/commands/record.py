@@ -1,0 +1,176 @@
+"""`record`: decode a workload, and look around from every start of its texts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from optimizer.commands.shared import (
+    Meter,
+    decode_options,
+    device_options,
+    emit,
+    json_option,
+    load,
+    open_store,
+    pair_options,
+    policy_named,
+    profile_of,
+    same_pair,
+    sampling_options,
+    with_context,
+    workload_of,
+    workload_options,
+)
+
+if TYPE_CHECKING:
+    from runtime.loading import LoadedPair
+    from traces.store import TraceStore
+
+
+@click.command()
+@pair_options
+@workload_options
+@sampling_options
+@device_options
+@click.option(
+    "--gamma-max", type=click.IntRange(2, 64), default=16, show_default=True, help="Longest window the panorama holds."
+)
+@click.option(
+    "--policy", "policy_name", default="active", show_default=True, help="Decodes the texts (never changes them)."
+)
+@click.option("--fresh", is_flag=True, help="Begin anew instead of resuming an unfinished recording.")
+@click.option(
+    "--resume", "resumed_id", metavar="ID", help="Make what a recording lacks: texts, and panoramas of every draft."
+)
+@click.option(
+    "--tree-width",
+    type=int,
+    metavar="1..32",
+    help="Record draft trees too, of so many children a node; default: 8 with any --tree-... or --cover.",
+)
+@click.option(
+    "--tree-depth",
+    type=int,
+    metavar="1..64",
+    help="Record draft trees too, of so many levels; default: 8 with any --tree-... or --cover.",
+)
+@click.option(
+    "--tree-proposals",
+    type=click.Choice(["coupled", "probability"]),
+    help="How trees rank children: with the target's noise, or by probability alone; default: as --cover has it, else coupled.",
+)
+@click.option(
+    "--cover",
+    "covers",
+    multiple=True,
+    metavar="POLICY",
+    help="FILE, inline JSON or ID of a policy whose trees must replay exactly; repeatable. top_k needs none at its usual scores.",
+)
+@json_option
+@with_context
+def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
+    """Decode a workload, store the texts, and look around from every start of them.
+
+    An unfinished recording of the same arguments is resumed, and so is the one that --resume names. Trees are recorded on request; with
+    --resume they may be made wider, deeper, or cover more than before.
+
+    \b
+    Example:  cli.py record --limit 64 --max-new-tokens 96
+              cli.py record --pair pair.json --workload chats.jsonl --temperature 0.7
+              cli.py record --resume latest --tree-width 8 --tree-depth 8
+    """
+    options = decode_options(kw)
+    workload = None if kw["resumed_id"] else workload_of(kw)
+    for key in ("workloads", "all_turns", "first_turn", "limit", "categories"):
+        kw.pop(key, None)
+    with open_store(ctx) as store:
+        pair = load(kw, store)
+        from optimizer.artifacts import fitted
+        from optimizer.record import RecordRequest, begun_as, look_around
+        from optimizer.record import record as do_record
+        from runtime.loop import StaticSource
+        from runtime.policies.plan import prepare
+
+        with Meter() as meter:
+            begun = None
+            if kw["resumed_id"]:
+                recording = store.resolve_recording(kw["resumed_id"])
+                before = store.get_recording(recording)
+                same_pair(before.pair_id, pair, recording)
+                if before.state == "recording" and before.workload_id is not None:
+                    begun, (workload, options) = before, begun_as(store, pair, before)
+            if workload is None:
+                trees = _trees(store, pair, kw, sampled=not before.sampling.greedy)
+                look_around(
+                    store,
+                    pair,
+                    recording,
+                    pair.draft_names,
+                    kw["gamma_max"],
+                    trees["tree_width"],
+                    trees["tree_depth"],
+                    proposals=trees["tree_proposals"],
+                    covers=trees["covers"],
+                    progress=meter,
+                )
+                info = store.get_recording(recording)
+            else:
+                trees = _trees(store, pair, kw, sampled=not options.sampling.greedy)
+                device = pair.device.type
+                _, profile = profile_of(store, None, pair.id, device)
+                if kw["policy_name"] == "active":
+                    from optimizer.serving import last_good
+
+                    prepared = last_good(store, pair, profile, options.verifier, options.sampling)
+                else:
+                    prepared = prepare(
+                        policy_named(store, kw["policy_name"], pair.id, device),
+                        pair.draft_names,
+                        profile=profile,
+                        artifacts=fitted(store, pair.id),
+                    )
+                source = StaticSource(prepared)
+                wanted = RecordRequest(workload, options, pair.draft_names, kw["gamma_max"], **trees)
+                info = do_record(store, pair, wanted, source, fresh=kw["fresh"], begun=begun, progress=meter)
+    data = {"recording": info.id, "pair": info.pair_id, **info.to_json()}
+    emit(
+        as_json,
+        data,
+        f"recording {info.id}: {info.n_requests} requests, {info.n_output_tokens} tokens, panoramas of {', '.join(info.drafts)}"
+        + (f"; trees of {shown}" if (shown := info.trees_shown()) else ""),
+    )
+
+
+def _trees(store: TraceStore, pair: LoadedPair, kw: dict[str, Any], *, sampled: bool) -> dict[str, Any]:
+    """What ``record`` was asked for in trees, as arguments of RecordRequest. Raises PolicyError and TraceError."""
+    from optimizer.artifacts import fitted
+    from optimizer.record import cover_of, tree_size
+    from traces.errors import PolicyError, TraceError
+
+    wide, deep, proposals = kw["tree_width"], kw["tree_depth"], kw["tree_proposals"]
+    if (wide, deep, proposals, kw["covers"]) == (None, None, None, ()):
+        return {"tree_width": 0, "tree_depth": 0, "tree_proposals": "coupled", "covers": {}}
+    named: list[tuple[str, Any]] = []
+    by_draft: dict[str, list[Any]] = {}
+    ranked: dict[str, str] = {}
+    for name in kw["covers"]:
+        policy = policy_named(store, name, pair.id, pair.device.type, option="--cover")
+        if policy.draft not in pair.draft_names:
+            raise PolicyError(
+                f"--cover {name}: the pair has no draft {policy.draft!r} (it has: {', '.join(pair.draft_names)})"
+            )
+        cover = cover_of(policy, sampled=sampled, artifacts=fitted(store, pair.id))
+        named.append((name, cover))
+        by_draft.setdefault(policy.draft, []).append(cover)
+        ranked[getattr(policy.growth, "proposals", "coupled")] = name
+    asked = {proposals} if proposals else set(ranked) or {"coupled"}
+    if len(asked | set(ranked)) > 1:
+        other = next(r for r in ranked if r != proposals)
+        raise TraceError(
+            f"--cover {ranked[other]}: its trees rank children by proposals {other!r}, other trees asked for do not; "
+            f"record those apart (`record --resume ID --tree-proposals {other} --cover ...`)"
+        )
+    width, depth = tree_size(wide, deep, named)
+    return {"tree_width": width, "tree_depth": depth, "tree_proposals": asked.pop(), "covers": by_draft}

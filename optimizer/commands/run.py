@@ -1,0 +1,189 @@
+"""`run`: execute a policy on a workload."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from optimizer.commands.outputs import check_writable, kept_unless_stored, write_rounds
+from optimizer.commands.shared import (
+    Meter,
+    decode_options,
+    device_options,
+    dtype_of,
+    emit,
+    json_option,
+    load,
+    open_store,
+    outcome_json,
+    pair_options,
+    policy_named,
+    profile_of,
+    rounds_of,
+    sampling_options,
+    say,
+    with_context,
+    workload_of,
+    workload_options,
+)
+
+if TYPE_CHECKING:
+    from optimizer.execute import DecodeOptions
+    from runtime.decoder import Decoded
+    from runtime.loading import LoadedPair
+    from runtime.loop import PolicySource
+    from runtime.policies.document import Policy
+    from traces.errors import OutputError
+    from traces.schema import LatencyProfile, Outcome, Workload
+    from traces.store import TraceStore
+
+
+@click.command()
+@click.option(
+    "--policy",
+    "policy_name",
+    default="active",
+    show_default=True,
+    help="FILE, inline JSON, ID, active, or autoregressive.",
+)
+@pair_options
+@workload_options
+@sampling_options
+@device_options
+@click.option("--profile", "profile_id", help="Profile for windows that need costs; default: the latest.")
+@click.option("--outputs", type=click.Path(dir_okay=False), help="Write the texts, one JSON line per request.")
+@click.option("--per-round", type=click.Path(dir_okay=False), help="Write one JSON line per round.")
+@click.option(
+    "--record", "keep_texts", is_flag=True, help="Keep the texts as a recording, for `tune --recording` and schedules."
+)
+@click.option("--no-store", is_flag=True, help="Do not keep the run in the database.")
+@json_option
+@with_context
+def run(ctx: click.Context, as_json: bool, **kw: Any) -> None:
+    """Execute a policy on a workload and measure it.
+
+    With --policy active, publications made meanwhile are picked up between two rounds.
+
+    \b
+    Example:  cli.py run --policy policy.json --workload demo --limit 32 --outputs texts.jsonl
+    """
+    options = decode_options(kw)
+    files = [] if kw["pair"] is None else [kw["pair"], f"{kw['pair']}/pair.json"]
+    reads = [*files, *kw["workloads"], kw["policy_name"]]
+    check_writable(ctx, ("--outputs", kw["outputs"]), ("--per-round", kw["per_round"]), reads=reads)
+    workload = workload_of(kw)
+    with open_store(ctx) as store:
+        pair = load(kw, store)
+        from optimizer.execute import encode, outcome
+        from optimizer.execute import run as execute
+        from optimizer.record import record_served
+        from optimizer.report import outcome_table
+
+        encoded = encode(pair, workload, options)
+        _, found = profile_of(store, kw["profile_id"], pair.id, pair.device.type)
+        recording = record_served(store, pair, options) if kw["keep_texts"] else nullcontext()
+        decoded: list[Decoded] = []
+        with _source(store, pair, kw["policy_name"], found, options) as source, recording as writer, Meter() as meter:
+            if writer is not None:
+                click.echo(f"recording {writer.recording}", err=True)
+            for done in execute(pair, source, encoded):
+                decoded.append(done)
+                if writer is not None:
+                    writer.put(done.trajectory, done.steps)
+                meter("run", len(decoded), len(encoded.items))
+            last = source.current().policy
+        result = outcome(last.label(), decoded)
+        texts = _texts(pair, decoded)
+        data = outcome_json(result, last)
+        failed = _write_results(kw, texts, decoded)
+        with kept_unless_stored(ctx, "run", lambda: {"pair": pair.id, **data, "texts": _with_rounds(texts, decoded)}):
+            if writer is not None:
+                writer.check()
+            if not kw["no_store"]:
+                _keep_run(store, pair, last, result, workload, decoded)
+            if failed is not None:
+                raise failed
+    emit(as_json, data, lambda: outcome_table(result))
+
+
+def _texts(pair: LoadedPair, decoded: Iterable[Decoded]) -> list[dict[str, Any]]:
+    outputs = [(d.trajectory.request_id, d.trajectory.output_ids.tolist()) for d in decoded]
+    return [{"id": request, "token_ids": ids, "text": pair.text(ids)} for request, ids in outputs]
+
+
+def _with_rounds(texts: Iterable[dict[str, Any]], decoded: Iterable[Decoded]) -> list[dict[str, Any]]:
+    return [
+        {**text, "seconds": d.seconds, "rounds": list(rounds_of(d.trajectory.request_id, d.steps))}
+        for text, d in zip(texts, decoded, strict=True)
+    ]
+
+
+def _write_results(
+    kw: dict[str, Any], texts: Iterable[dict[str, Any]], decoded: Iterable[Decoded]
+) -> OutputError | None:
+    """Writes the files that ``run`` was asked for. An error is returned: what can be stored is to be stored first."""
+    from traces.errors import OutputError
+
+    try:
+        if kw["outputs"]:
+            write_rounds(kw["outputs"], texts)
+        if kw["per_round"]:
+            write_rounds(kw["per_round"], (row for d in decoded for row in rounds_of(d.trajectory.request_id, d.steps)))
+    except OutputError as error:
+        return error
+    return None
+
+
+def _keep_run(
+    store: TraceStore, pair: LoadedPair, policy: Policy, result: Outcome, workload: Workload, decoded: Any
+) -> None:
+    store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
+    store.put_policy(policy.id, policy.spelled_out(), policy.label())
+    store.put_run(
+        pair.id,
+        policy.id,
+        result,
+        device=pair.device.type,
+        dtype=dtype_of(pair),
+        workload_id=store.put_workload(workload),
+        purpose="run",
+        steps={d.trajectory.request_id: d.steps for d in decoded},
+    )
+
+
+@contextmanager
+def _source(
+    store: TraceStore, pair: LoadedPair, name: str, profile: LatencyProfile | None, options: DecodeOptions
+) -> Iterator[PolicySource]:
+    """A policy source: the policy named for ever, or for ``active`` whatever is published, now and later."""
+    from optimizer.artifacts import fitted
+    from runtime.loop import StaticSource
+
+    if name != "active":
+        policy = policy_named(store, name, pair.id, pair.device.type)
+        from runtime.decoder import prepare_for
+
+        prepared = prepare_for(
+            pair,
+            policy,
+            profile=profile,
+            artifacts=fitted(store, pair.id),
+            sampling=options.sampling,
+        )
+        yield StaticSource(prepared)
+        return
+    from optimizer.serving import watch
+
+    if not store.active_version(pair.id, pair.device.type):
+        click.echo(
+            f"no policy is published for pair {pair.id} on {pair.device.type}; decoding autoregressively", err=True
+        )
+    with watch(store, pair, None, profile, verifier=options.verifier, sampling=options.sampling) as source:
+        if source.last_error:
+            say(f"publication {source.seen} is refused: {source.last_error}; using {source.current().label}", err=True)
+        yield source
+    if source.left:
+        click.echo(source.left, err=True)

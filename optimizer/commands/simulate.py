@@ -1,0 +1,91 @@
+"""`simulate`: replay a recording under any policy."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from optimizer.commands.outputs import check_writable, kept_unless_stored, write_rounds
+from optimizer.commands.shared import (
+    Whole,
+    emit,
+    json_option,
+    open_store,
+    outcome_json,
+    policy_named,
+    profile_of,
+    rounds_of,
+    with_context,
+)
+
+if TYPE_CHECKING:
+    pass
+
+
+@click.command()
+@click.option("--policy", "policy_name", required=True, help="FILE, inline JSON, ID, active, or autoregressive.")
+@click.option("--recording", default="latest", show_default=True)
+@click.option("--profile", "profile_id", help="Profile id; default: the latest of the recording's pair and device.")
+@click.option("--device", "on", help="Device whose profile is taken; default: the recording's.")
+@click.option("--limit", type=Whole(1), help="Only the first N requests.")
+@click.option("--per-round", type=click.Path(dir_okay=False), help="Write one JSON line per round.")
+@click.option("--skip-corrupted", is_flag=True, help="Leave damaged chunks out instead of stopping at the first.")
+@click.option(
+    "--keep-q-table", is_flag=True, help="Store what a q_learning window has learned as an artifact, and print its id."
+)
+@json_option
+@with_context
+def simulate(ctx: click.Context, as_json: bool, **kw: Any) -> None:
+    """Replay a recording under any policy: rounds and tokens exactly, seconds by a latency profile.
+
+    \b
+    Example:  cli.py simulate --policy '{"draft": "small", "window": {"kind": "fixed", "gamma": 4}}'
+    """
+    check_writable(ctx, ("--per-round", kw["per_round"]), reads=[kw["policy_name"]])
+    with open_store(ctx, create=False) as store:
+        info = store.get_recording(kw["recording"])
+        device = kw["on"] or str(info.options.get("device", "cpu"))
+        policy = policy_named(store, kw["policy_name"], info.pair_id, device)
+        _, found = profile_of(store, kw["profile_id"], info.pair_id, device)
+        from optimizer.artifacts import keep_q_table, q_table
+        from optimizer.chooser_replay import ChosenReplay
+        from optimizer.report import outcome_table
+        from optimizer.trace import simulate as do_simulate
+        from runtime.policies.document import ChooserPolicy
+        from traces.errors import PolicyError
+
+        if kw["keep_q_table"] and isinstance(policy, ChooserPolicy):
+            raise PolicyError(
+                "--keep-q-table: a chooser's candidates keep their tables to themselves; simulate one of them"
+            )
+        replayed, skipped, approximate = do_simulate(
+            store,
+            info.id,
+            policy,
+            found,
+            limit=kw["limit"],
+            per_round=kw["per_round"] is not None,
+            skip_corrupted=kw["skip_corrupted"],
+        )
+        for chunk in skipped:
+            click.echo(f"left out: request {chunk.ordinal} of {chunk.recording}: {chunk.problem}", err=True)
+        if found is None:
+            click.echo("no latency profile of this pair and device: seconds are left at 0 (run `profile`)", err=True)
+        if kw["per_round"]:
+            pairs = zip(replayed.trace.request_ids, replayed.steps(), strict=True)
+            write_rounds(kw["per_round"], (row for request, steps in pairs for row in rounds_of(request, steps)))
+        outcome = replayed.outcome()
+        data = outcome_json(outcome, policy)
+        if isinstance(replayed, ChosenReplay):
+            data["picks"] = dict(sorted(Counter(replayed.chosen).items()))
+        if kw["keep_q_table"]:
+            about = {"recording": info.id, "policy": policy.spelled_out()}
+            with kept_unless_stored(ctx, "simulate", lambda: {**data, "q_table": q_table(replayed.state).tolist()}):
+                data["artifact"] = keep_q_table(store, replayed.state, info.pair_id, about)
+            click.echo(f"artifact {data['artifact']}", err=True)
+    if approximate:
+        click.echo(f"approximate: {approximate}", err=True)
+        data["approximate"] = True
+    emit(as_json, data, lambda: outcome_table(outcome))

@@ -1,0 +1,91 @@
+"""`tune`: the whole circle."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from optimizer.commands.outputs import kept_unless_stored
+from optimizer.commands.shared import (
+    SEED,
+    Meter,
+    decode_options,
+    device_options,
+    emit,
+    json_option,
+    load,
+    open_store,
+    pair_options,
+    same_pair,
+    sampling_options,
+    search_asked,
+    search_options,
+    with_context,
+    workload_of,
+    workload_options,
+)
+
+if TYPE_CHECKING:
+    pass
+
+
+@click.command()
+@pair_options
+@workload_options
+@sampling_options
+@device_options
+@search_options
+@click.option("--budget", default="2m", show_default=True, help="Time for the executed comparison, e.g. 90s, 10m.")
+@click.option("--search-seed", type=SEED, default=0, show_default=True)
+@click.option("--recording", "recording_id", help="Tune on this recording instead of decoding a workload.")
+@click.option("--fresh", is_flag=True, help="Record and profile anew, whatever is stored.")
+@click.option("--no-publish", is_flag=True, help="Show the evidence, publish nothing.")
+@json_option
+@with_context
+def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
+    """Find the fastest policy, prove it by execution, and publish it.
+
+    Records the workload (or resumes, or finds it recorded), profiles the device, searches in simulation, executes the best beside
+    plain baselines on requests the search has not seen, and publishes the winner if it beats the incumbent beyond noise.
+
+    \b
+    Example:  cli.py tune --limit 60 --max-new-tokens 96
+              cli.py tune --pair pair.json --workload chats.jsonl --budget 10m
+    """
+    from optimizer.schedule import parse_duration
+
+    options = decode_options(kw)
+    budget_s = float(parse_duration(kw.pop("budget")))
+    searched = search_asked(kw)
+    workload = None if kw["recording_id"] else workload_of(kw)
+    with open_store(ctx) as store:
+        pair = load(kw, store)
+        from optimizer.report import evidence_table
+        from optimizer.tune import TuneOptions, tune_recording
+        from optimizer.tune import tune as do_tune
+
+        wanted = TuneOptions(
+            options=options,
+            seed=kw["search_seed"],
+            budget_s=budget_s,
+            fresh=kw["fresh"],
+            publish=not kw["no_publish"],
+            publishing=lambda tuned: kept_unless_stored(ctx, "tune", tuned.to_json),
+            **searched,
+        )
+        with Meter() as meter:
+            if workload is None:
+                recording = store.resolve_recording(kw["recording_id"])
+                info = store.get_recording(recording)
+                same_pair(info.pair_id, pair, recording)
+                if info.state != "complete" and info.workload_id is not None:
+                    click.echo(
+                        f"recording {recording} was never finished: tuning on the {info.n_requests} requests it holds "
+                        f"(`record --resume {recording}` makes the others)",
+                        err=True,
+                    )
+                tuned = tune_recording(store, pair, recording, wanted, progress=meter)
+            else:
+                tuned = do_tune(store, pair, workload, wanted, progress=meter)
+    emit(as_json, tuned.to_json(), lambda: evidence_table(tuned))
