@@ -51,22 +51,23 @@ def _sqlite_engine(url: URL, serializer: Callable[[Any], str], migrating: bool) 
 
 
 def _postgresql_engine(url: URL, serializer: Callable[[Any], str]) -> Engine:
-    from db.postgresql import CONNECTING, Connection
+    from db.postgresql import CONNECTING
+    from db.postgresql import Connection as Driver
 
     defaults = {name: value for name, value in CONNECTING.items() if name not in url.query}
     engine = create_engine(url, connect_args=defaults, pool_pre_ping=True, json_serializer=serializer)
 
-    def do_connect(_dialect: object, _record: object, arguments: list[Any], named: dict[str, Any]) -> Connection:
-        return Connection.connect(*arguments, **named)
+    def do_connect(_dialect: object, _record: object, arguments: list[Any], named: dict[str, Any]) -> Driver:
+        return Driver.connect(*arguments, **named)
 
-    def on_connect(connection: Connection, _record: object) -> None:
+    def on_connect(connection: Driver, _record: object) -> None:
         connection.limit(str(url.query.get("options", "")))
 
     def on_begin(connection: Connection) -> None:
         driver: Any = connection.connection.driver_connection
         driver.begin(is_long=connection.get_execution_options().get("spectune_long", False))
 
-    def on_checkin(connection: Connection | None, _record: object) -> None:
+    def on_checkin(connection: Driver | None, _record: object) -> None:
         if connection is not None:
             connection.rest()
 
