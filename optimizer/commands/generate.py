@@ -15,7 +15,7 @@ from optimizer.commands.shared import (
     load,
     open_store,
     pair_options,
-    policy_named,
+    prepared,
     profile_of,
     sampling_options,
     with_context,
@@ -50,29 +50,18 @@ def generate(ctx: click.Context, as_json: bool, prompt: str, **kw: Any) -> None:
         raise WorkloadError("the prompt is empty")
     with open_store(ctx) as store:
         pair = load(kw, store)
-        from optimizer.artifacts import fitted
         from optimizer.execute import encode
         from optimizer.generate import generate as do_generate
         from traces.schema import Request, Workload
 
-        encode(
-            pair, Workload("prompt", (Request("prompt", "prompt", (prompt,)),)), options
-        )  # refused before anything else is said
+        # What does not fit is refused before anything else is said.
+        encode(pair, Workload("prompt", (Request("prompt", "prompt", (prompt,)),)), options)
         _, found = profile_of(store, None, pair.id, pair.device.type)
-        policy = policy_named(store, kw["policy_name"], pair.id, pair.device.type)
-        from runtime.decoder import prepare_for
-
-        prepared = prepare_for(
-            pair,
-            policy,
-            profile=found,
-            artifacts=fitted(store, pair.id),
-            sampling=options.sampling,
-        )
+        plan = prepared(store, pair, kw["policy_name"], options.sampling, found)
     console = console_for(stderr=as_json)
     console.width = 10_000 if not console.is_terminal else console.width
     result = do_generate(
-        pair, prepared, prompt, options, console, compare=not kw["no_compare"], show_trees=kw["show_trees"]
+        pair, plan, prompt, options, console, compare=not kw["no_compare"], show_trees=kw["show_trees"]
     )
     if as_json:
         emit(True, result, None)

@@ -16,6 +16,7 @@ from optimizer.commands.shared import (
     open_store,
     pair_options,
     policy_named,
+    prepared,
     profile_of,
     same_pair,
     sampling_options,
@@ -25,7 +26,9 @@ from optimizer.commands.shared import (
 )
 
 if TYPE_CHECKING:
+    from optimizer.execute import DecodeOptions
     from runtime.loading import LoadedPair
+    from runtime.loop import PolicySource
     from traces.store import TraceStore
 
 
@@ -87,11 +90,8 @@ def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         kw.pop(key, None)
     with open_store(ctx) as store:
         pair = load(kw, store)
-        from optimizer.artifacts import fitted
         from optimizer.record import RecordRequest, begun_as, look_around
         from optimizer.record import record as do_record
-        from runtime.loop import StaticSource
-        from runtime.policies.plan import prepare
 
         with Meter() as meter:
             begun = None
@@ -118,20 +118,7 @@ def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
                 info = store.get_recording(recording)
             else:
                 trees = _trees(store, pair, kw, sampled=not options.sampling.greedy)
-                device = pair.device.type
-                _, profile = profile_of(store, None, pair.id, device)
-                if kw["policy_name"] == "active":
-                    from optimizer.serving import last_good
-
-                    prepared = last_good(store, pair, profile, options.verifier, options.sampling)
-                else:
-                    prepared = prepare(
-                        policy_named(store, kw["policy_name"], pair.id, device),
-                        pair.draft_names,
-                        profile=profile,
-                        artifacts=fitted(store, pair.id),
-                    )
-                source = StaticSource(prepared)
+                source = _source(store, pair, kw["policy_name"], options)
                 wanted = RecordRequest(workload, options, pair.draft_names, kw["gamma_max"], **trees)
                 info = do_record(store, pair, wanted, source, fresh=kw["fresh"], begun=begun, progress=meter)
     data = {"recording": info.id, "pair": info.pair_id, **info.to_json()}
@@ -141,6 +128,17 @@ def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         f"recording {info.id}: {info.n_requests} requests, {info.n_output_tokens} tokens, panoramas of {', '.join(info.drafts)}"
         + (f"; trees of {shown}" if (shown := info.trees_shown()) else ""),
     )
+
+
+def _source(store: TraceStore, pair: LoadedPair, name: str, options: DecodeOptions) -> PolicySource:
+    """The policy to decode by; for ``active`` the newest publication that can run here."""
+    from optimizer.serving import last_good
+    from runtime.loop import StaticSource
+
+    _, profile = profile_of(store, None, pair.id, pair.device.type)
+    if name == "active":
+        return StaticSource(last_good(store, pair, profile, options.verifier, options.sampling))
+    return StaticSource(prepared(store, pair, name, options.sampling, profile))
 
 
 def _trees(store: TraceStore, pair: LoadedPair, kw: dict[str, Any], *, sampled: bool) -> dict[str, Any]:

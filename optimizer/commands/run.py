@@ -20,7 +20,7 @@ from optimizer.commands.shared import (
     open_store,
     outcome_json,
     pair_options,
-    policy_named,
+    prepared,
     profile_of,
     rounds_of,
     sampling_options,
@@ -159,21 +159,10 @@ def _source(
     store: TraceStore, pair: LoadedPair, name: str, profile: LatencyProfile | None, options: DecodeOptions
 ) -> Iterator[PolicySource]:
     """A policy source: the policy named for ever, or for ``active`` whatever is published, now and later."""
-    from optimizer.artifacts import fitted
     from runtime.loop import StaticSource
 
     if name != "active":
-        policy = policy_named(store, name, pair.id, pair.device.type)
-        from runtime.decoder import prepare_for
-
-        prepared = prepare_for(
-            pair,
-            policy,
-            profile=profile,
-            artifacts=fitted(store, pair.id),
-            sampling=options.sampling,
-        )
-        yield StaticSource(prepared)
+        yield StaticSource(prepared(store, pair, name, options.sampling, profile))
         return
     from optimizer.serving import watch
 

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from runtime.loading import LoadedPair
     from runtime.pair import PairSpec
     from runtime.policies.document import Policy
-    from traces.schema import Outcome, Step, Workload
+    from runtime.policies.plan import Plan
+    from traces.schema import LatencyProfile, Outcome, Sampling, Step, Workload
     from traces.store import TraceStore
     from traces.workloads import Turns
 
@@ -308,6 +309,15 @@ def policy_named(store: TraceStore, name: str, pair_id: str, device: str, *, opt
             "(see `policies list`)"
         ) from None
     return stored_policy(stored)
+
+
+def prepared(store: TraceStore, pair: LoadedPair, name: str, sampling: Sampling, profile: LatencyProfile | None) -> Plan:
+    """A policy by name (:func:`policy_named`), ready to decode with a loaded pair. Raises PolicyError."""
+    policy = policy_named(store, name, pair.id, pair.device.type)
+    from optimizer.artifacts import fitted
+    from runtime.decoder import prepare_for
+
+    return prepare_for(pair, policy, profile=profile, artifacts=fitted(store, pair.id), sampling=sampling)
 
 
 def profile_of(store: TraceStore, wanted: str | None, pair_id: str, device: str, dtype: str | None = None) -> tuple[str, Any]:
