@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -206,59 +207,80 @@ def search(
 
     ``progress`` is called with (trials done, in all, best tokens/s). The result is a function of the arguments alone.
     """
-    done: dict[str, Trial] = {t.policy.id: t for t in known}
-    beyond: dict[str, Trial] = {}
+    judge = _Judge(trace, profile, shortlists or {}, artifacts, {t.policy.id: t for t in known})
     todo = [p for p in (*enumerated(drafts, gamma_max), *enumerated_trees(trees or {})) if kinds.hold(p)]
-    total = len(todo) + trials
-    best = max((t.value for t in done.values()), default=0.0)
-
-    def evaluate(policy: Policy, origin: str) -> float:
-        nonlocal best
-        if policy.id in beyond:
-            return 0.0
-        if policy.id not in done:
-            parts = [
-                run_replay(part, judged, profile, artifacts=artifacts, approximate=True)
-                for part, judged in _parts(trace, policy, (shortlists or {}).get(policy.draft))
-            ]
-            sums = sum((part.total for part in parts), Counts())
-            value = sums.tokens_per_s
-            trial = Trial(policy, value, origin, sums.draft_steps / sums.seconds if sums.seconds > 0 else 0.0)
-            if sum(part.missing for part in parts) > MISSING_SHARE * sums.rounds:
-                beyond[policy.id] = trial
-                return 0.0
-            done[policy.id] = trial
-            best = max(best, value)
-        return done[policy.id].value
-
     for policy in incumbents:
-        try:
-            evaluate(policy, "incumbent")
-        except (PolicyError, TraceError):
-            continue  # one whose draft or artifact is gone, or whose trees were not recorded, cannot be replayed
+        with suppress(PolicyError, TraceError):  # its draft or artifact is gone, or its trees were not recorded
+            judge.value(policy, "incumbent")
     for i, policy in enumerate(todo):
-        evaluate(policy, "enumerated")
-        progress(i + 1, total, best)
-    bounds = shortlist_bounds(done.values(), profile)
+        judge.value(policy, "enumerated")
+        progress(i + 1, len(todo) + trials, judge.best)
+    bounds = shortlist_bounds(judge.done.values(), profile)
     worth = worth_trying(bounds)
     possible = {d: limit.only(worth.get(d, ()) if bounded else bounds.get(d, ())) for d, limit in (shortlists or {}).items()}
     possible = {d: limit for d, limit in possible.items() if set(limit.kinds) & set(kinds.shortlists)}
-    more = [p for p in enumerated_shortlists(done.values(), possible, profile) if kinds.hold(p)]
-    total += len(more)
+    more = [p for p in enumerated_shortlists(judge.done.values(), possible, profile) if kinds.hold(p)]
+    tried, total = len(todo) + len(more), len(todo) + len(more) + trials
     for i, policy in enumerate(more):
-        evaluate(policy, "enumerated")
-        progress(len(todo) + i + 1, total, best)
+        judge.value(policy, "enumerated")
+        progress(len(todo) + i + 1, total, judge.best)
     plain = Space(tuple(drafts), gamma_max, kinds) if not trees else TreeSpace(tuple(drafts), gamma_max, kinds, dict(trees))
     space: Space | ShortlistSpace = ShortlistSpace(plain, possible) if possible else plain
+    study = _seeded_study(space, judge.ranked(), kinds, trials, seed)
+    for i in range(trials):
+        asked = study.ask()
+        policy = space.suggest(asked)
+        study.tell(asked, judge.value(policy, "optuna") if kinds.hold(policy) else 0.0)
+        progress(tried + i + 1, total, judge.best)
+    searched = {draft: limit.kinds for draft, limit in possible.items()}
+    beyond = tuple(sorted(judge.beyond.values(), key=lambda t: -t.value))
+    sampler = "enumeration + TPE (multivariate, group)"
+    return Study(tuple(judge.ranked()), seed, sampler, trace.request_ids, bounds, searched, beyond)
+
+
+@dataclass
+class _Judge:
+    """Replays each policy once. ``done`` are the trials by policy id, ``beyond`` those that read too much that was not recorded."""
+
+    trace: ReplayTrace
+    profile: LatencyProfile
+    shortlists: Mapping[str, ShortlistLimit]
+    artifacts: Artifacts | None
+    done: dict[str, Trial]
+    beyond: dict[str, Trial] = field(default_factory=dict)
+    best: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.best = max((t.value for t in self.done.values()), default=0.0)
+
+    def ranked(self) -> list[Trial]:
+        """Fastest first."""
+        return sorted(self.done.values(), key=lambda t: -t.value)
+
+    def value(self, policy: Policy, origin: str) -> float:
+        """Predicted tokens/s; 0 for a policy beyond the recording."""
+        if policy.id not in self.done and policy.id not in self.beyond:
+            parts = [
+                run_replay(part, judged, self.profile, artifacts=self.artifacts, approximate=True)
+                for part, judged in _parts(self.trace, policy, self.shortlists.get(policy.draft))
+            ]
+            sums = sum((part.total for part in parts), Counts())
+            trial = Trial(policy, sums.tokens_per_s, origin, sums.draft_steps / sums.seconds if sums.seconds > 0 else 0.0)
+            misses = sum(part.missing for part in parts) > MISSING_SHARE * sums.rounds
+            (self.beyond if misses else self.done)[policy.id] = trial
+            self.best = max(self.best, 0.0 if misses else trial.value)
+        return 0.0 if policy.id in self.beyond else self.done[policy.id].value
+
+
+def _seeded_study(
+    space: Space | ShortlistSpace, ranked: Sequence[Trial], kinds: Kinds, trials: int, seed: int
+) -> optuna.study.Study:
+    """A study that tries first what was fastest so far, the best of each paper's methods before the others."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", optuna.exceptions.ExperimentalWarning
-        )  # `group` is marked so; its results are only judged
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # `group` is marked so
         sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, group=True, n_startup_trials=40)
     study = optuna.create_study(direction="maximize", sampler=sampler)
-    ranked = sorted(done.values(), key=lambda t: -t.value)
-    # The best of each paper's methods first, so that every part of the space is known to the sampler.
     first = {_method(t.policy): t for t in reversed(ranked)}
     for trial in dict.fromkeys([*sorted(first.values(), key=lambda t: -t.value), *ranked]):
         params = space.params(trial.policy) if kinds.hold(trial.policy) else None
@@ -266,15 +288,7 @@ def search(
             study.enqueue_trial(params, skip_if_exists=True)
         if len(study.trials) >= max(10, trials // 10):
             break
-    for i in range(trials):
-        asked = study.ask()
-        policy = space.suggest(asked)
-        study.tell(asked, evaluate(policy, "optuna") if kinds.hold(policy) else 0.0)
-        progress(total - trials + i + 1, total, best)
-    ordered = sorted(done.values(), key=lambda t: -t.value)
-    searched = {draft: limit.kinds for draft, limit in possible.items()}
-    left_out = tuple(sorted(beyond.values(), key=lambda t: -t.value))
-    return Study(tuple(ordered), seed, "enumeration + TPE (multivariate, group)", trace.request_ids, bounds, searched, left_out)
+    return study
 
 
 def _method(policy: Policy) -> tuple[str, ...]:
