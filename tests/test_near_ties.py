@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
+from runtime import near_ties
 from runtime.near_ties import CHOICE, Choices, choose, lead, near_code
 from traces.schema import Sampling
 
@@ -68,3 +71,13 @@ def test_the_best_and_whether_it_leads() -> None:
 
 def test_codes_near_a_border() -> None:
     assert near_code(torch.tensor([1.0 + 1e-6, 1.0 + 1e-3]), Sampling()).tolist() == [True, False]
+
+
+def test_margins_stand_in_one_module() -> None:
+    """None of the margins' numbers, and no other margin by that name, stands in another module."""
+    here = Path(near_ties.__file__)
+    margin = re.compile(r"MARGIN|\b(?:2e-4|5e-5|2\.5e-5|1\.2e-5|2e-5)\b")
+    assert len(margin.findall(here.read_text(encoding="utf-8"))) == 5
+    files = [file for top in ("runtime", "optimizer") for file in (here.parents[1] / top).rglob("*.py") if file != here]
+    assert len(files) > 50
+    assert [file.name for file in files if margin.search(file.read_text(encoding="utf-8"))] == []
