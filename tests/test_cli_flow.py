@@ -38,7 +38,7 @@ CONTRACT = [
 """The documents that the command-line contract names."""
 FIXED = '{"draft": "near", "window": {"kind": "fixed", "gamma": 3}}'
 SHORT = ("--max-new-tokens", 16)
-QUICK = ("--trials", 8, "--finalists", 2, "--budget", "2s", "--gamma-max", 12)
+QUICK = ("--trials", 8, "--finalists", 2, "--budget", "1s", "--gamma-max", 12, "--tree-width", 2, "--tree-depth", 3)
 
 
 @pytest.fixture(scope="module")
@@ -338,9 +338,8 @@ def test_schedules(door: Door, folder: Path, workload: tuple[object, ...], tuned
 def test_a_schedule_tunes_on_what_was_recorded(door: Door, workload: tuple[object, ...], tuned: dict[str, Any]) -> None:
     """A slot that is due decodes nothing: it samples what was recorded, tunes, and publishes or says why not."""
     before = door.json("policies", "list", "--pair", door.pair)["publications"]
-    door.json(
-        "schedule", "add", "now", "--every", "1s", "--recorded", "24h", "--pair", door.pair, "--trials", 4, "--budget", "9s"
-    )
+    searched = ("--trials", 4, "--budget", "3s", "--gamma-max", 6, "--tree-width", 2, "--tree-depth", 2)
+    door.json("schedule", "add", "now", "--every", "1s", "--recorded", "24h", "--pair", door.pair, *searched)
     time.sleep(1.1)
     ran = door.call("schedule", "run-once", "--json")
     report = one_object(ran.stdout)

@@ -96,7 +96,9 @@ def policies(order: str, vocab: int) -> list[Policy]:
     windows = [{"kind": "fixed", "gamma": 1}, {"kind": "fixed", "gamma": 5}, {"kind": "fsm", "gamma_max": 8}]
     shortlists = [{"kind": "frequency", "size": size, "artifact": order} for size in (3, 12, vocab // 4, vocab // 2)]
     shortlists += [{"kind": "position_frequency", "k_max": size, "artifact": order[:8]} for size in (16, vocab // 2)]
-    return [parse_policy({"draft": DRAFT, "window": w, "shortlist": s}) for w in windows for s in shortlists]
+    # Every shortlist under one window, and half of them, in turn, under each of the others.
+    chosen = [(w, s) for i, w in enumerate(windows) for j, s in enumerate(shortlists) if i == 1 or (i // 2 + j) % 2]
+    return [parse_policy({"draft": DRAFT, "window": w, "shortlist": s}) for w, s in chosen]
 
 
 def test_chains_replay_exactly_where_no_child_is_in_the_shortlist(
@@ -156,7 +158,7 @@ def test_stops_read_the_restricted_law(
     """At sizes whose mass is kept, rounds begin and accept as executed, but for codes that rounding moves; by whole laws many do not."""
     trace, bare = trace_of(store, recording, frequency_ranks(store, pair, recording, DRAFT, order)), trace_of(store, recording, None)
     find, unlike, guessed, rounds = fitted(store), 0, 0, 0
-    for size in (4, 8, 16, 32):
+    for size in (4, 16):
         block = {"kind": "frequency", "size": size, "artifact": order}
         policy = parse_policy({"draft": DRAFT, "window": {"kind": "fixed", "gamma": 6}, "shortlist": block, "stop": stop})
         decoder = Decoder(pair, StaticSource(prepare(policy, pair.draft_names, artifacts=find)))

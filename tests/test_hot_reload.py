@@ -228,7 +228,7 @@ def serving(url: str, database: Database, tiny_pair: Path, tmp_path: Path, pair:
     store = TraceStore(database)
     publish(store, pair, fixed(2))
     door = Door(url, str(tiny_pair))
-    workload = write_workload(tmp_path / "long.jsonl", 9)
+    workload = write_workload(tmp_path / "long.jsonl", 12)
     process = door.start(
         *("run", "--pair", tiny_pair, "--workload", workload, "--policy", "active", "--max-new-tokens", 400, "--device", "cpu"),
         *("--outputs", tmp_path / "texts.jsonl", "--per-round", tmp_path / "rounds.jsonl", "--json"),
@@ -251,6 +251,7 @@ def test_swaps_across_two_processes(serving: Any, tiny_pair: Path, tmp_path: Pat
 
     ended = "A ended too early to see every publication: lengthen the workload"
     assert acknowledged(1, "applied"), ended
+    assert process.stderr.readline() == "run: 12\n", "a text has begun"
     time.sleep(0.5)
     activated = door.json("policies", "activate", json.dumps(fixed(5).spelled_out()), "--pair", tiny_pair, "--device", "cpu")
     applied = [activated["version"]]
