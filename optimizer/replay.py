@@ -32,8 +32,9 @@ from optimizer.shortlist_replay import (
     shortlist_ranks,
     tree_seconds,
 )
-from optimizer.tree_outcomes import Forest, GrowthTable, join_trees, tabulate_growth
+from optimizer.tree_outcomes import Forest, join_trees, tabulate_growth
 from optimizer.tree_replay import TreeLimits, replay_trees, stop_levels
+from optimizer.tree_tabulation import GrowthTable
 from runtime.policies.artifacts import Artifacts
 from runtime.policies.document import GAMMA_LIMIT, ChooserPolicy, Policy
 from runtime.policies.jit import compiled

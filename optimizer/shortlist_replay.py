@@ -26,7 +26,8 @@ import numpy.typing as npt
 
 from optimizer.outcomes import ENDLESS
 from optimizer.shortlist_ranks import ClusterRanks, FrequencyRanks, Index, Ranks, digest, how_to_rank
-from optimizer.tree_outcomes import OFF_TEXT, ClusterUnion, Forest, GrowthTable, ShortlistRanks
+from optimizer.tree_outcomes import OFF_TEXT, Forest
+from optimizer.tree_tabulation import ClusterUnion, GrowthTable, ShortlistRanks
 from runtime.policies.document import GAMMA_LIMIT
 from runtime.policies.shortlist_costs import shortlist_seconds
 from runtime.policies.stops import STOP_NONE, CompiledStop

@@ -11,11 +11,12 @@ import numpy.typing as npt
 
 import optimizer.cost as cost
 import optimizer.tree_tabulation as tree_tabulation
+import runtime.policies.heterospec as heterospec
 import runtime.policies.windows as windows
 import traces.schema as schema
 from optimizer.cost import BUCKET, LAG_LIMIT
-from optimizer.tree_outcomes import GrowthTable
-from optimizer.tree_tabulation import ABSENT, NEVER
+from optimizer.tree_tabulation import ABSENT, NEVER, GrowthTable
+from runtime.policies.heterospec import bin_of
 from runtime.policies.jit import compiled
 from runtime.policies.trees import TreeRule
 from runtime.policies.windows import CompiledWindow, WindowState, advance, reset
@@ -46,7 +47,7 @@ class TreeLimits:
         return cls(np.array(numbers, dtype=np.int64), np.array([*rule.thresholds, 0], dtype=np.int64)[: len(rule.thresholds)], kept)
 
 
-@compiled(windows, cost, tree_tabulation, schema)
+@compiled(windows, cost, heterospec, tree_tabulation, schema)
 def replay_trees(
     window: CompiledWindow,
     state: WindowState,
@@ -117,10 +118,7 @@ def replay_trees(
                 else:
                     levels, steps = wanted, wanted
                     if numbers[6] and wanted == gamma:
-                        bin_ = 0
-                        for t in range(len(thresholds)):
-                            if int(phi[s, gamma - 1]) * fitted > thresholds[t] * gamma:
-                                bin_ += 1
+                        bin_ = bin_of(np.int64(phi[s, gamma - 1]), gamma, thresholds, fitted)
                         extra = 0
                         if bin_ < low:
                             keep = kept_of[bin_]

@@ -18,7 +18,8 @@ from optimizer.fit.heterospec import terminal_ranks
 from optimizer.fit.recorded_trees import child_probabilities
 from optimizer.fit.sequoia import best_static_tree
 from optimizer.replay import Replay, ReplayTrace, run_replay
-from optimizer.tree_outcomes import Forest, GrowthTable
+from optimizer.tree_outcomes import Forest
+from optimizer.tree_tabulation import GrowthTable
 from runtime.policies.artifacts import BINS, CLASSIFIER, STATIC_TREE, Artifacts
 from runtime.policies.document import NODE_LIMIT, ClassifierGrowth, Policy, StaticGrowth, TopKGrowth, parse_policy
 from runtime.policies.plan import prepare

@@ -12,7 +12,7 @@ import torch
 
 from runtime import near_ties
 from runtime.policies.jit import compiled
-from runtime.policies.trees import LawRows, fused
+from runtime.policies.trees import LawRows
 from runtime.sampling import kept, scaled
 from traces.schema import TOP_ENTROPY, TREE_CODE_MAX, TREE_SCALE, Sampling
 
@@ -140,6 +140,11 @@ def _to_width(
         return logits, noise, ids
     pad = torch.nn.functional.pad
     return pad(logits, (0, missing), value=-math.inf), None if noise is None else pad(noise, (0, missing)), pad(ids, (0, missing))
+
+
+def fused(device: torch.device) -> bool:
+    """Whether a device runs the compiled loop, which spares a CPU a dozen tensor operations."""
+    return device.type == "cpu"
 
 
 @compiled()

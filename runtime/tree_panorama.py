@@ -20,7 +20,7 @@ from runtime.drafts.eagle_head import EagleHead
 from runtime.loading import LoadedPair
 from runtime.models import CHUNK, CausalModel, view_of
 from runtime.policies.document import ChainGrowth, ClassifierGrowth, Growth, StaticGrowth, TopKGrowth
-from runtime.policies.trees import Growing, LawRows, Laws, TreeRule
+from runtime.policies.trees import NONE, Codes, Growing, LawRows, TreeRule
 from runtime.sampling import Noise
 from traces.schema import Proposals, Trajectory, TreePanorama, request_seed
 
@@ -318,45 +318,25 @@ class _Recorder:
     def _grow_some(self, starts: np.ndarray) -> None:
         """Runs every cover over some starts, level by level, reading what none has read."""
         budget = np.minimum(self.trajectory.max_new_tokens - starts - 1, self.limit - self.prompt - starts)
-        growing = [(c, Growing(c.rule, len(starts), torch.device("cpu")), [starts[:, None]]) for c in self.covers]
+        growing = [(c, Growing(c.rule, c.depth, len(starts))) for c in self.covers]
+        fronts = [starts[:, None]] * len(growing)
+        codes = ("tokens", "logp", "gap", "entropy", "top_entropy", "count")
         for level in range(1, 1 + max(c.depth for c in self.covers)):
-            wanted: list[np.ndarray] = []
-            for cover, trees, fronts in growing:
+            keys: dict[int, np.ndarray] = {}
+            for i, (cover, grown) in enumerate(growing):
                 if level > cover.depth or (cover.rule.static and level > len(cover.rule.static)):
                     continue
-                added = trees.add(self._gather(fronts[-1]))
-                index = added.frontier.index.numpy()
+                grown.add_from(Codes(*(self.cols[name] for name in codes)), fronts[i])
+                trees, places = grown.trees, grown.trees.frontier[0, level]
+                place, above, rank = (x[:, level, :places] for x in (trees.place, trees.above, trees.rank))
                 # The laws of this frontier are read only if another level follows within the cover and the token budget.
-                live = added.frontier.exists.numpy() & (budget > level)[:, None] & (level < cover.depth)
-                parent = np.take_along_axis(fronts[-1], np.take_along_axis(added.parent.numpy(), index, 1), 1)
-                slot = np.take_along_axis(added.rank.numpy(), index, 1)
-                key = np.where(live, parent.astype(np.int64) * self.width + slot, -1)
-                fronts.append(key)
-                wanted.append(np.unique(key[key >= 0]))
-            if wanted:
-                self._read(np.unique(np.concatenate(wanted)))
-            for _, _, fronts in growing:
-                key = fronts[-1]
-                if key.shape and len(fronts) == level + 1:
-                    found = self.cols["child"][key // self.width, key % self.width]
-                    fronts[-1] = np.where(key >= 0, found, 0)
-                    dead = key < 0
-                    if dead.any():
-                        fronts[-1] = np.where(dead, self.n, fronts[-1])
-
-    def _gather(self, nodes: np.ndarray) -> Laws:
-        """The laws of nodes [B, F]; number ``n`` is a node that does not exist."""
-        gone = nodes >= self.n
-        safe = np.where(gone, 0, nodes)
-        c = self.cols
-
-        def whole(name: str) -> torch.Tensor:
-            return torch.from_numpy(c[name][safe].astype(np.int64))
-
-        count = whole("count")
-        if gone.any():
-            count[torch.from_numpy(gone)] = 0
-        return Laws(whole("tokens"), whole("logp"), whole("gap"), whole("entropy"), whole("top_entropy"), count)
+                live = (place != NONE) & (budget > level)[:, None] & (level < cover.depth)
+                keys[i] = np.where(live, np.take_along_axis(fronts[i], above, 1) * self.width + rank, -1)
+            if keys:
+                wanted = np.unique(np.concatenate([k.ravel() for k in keys.values()]))
+                self._read(wanted[wanted >= 0])
+            for i, key in keys.items():
+                fronts[i] = np.where(key >= 0, self.cols["child"][key // self.width, key % self.width], -1).astype(np.int64)
 
     def _read(self, keys: np.ndarray) -> None:
         """Reads the nodes (parent * width + slot) that have not been read."""

@@ -387,7 +387,7 @@ def _other_kinds(name: str, known: Collection[str]) -> dict[str, Plan]:
     plain = prepare(usual, known)
     assert plain.rules is not None
     joint = np.rint(65535 * np.exp(-np.arange(CONFIDENCE_SHAPE[2]) / TREE_SCALE)).astype(np.int32)
-    confidence = torch.from_numpy(np.broadcast_to(joint, CONFIDENCE_SHAPE).copy())
+    confidence = np.broadcast_to(joint, CONFIDENCE_SHAPE)
     changes: dict[str, dict[str, Any]] = {
         "classifier": {"confidence": confidence, "beta_code": beta_code(0.1), "top_n": None},
         "stratify": {"kept": (24,)},

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from tree_reference import Law
 from tree_reference import local_costs as reference_costs
 
@@ -23,7 +22,7 @@ from optimizer.fit.score import (
     fit_sharpness,
     probability_loss,
 )
-from runtime.policies.trees import Laws, TreeRule, local_costs
+from runtime.policies.trees import Codes, Growing, TreeRule
 
 
 def laws_of(gap: Any, taken: Any, *, count: Any = None, q: Any = None) -> ScoreExamples:
@@ -85,10 +84,10 @@ def test_estimates_are_the_costs_before_rounding() -> None:
     laws = planted(1.0, n=300)
     for sharpness in (0.25, 1.5, 2.37, 8.0):
         chance = estimates(laws, sharpness)
-        gap, count = torch.from_numpy(laws.gap)[:, None], torch.from_numpy(laws.count)[:, None]
-        none = torch.zeros_like(gap)
-        rule = TreeRule(width=6, frontier=6, coupled=True, sharpness=sharpness)
-        cost = local_costs(Laws(none, none, gap, none[..., 0], none[..., 0], count), rule)[:, 0].numpy()
+        none = np.zeros_like(laws.gap)
+        growing = Growing(TreeRule(width=6, frontier=6, coupled=True, sharpness=sharpness), 1, batch=300)
+        growing.add_from(Codes(none, none, laws.gap, none[:, 0], none[:, 0], laws.count), np.arange(300)[:, None])
+        cost = growing.trees.cost
         there = laws.exists
         np.testing.assert_array_equal(cost[there], np.floor(-16 * np.log(chance[there]) + 0.5))
         assert not chance[~there].any()

@@ -13,7 +13,7 @@ import pytest
 from optimizer.fit.c2t import FEATURES, Classifier, Examples, evaluate, fine_tune, train
 from optimizer.fit.heterospec import DEEPER_LAYERS, MIN_FULL, Bins, Rounds, fit_bins, overlaps
 from optimizer.fit.sequoia import BestTrees, best_static_tree, choose, frontier_widths
-from runtime.policies.c2t import CONFIDENCE_SCALE, DEPTHS, ENTROPY_CODES, JOINT_CODES, confidence_table, look_up
+from runtime.policies.c2t import CONFIDENCE_SCALE, DEPTHS, ENTROPY_CODES, JOINT_CODES, confidence_code, confidence_table
 from traces.errors import TraceError
 
 # -- HeteroSpec: bins
@@ -160,11 +160,10 @@ def test_the_table_is_the_confidence(trained: Classifier) -> None:
     np.testing.assert_array_equal(confidence_table(trained), table)
     one = trained.confidence(7, 30, 2)
     assert one.shape == ()
-    assert look_up(table, 7, 30, 2) == math.floor(one * CONFIDENCE_SCALE)
-    np.testing.assert_array_equal(
-        look_up(table, [5, JOINT_CODES, 9999, 5], [3, ENTROPY_CODES, 9999, 3], [1, DEPTHS + 1, 99, DEPTHS + 4]),
-        [table[0, 3, 5], table[-1, -1, -1], table[-1, -1, -1], table[-1, 3, 5]],
-    )
+    codes = table.astype(np.int32)
+    assert confidence_code(codes, 2, 30, 7) == math.floor(one * CONFIDENCE_SCALE)
+    beyond = ((1, 3, 5), (DEPTHS + 1, ENTROPY_CODES, JOINT_CODES), (99, 9999, 9999), (DEPTHS + 4, 3, 5))
+    assert [confidence_code(codes, *at) for at in beyond] == [table[0, 3, 5], table[-1, -1, -1], table[-1, -1, -1], table[-1, 3, 5]]
     assert trained.table(3, 21, 11).shape == (3, 21, 11)
 
 

@@ -14,7 +14,6 @@ from test_lossless import PROMPTS
 from test_shortlists import M, routing
 from test_store import damage
 from test_tree_parity import shape
-from test_tree_tabulation import COLUMNS, random_forest
 
 import optimizer.fit.cluster_ranks as ranking
 from db import CorruptedChunkError, open_database, upgrade
@@ -23,7 +22,6 @@ from optimizer.artifacts import fitted
 from optimizer.fit.cluster_ranks import budget_grid, cluster_ranks
 from optimizer.replay import ReplayTrace, run_replay
 from optimizer.shortlist_ranks import ClusterRanks, digest, stored_ranks
-from optimizer.tree_outcomes import NO_UNION, ClusterUnion, GrowthTable, ShortlistRanks, _tabulate_chunk, tabulate_growth
 from runtime import near_ties
 from runtime.decoder import Decoded, Decoder
 from runtime.loading import LoadedPair, load_pair
@@ -33,7 +31,6 @@ from runtime.panorama import record_panorama
 from runtime.policies.artifacts import ROUTER
 from runtime.policies.document import Policy, parse_policy
 from runtime.policies.plan import prepare
-from runtime.policies.trees import TreeRule
 from runtime.tree_panorama import record_tree_panorama
 from traces.errors import PolicyError, TraceError
 from traces.schema import CostCurve, LatencyProfile, Request, Sampling, Trajectory
@@ -260,30 +257,6 @@ def test_trees_replay_nearly(
             assert replayed == full
         else:
             assert replayed.seconds / replayed.rounds < full.seconds / full.rounds
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_compiled_and_tensor_unions_are_equal(seed: int) -> None:
-    """Every column, the shortlists' sizes among them, where a level's nodes add clusters to each other's shortlists."""
-    forest, rng = random_forest(seed), np.random.default_rng(seed)
-    order = np.argsort(rng.random((len(forest.child), 12)), axis=1).astype(np.uint16)
-    cluster = rng.integers(0, 13, forest.child.shape).astype(np.uint16)  # 12: in none
-    place = np.concatenate([np.argsort(order, axis=1), np.full((len(order), 1), 12)], axis=1)
-    ranks = np.take_along_axis(place, cluster.astype(np.int64), 1).astype(np.int32)
-    union = ClusterUnion(cluster, np.ascontiguousarray(order[:, :5]), np.append(rng.integers(0, 40, 12), 0))
-    shortlist = ShortlistRanks(ranks, np.array([8, 6, 3, 2, 1, 1, 1, 1]), union)
-    starts = np.arange(len(forest.root))
-    for width, depth in ((1, 5), (4, 4), (5, 8)):
-        rule = TreeRule(width=width, frontier=width, coupled=bool(seed % 2), sharpness=1.5)
-        made = tabulate_growth(forest, [(rule, starts)], depth, shortlist)
-        expected = GrowthTable.empty(len(forest.root), depth, routed=True)
-        _tabulate_chunk(forest, replace(rule, kept=(0,)), expected, starts, shortlist)
-        for name in (*COLUMNS, "size"):
-            np.testing.assert_array_equal(getattr(made, name), getattr(expected, name), err_msg=f"{name}, width {width}")
-        assert made.size.max() <= union.sizes.sum()
-        alone = tabulate_growth(forest, [(rule, starts)], depth, shortlist._replace(union=NO_UNION))
-        more = made.pool.sum(dtype=np.int64) - alone.pool.sum(dtype=np.int64)
-        assert more == 0 if width == 1 else more > 0, "the union adds children"
 
 
 def test_stored_ranks_are_found_grown_and_mended(

@@ -165,13 +165,3 @@ def test_passes_are_charged_by_the_size_of_the_shortlist(trace: ReplayTrace, art
             assert full.draft_s - cheap.draft_s == pytest.approx(1e-6 * sum(saved[: cheap.draft_steps]))
     with pytest.raises(PolicyError, match="no costs of shortlists for draft 'near'"):
         run_replay(trace, policy, plain, artifacts=artifacts)
-
-
-def test_what_stays_keeps_its_order() -> None:
-    """A restricted law keeps order: the children that stay are those of the full law, in the same order."""
-    from optimizer.tree_outcomes import ShortlistRanks
-
-    ranks = np.array([[5, 1, 9, 3], [2, 2, 2, 2]], np.int32)
-    slots, count = ShortlistRanks(ranks, np.array([4, 6])).kept(np.array([[0, 1]]), 1, np.array([4, 3], np.uint8))
-    assert slots[0, 0, : count[0, 0]].tolist() == [1, 3]
-    assert slots[0, 1, : count[0, 1]].tolist() == [0, 1, 2]

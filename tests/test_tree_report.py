@@ -22,7 +22,7 @@ from db import open_database
 from optimizer.fit.recorded_trees import child_probabilities
 from optimizer.replay import ReplayTrace, run_replay
 from optimizer.report_html import page, ticks
-from optimizer.tree_outcomes import GrowthTable, join_trees
+from optimizer.tree_outcomes import join_trees
 from optimizer.tree_report import (
     SHARES,
     Starts,
@@ -37,7 +37,7 @@ from optimizer.tree_report import (
     top_k,
     tree_report,
 )
-from optimizer.tree_tabulation import ABSENT
+from optimizer.tree_tabulation import ABSENT, GrowthTable
 from optimizer.tree_view import LINES, chosen_nodes, tree_json, tree_view
 from runtime.decoder import Decoder
 from runtime.loading import load_pair

@@ -1,10 +1,11 @@
-"""Trees: the batched code against the plain-Python builder and verifier of :mod:`tree_reference`, on random laws full of ties."""
+"""Trees: the compiled builder and the one of tensor operations against the plain-Python builder and verifier of :mod:`tree_reference`, on
+random distributions full of ties."""
 
 from __future__ import annotations
 
+import functools
 import math
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -14,16 +15,15 @@ import torch
 import tree_reference as reference
 
 import runtime.distributions
-import runtime.policies.trees
 import runtime.sampling
 import runtime.tree_drafts
 from runtime import near_ties
 from runtime.distributions import read_distributions
 from runtime.models import CausalModel
-from runtime.policies.heterospec import bin_of, kept_nodes
-from runtime.policies.lean_trees import LeanGrowing, grows_lean
-from runtime.policies.tree_rules import static_levels
-from runtime.policies.trees import INFINITE, Growing, LawRows, Laws, Level, TreeRule, select
+from runtime.policies.device_trees import DeviceGrowing
+from runtime.policies.heterospec import kept_nodes
+from runtime.policies.sequoia import static_levels
+from runtime.policies.trees import INFINITE, NONE, Codes, Growing, LawRows, Tree, TreeRule
 from runtime.sampling import Noise, filters
 from runtime.tree_drafts import AnyGrowing, GrownTree, ModelLaws, TreeContext, grow
 from runtime.verification import TargetText, verify_tree
@@ -31,16 +31,17 @@ from traces.schema import NO_BIN, Sampling
 
 CPU = torch.device("cpu")
 Path = tuple[int, ...]
-PATHS = {"fused": True, "tensors": False}
-"""Both ways of growing: compiled loops (a CPU's) and tensor operations (any device's)."""
 KINDS = ["chain", "top_k", "classifier", "static"]
 
 
-@pytest.fixture(params=PATHS)
+@pytest.fixture(params=["compiled", "tensors"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Grows by compiled loops or by tensor operations."""
-    for module in (runtime.policies.trees, runtime.distributions):
-        monkeypatch.setattr(module, "fused", lambda _: PATHS[request.param])
+    """Grows by compiled loops (a CPU's) or by tensor operations (any device's)."""
+    if request.param == "tensors":
+        monkeypatch.setattr(
+            runtime.tree_drafts, "growing_on", lambda device, rule, depth, complete: DeviceGrowing(rule, device, complete)
+        )
+        monkeypatch.setattr(runtime.distributions, "fused", lambda _: False)
     return str(request.param)
 
 
@@ -103,7 +104,7 @@ def random_case(rng: random.Random, kind: str, *, short: bool = True) -> Case:
         shape = (rng.randint(1, 5), rng.randint(1, 40), rng.randint(1, 120))
         most = rng.choice([3, 65535])
         beta = rng.randint(0, most) // rng.choice([1, 2, 1000])
-        table = torch.randint(0, most + 1, shape, generator=torch.Generator().manual_seed(rng.getrandbits(32)), dtype=torch.int32)
+        table = np.random.default_rng(rng.getrandbits(32)).integers(0, most + 1, shape, dtype=np.int32)
 
         def confidence(joint: int, entropy: int, depth: int) -> int:
             return int(table[min(depth, shape[0]) - 1, min(entropy, shape[1] - 1), min(joint, shape[2] - 1)])
@@ -130,23 +131,22 @@ def random_case(rng: random.Random, kind: str, *, short: bool = True) -> Case:
     )
 
 
-NOBODY = reference.Law([], [], [], 0, 0)
-
-
-def as_laws(laws: list[reference.Law], places: int, k: int, junk: random.Random) -> Laws:
-    """The laws [1, places, k] of a frontier; what does not exist is filled with junk."""
-    laws = [*laws, *([NOBODY] * (places - len(laws)))]
+def as_rows(laws: list[reference.Law], k: int, junk: random.Random) -> LawRows:
+    """Distributions as rows; what does not exist is filled with junk."""
+    n, column = len(laws), functools.partial(torch.tensor, dtype=torch.int64)
 
     def filled(values: list[int], most: int) -> list[int]:
         return [*values[:k], *(junk.randint(0, most) for _ in range(k - len(values)))]
 
-    return Laws(
-        torch.tensor([[filled(law.tokens, 9) for law in laws]]).view(1, places, k),
-        torch.tensor([[filled(law.logp, 255) for law in laws]]).view(1, places, k),
-        torch.tensor([[filled(law.gap, 255) for law in laws]]).view(1, places, k),
-        torch.tensor([[law.entropy for law in laws]]),
-        torch.tensor([[law.top_entropy for law in laws]]),
-        torch.tensor([[min(k, len(law.tokens)) for law in laws]]),
+    return LawRows(
+        column([filled(law.tokens, 9) for law in laws]).view(n, k),
+        column([filled(law.logp, 255) for law in laws]).view(n, k),
+        column([filled(law.gap, 255) for law in laws]).view(n, k),
+        column([law.entropy for law in laws]),
+        column([law.top_entropy for law in laws]),
+        column([min(k, len(law.tokens)) for law in laws]),
+        None,
+        None,
     )
 
 
@@ -155,29 +155,26 @@ class Told:
 
     def __init__(self, case: Case) -> None:
         self.case, self.junk = case, random.Random(0)
-        self.paths: list[list[Path | None]] = []
         self.read: list[Path] = []
 
-    def root(self) -> Laws:
+    def root(self) -> LawRows:
         self.frontier: list[Path | None] = [()]
         self.read.append(())
-        return as_laws([self.case.draft(())], 1, self.case.rule.width, self.junk)
+        return as_rows([self.case.draft(())], self.case.rule.width, self.junk)
 
-    def expand(self, growing: AnyGrowing, width: int) -> Laws:
+    def expand(self, growing: AnyGrowing, width: int) -> LawRows:
         """Asks for the first ``width`` of the frontier; a place where no node is (static trees) gets a law of nobody's."""
-        level, above = growing.levels[-1], self.frontier
-        tokens, parents = level.tokens[0].tolist(), level.parent[0].tolist()
-        index, exists = level.frontier.index[0].tolist(), level.frontier.exists[0].tolist()
-        self.frontier = []
-        for place, there in zip(index[:width], exists[:width], strict=True):
-            parent = above[parents[place]]
+        tokens, parents, exists = growing.following(width)
+        above, self.frontier = self.frontier, []
+        for token, parent, there in zip(tokens.tolist(), [0] * width if parents is None else parents.tolist(), exists, strict=True):
+            path = above[parent]
             assert self.case.rule.static or there
-            self.frontier.append((*parent, tokens[place]) if there and parent is not None else None)
+            self.frontier.append((*path, token) if there and path is not None else None)
         self.read += [path for path in self.frontier if path is not None]
         laws = [reference.Law([1], [3], [0], 4, 5) if path is None else self.case.draft(path) for path in self.frontier]
-        return as_laws(laws, len(index), self.case.rule.width, self.junk)
+        return as_rows(laws, self.case.rule.width, self.junk)
 
-    def settle(self, growing: AnyGrowing) -> None:
+    def settle(self, growing: AnyGrowing, *, reads_phi: bool) -> None:
         pass
 
 
@@ -250,155 +247,80 @@ def test_what_is_drafted_and_not_verified_is_kept_where_asked(kind: str, way: st
     assert all(count > 10 for name, count in seen.items() if selects or name == "dropped"), seen
 
 
-def all_levels(
-    rule: TreeRule, depth: int, laws: Callable[[Growing], Laws], batch: int, whole: bool = False
-) -> tuple[list[Level], torch.Tensor]:
-    growing = Growing(rule, batch, CPU, whole)
-    for _ in range(depth):
-        growing.add(laws(growing))
-    return growing.levels, select(growing.levels, rule.top_n)
+FIELDS = dict.fromkeys(("token", "cost", "q_cost", "parent"), "candidate") | dict.fromkeys(("place", "above", "rank", "phi"), "place")
+FIELDS |= dict.fromkeys(("size", "frontier", "width", "level_phi", "stop"), "level")
+
+
+def compare_trees(tree: Tree, expected: Tree, levels: int) -> None:
+    """Field by field, but for what nobody reads of candidates and places without a node."""
+    size, there = int(expected.size[levels]), {}
+    there["candidate"] = expected.cost[:size] < INFINITE
+    there["level"] = np.ones(levels, dtype=np.bool_)
+    for name, kind in FIELDS.items():
+        mine, right = getattr(tree, name), getattr(expected, name)
+        if kind == "candidate":
+            mine, right = mine[:size], right[:size]
+            if name != "cost":
+                mine, right = mine[there[kind]], right[there[kind]]
+            assert np.array_equal(mine, right), name
+            continue
+        for level in range(1, levels + 1):
+            a, b = mine[level], right[level]
+            if kind == "place":
+                some = slice(0, expected.frontier[level])
+                nodes = expected.place[level, some] != NONE
+                a, b = (a[some], b[some]) if name == "place" else (a[some][nodes], b[some][nodes])
+            assert np.array_equal(a, b), (name, level)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_batch_is_each_tree_alone(kind: str, way: str) -> None:
-    """Growing and selecting B trees at once gives what each gives alone, level by level, in every field; and what is expected."""
-    for trial in range(60):
-        rng = random.Random(f"batch {kind} {trial}")
-        case = random_case(rng, kind, short=trial % 3 > 0)
+def test_tensor_operations_and_batches_grow_the_compiled_tree(kind: str) -> None:
+    """Every field at every level: of one tree by tensor operations, forgetting and growing again on the way, and of a batch whose rows
+    lie in one table."""
+    seen = {"stops": 0, "phi": 0, "ends": 0}
+    for trial in range(150):
+        rng = random.Random(f"fields {kind} {trial}")
+        case = random_case(rng, kind)
         rule, depth = case.rule, max(1, case.gamma)
         if rule.static:
             depth = min(depth, len(rule.static))
-        trees = []
-        for i in range(rng.choice([2, 7])):
-            rate = rng.choice([0.0, 0.0, 0.3]) if trial % 3 else 0.0
-            draft = reference.random_draft(rng, case.vocab, rule.width, rng.choice([0.0, 0.3, 0.9]), i % 2 == 0, rate)
-            trees.append(replace(case, draft=draft, gamma=depth, limit=depth, stop=None, strata=None))
-        told = [Told(tree) for tree in trees]
-        alone = []
-        given: list[list[Laws]] = []
-        for source in told:
-            asked: list[Laws] = []
-
-            def ask(growing: Growing, source: Told = source, asked: list[Laws] = asked, rule: TreeRule = rule) -> Laws:
-                if not growing.levels:
-                    asked.append(source.root())
-                else:
-                    exists = growing.levels[-1].frontier.exists
-                    asked.append(source.expand(growing, exists.shape[1] if rule.static else int(exists.sum())))
-                return asked[-1]
-
-            alone.append(all_levels(rule, depth, ask, 1, trial % 3 == 0))
-            given.append(asked)
-
-        def together(growing: Growing, given: list[list[Laws]] = given) -> Laws:
-            level = len(growing.levels)
-            parts = [[getattr(asked[level], name) for asked in given] for name in LAW_FIELDS]
-            return Laws(*(torch.cat(part) for part in parts))
-
-        levels, chosen = all_levels(rule, depth, together, len(trees))
-        for b, (own, picked) in enumerate(alone):
-            assert torch.equal(chosen[b : b + 1], picked)
-            for mine, level in zip(own, levels, strict=True):
-                compare_levels(mine, level, b)
-        for b, tree in enumerate(trees):
-            expected = tree.expected()
-            if expected.ended == "classifier":
-                continue  # grow drops an empty level; here it only is empty
-            tokens = torch.cat([level.tokens[b] for level in levels])
-            assert tokens[chosen[b]].tolist() == [node.token for node in expected.kept]
-
-
-LAW_FIELDS = ["tokens", "logp", "gap", "entropy", "top_entropy", "count"]
-
-
-def compare_levels(alone: Level, batched: Level, b: int) -> None:
-    for name in ("tokens", "cost", "q_cost", "parent", "eligible", "phi", "stops"):
-        assert torch.equal(getattr(batched, name)[b], getattr(alone, name)[0]), name
-    assert torch.equal(batched.rank.expand_as(batched.cost)[b], alone.rank.expand_as(alone.cost)[0])
-    assert torch.equal(batched.frontier.index[b], alone.frontier.index[0])
-    assert torch.equal(batched.frontier.exists[b], alone.frontier.exists[0])
-
-
-@pytest.mark.parametrize("kind", ["chain", "top_k", "classifier"])
-def test_a_lean_tree_is_a_batched_one(kind: str) -> None:
-    """Level by level in every field, forgetting and growing again on the way, and in what is kept, its places and what read it."""
-    seen = {"stops": 0, "phi": 0, "ends": 0}
-    for trial in range(200):
-        rng = random.Random(f"lean {kind} {trial}")
-        case = random_case(rng, kind)
-        rule, depth = case.rule, max(1, case.gamma)
-        assert grows_lean(rule, CPU)
-        lean, batched = LeanGrowing(rule, depth), Growing(rule, 1, CPU, case.whole, lean=True)
-        source, widths = Told(case), [1]
-        for level in range(depth):
-            if level:
-                assert lean.expandable == batched.expandable
-                if not lean.expandable:
+        drafts = [case.draft] + [reference.random_draft(rng, case.vocab, rule.width, 0.3, i > 0, 0.3) for i in range(2)]
+        trees, given = [], []
+        for draft in drafts:
+            one, other = Growing(rule, depth), DeviceGrowing(rule, CPU, case.whole and draft is case.draft)
+            source, rows = Told(replace(case, draft=draft)), []
+            for level in range(depth):
+                width = one.width if level else 1
+                assert level == 0 or other.width == width
+                if not width:
                     seen["ends"] += 1
-                    break
-                widths.append(lean.expandable)
-                for mine, its in zip(lean.following(widths[-1]), batched.following(widths[-1]), strict=True):
-                    assert mine is its is None or (mine is not None and its is not None and torch.equal(mine, its))
-            laws = source.expand(batched, widths[-1]) if level else source.root()
-            wider = torch.nn.functional.pad(torch.stack([x[0] for x in laws[:3]]), (0, rng.choice([0, 2])))
-            rows = LawRows(*(x[: widths[-1]] for x in (*wider, *(x[0] for x in laws[3:]))), None, None)
-            if rng.random() < 0.3:  # what is settled is grown again
-                junk = rows._replace(logp=rows.logp.flip(0), gap=rows.gap.flip(0))
-                for growing in (lean, batched):
-                    growing.add(junk)
-                    growing.undo()
-            assert lean.depth == level
-            assert level == 0 or lean.expandable == widths[-1]
-            lean.add(rows)
-            batched.add(rows)
-            for mine, its in zip(lean.levels, batched.levels, strict=True):
-                compare_lean(mine, its)
-            assert not rule.reads_stop or lean.stops == batched.stops
-            assert not rule.stratified or lean.phi == batched.phi
-            seen["stops"] += rule.reads_stop and lean.stops
-            seen["phi"] += rule.stratified and lean.phi > 0
-        bin_ = rng.randrange(4) if rule.stratified else NO_BIN
-        found, expected = (GrownTree(levels=lean.depth, widths=widths, bin=bin_) for _ in range(2))
-        runtime.tree_drafts._keep_lean(rule, lean, found)
-        runtime.tree_drafts._keep(rule, batched, expected)
-        assert found == expected
+                    rows += [as_rows([], rule.width, rng)] * (depth - level)
+                else:
+                    rows.append(source.expand(one, width) if level else source.root())
+                if rng.random() < 0.3 and width:  # what is decided by the canonical pass is grown again
+                    other.add(rows[level]._replace(logp=rows[level].logp.flip(0), gap=rows[level].gap.flip(0)))
+                    other.undo()
+                for growing in (one, other):
+                    growing.add(rows[level])
+                assert (one.stops, one.phi) == (other.stops, other.phi)
+                seen["stops"] += rule.reads_stop and one.stops
+                seen["phi"] += rule.stratified and one.phi > 0
+            compare_trees(other.tree(), one.tree(), depth)
+            trees.append(one.tree())
+            given.append(rows)
+        batch = Growing(rule, depth, len(drafts))
+        for level in range(depth):
+            parts = [rows[level].codes() for rows in given]
+            begins = np.cumsum([0, *(len(p.count) for p in parts)])
+            front = np.full((len(drafts), max(1, rule.frontier)), -1)
+            for b, part in enumerate(parts):
+                front[b, : len(part.count)] = begins[b] + np.arange(len(part.count))
+            batch.add_from(Codes(*(np.concatenate(column) for column in zip(*parts, strict=True))), front)
+        for b, tree in enumerate(trees):
+            compare_trees(batch.trees.one(b), tree, depth)
     assert seen["stops"] > 20
-    assert kind == "chain" or seen["phi"] > 20
+    assert kind in ("chain", "static") or seen["phi"] > 20
     assert kind != "classifier" or seen["ends"] > 20
-
-
-def compare_lean(lean: Level, batched: Level) -> None:
-    """The same level, but for what nobody reads: paths' q where no node is, and which places without a node the frontier names."""
-    there, exists = batched.eligible, batched.frontier.exists
-    for name in ("tokens", "cost", "parent", "rank", "eligible", "stops"):
-        assert torch.equal(getattr(lean, name), getattr(batched, name)), name
-    assert torch.equal(lean.q_cost[there], batched.q_cost[there])
-    assert torch.equal(lean.frontier.exists, exists)
-    assert torch.equal(lean.frontier.index[exists], batched.frontier.index[exists])
-    assert torch.equal(lean.phi, batched.phi)
-    assert lean.whole == bool(there.all())
-
-
-def test_stops_and_phi_of_a_batch() -> None:
-    """What each level of a batch says of stop and Phi is what ends, or bins, each of its trees alone."""
-    for trial in range(150):
-        rng = random.Random(f"phi {trial}")
-        case = random_case(rng, rng.choice(["top_k", "classifier", "static"]))
-        expected = case.expected()
-        source, growing = Told(case), Growing(case.rule, 1, CPU)
-        for depth in range(1, expected.passes + 1):
-            if depth == 1:
-                laws = source.root()
-            else:
-                exists = growing.levels[-1].frontier.exists
-                laws = source.expand(growing, exists.shape[1] if case.rule.static else int(exists.sum()))
-            level = growing.add(laws)
-            last = depth == expected.passes
-            if case.rule.reads_stop and expected.ended != "classifier":
-                assert bool(level.stops[0]) == (last and expected.ended == "stop")
-            if depth == case.gamma and expected.phi is not None:
-                assert int(level.phi[0]) == expected.phi
-                assert bin_of(np.array([expected.phi]), depth, case.rule.thresholds, case.rule.fitted_depth) == [expected.bin]
 
 
 def test_rule_says_how_much_is_read() -> None:
@@ -407,16 +329,12 @@ def test_rule_says_how_much_is_read() -> None:
         rng = random.Random(f"size {trial}")
         case = random_case(rng, rng.choice(KINDS), short=False)
         rule, depth = case.rule, max(1, case.gamma)
-        source, growing = Told(case), Growing(case.rule, 1, CPU)
+        source, growing = Told(case), Growing(rule, depth)
         for level in range(1, min(depth, len(rule.static) or depth) + 1):
-            if level == 1:
-                laws = source.root()
-            else:
-                exists = growing.levels[-1].frontier.exists
-                laws = source.expand(growing, exists.shape[1] if rule.static else int(exists.sum()))
-            assert laws.count.shape[1] == rule.step_width(level)
-            assert growing.add(laws).cost.shape[1] == rule.places(level)
-        assert rule.pool(level) == sum(x.cost.shape[1] for x in growing.levels)
+            assert growing.trees.frontier[0, level - 1] == rule.step_width(level)
+            growing.add(source.expand(growing, growing.width) if level > 1 else source.root())
+            assert np.diff(growing.trees.size[0, level - 1 : level + 1]) == rule.places(level)
+        assert rule.pool(level) == growing.trees.size[0, level]
 
 
 def one_hot_logits(tree: GrownTree, target: reference.Target, vocab: int) -> torch.Tensor:
@@ -497,7 +415,9 @@ class Shaken:
         self.paths = [()]
         return self._shaken()
 
-    def level(self, tokens: torch.Tensor, parents: torch.Tensor | None, depth: int) -> torch.Tensor:
+    def level(
+        self, tokens: torch.Tensor, parents: torch.Tensor | None, depth: int, exists: torch.Tensor | None = None
+    ) -> torch.Tensor:
         above = [0] * len(tokens) if parents is None else parents.tolist()
         self.paths = [(*self.paths[p], token) for p, token in zip(above, tokens.tolist(), strict=True)]
         assert {len(path) for path in self.paths} == {depth}

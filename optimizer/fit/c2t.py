@@ -25,7 +25,8 @@ from optimizer.fit.shared import Progress, StoredFit, held_out, silent, stored
 from optimizer.tree_outcomes import Forest
 from runtime.policies.artifacts import CLASSIFIER
 from runtime.policies.c2t import ClassifierWeights, read_weights
-from runtime.policies.trees import Growing, TreeRule
+from runtime.policies.eagle2 import INFINITE
+from runtime.policies.trees import NONE, Growing, TreeRule
 from traces.errors import PolicyError, TraceError
 from traces.schema import TREE_SCALE
 
@@ -236,37 +237,30 @@ def _grown(
 ) -> Iterator[tuple[int, Flags, Index, Index, Flags]]:
     """Of each level and its places, arrays [starts, places]: (level, exists, -log of the product of
     q, entropy of the distribution it was drawn from, is on the text); codes in 1/16 nat."""
-    growing = Growing(rule, len(starts), torch.device("cpu"))
+    growing, codes, k = Growing(rule, depth, len(starts)), forest.codes, rule.width
+    trees = growing.trees
     front = forest.root[starts][:, None]
     on = forest.root[starts].copy()  # the node on the text, -1 once it is lost
     rows = np.arange(len(starts))
     for level in range(1, depth + 1):
-        laws = forest.laws(front)
-        added = growing.add(laws)
-        shape = added.cost.shape
-        parent = np.broadcast_to(added.parent.numpy(), shape)
+        growing.add_from(codes, front)
+        begin, end = trees.size[0, level - 1 : level + 1]
+        exists = trees.cost[:, begin:end] < INFINITE
         hit = (front == on[:, None]) & (on >= 0)[:, None]
         slot = forest.text_slot[np.maximum(on, 0)]
-        found = hit.any(1) & (slot < rule.width)
-        accepted = np.zeros(shape, dtype=np.bool_)
-        accepted[rows[found], (hit.argmax(1) * rule.width + slot)[found]] = True
-        exists = np.broadcast_to(added.eligible.numpy(), shape)
-        yield (
-            level,
-            exists,
-            added.q_cost.numpy(),
-            np.take_along_axis(laws.entropy.numpy(), parent, 1),
-            accepted & exists,
-        )
+        found = hit.any(1) & (slot < k)
+        accepted = np.zeros(exists.shape, dtype=np.bool_)
+        accepted[rows[found], (hit.argmax(1) * k + slot)[found]] = True
+        entropy = forest.entropy[front].repeat(k, 1).astype(np.int64)
+        yield level, exists, trees.q_cost[:, begin:end], entropy, accepted & exists
         on = np.where(
             found, forest.child[np.maximum(on, 0), np.minimum(slot, forest.width - 1)], -1
         ).astype(np.int64)
-        index, there = added.frontier.index.numpy(), added.frontier.exists.numpy()
-        above = np.take_along_axis(front, np.take_along_axis(parent, index, 1), 1)
-        rank = np.take_along_axis(np.broadcast_to(added.rank.numpy(), shape), index, 1)
-        front = np.where(there & (above >= 0), forest.child[np.maximum(above, 0), rank], -1).astype(
-            np.int64
-        )
+        frontier = trees.frontier[0, level]
+        above, rank = trees.above[:, level, :frontier], trees.rank[:, level, :frontier]
+        parent = np.take_along_axis(front, above, 1)
+        there = (trees.place[:, level, :frontier] != NONE) & (parent >= 0)
+        front = np.where(there, forest.child[np.maximum(parent, 0), rank], -1).astype(np.int64)
 
 
 def evaluate(

@@ -2,7 +2,7 @@
 estimate is near the chance of a child.
 
 The estimate of a child, given that its parent was accepted, is softmax(-sharpness * gap) over the k
-children of a distribution (:func:`runtime.policies.trees.local_costs`); here it is that very ratio
+children of a distribution (:func:`runtime.policies.trees.grow_level`); here it is that very ratio
 of whole weights before its -log is rounded to 1/16 nat.
 
 It is judged by binary log loss: of each child by itself, "is it the text's next token", over all
@@ -21,7 +21,6 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from optimizer.fit.recorded_trees import RecordedTrees, TreeSource, child_probabilities, unusual
 from optimizer.fit.shared import Progress, StoredFit, held_out, silent
@@ -258,7 +257,7 @@ def fit_sharpness(examples: ScoreExamples, group: npt.NDArray[Any], *, seed: int
 def _weights(examples: ScoreExamples, sharpness: float) -> tuple[Index, Index, FloatArray]:
     """Whole weights of the children [n, k], 0 where there is none, their sums [n], and logarithms
     [n, k]."""
-    whole, logs = (x.numpy() for x in gap_weights(sharpness, torch.device("cpu")))
+    whole, logs = gap_weights(sharpness)
     weight = np.where(examples.exists, whole[examples.gap], 0)
     return weight, weight.sum(1), logs[examples.gap]
 

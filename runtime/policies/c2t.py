@@ -19,6 +19,7 @@ import numpy.typing as npt
 from pydantic import Field
 
 from runtime.policies.blocks import WIDTH_LIMIT, TreeGrowth, Width
+from runtime.policies.jit import compiled
 from traces.schema import TREE_SCALE
 
 FloatArray = npt.NDArray[np.float64]
@@ -104,7 +105,7 @@ class ClassifierWeights:
     ) -> TableArray:
         """floor(confidence * 65535) of all codes, uint16 [depths, entropies, joints]: [depth - 1, entropy, joint].
 
-        Depths and codes beyond it take the last entries (:func:`look_up`).
+        Depths and codes beyond it take the last entries (:func:`confidence_code`).
         """
         if min(depths, entropies, joints) < 1:
             raise ValueError("a table needs at least one depth, one entropy and one joint cost")
@@ -165,18 +166,11 @@ def _table(w1: bytes, b1: bytes, w2: bytes, b2: bytes) -> TableArray:
     return made
 
 
-def look_up(
-    table: TableArray, joint_code: npt.ArrayLike, entropy_code: npt.ArrayLike, depth: npt.ArrayLike
-) -> TableArray:
-    """A table's entries for codes that broadcast, in their shape; codes and depths beyond it take its last entries."""
-    levels, entropies, joints = table.shape
-    return np.asarray(
-        table[
-            np.clip(np.asarray(depth), 1, levels) - 1,
-            np.minimum(np.asarray(entropy_code), entropies - 1),
-            np.minimum(np.asarray(joint_code), joints - 1),
-        ]
-    )
+@compiled()
+def confidence_code(table: npt.NDArray[np.int32], depth: int, entropy: int, joint: int) -> int:
+    """A table's entry for codes and a depth from 1; those beyond the table take its last entries."""
+    depths, entropies, joints = table.shape
+    return int(table[min(depth, depths) - 1, min(entropy, entropies - 1), min(joint, joints - 1)])
 
 
 def beta_code(beta: float) -> int:

@@ -1,13 +1,16 @@
 """EAGLE-2: trees that grow where the draft is confident (section 4.1) and are pruned to the best
-nodes (section 4.2). The growing itself is :mod:`runtime.policies.trees`."""
+nodes (section 4.2). Both choose the :func:`cheapest`; growing is :mod:`runtime.policies.trees`."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
+import numpy as np
+import numpy.typing as npt
 from pydantic import Field
 
 from runtime.policies.blocks import NODE_LIMIT, Block, TreeGrowth
+from runtime.policies.jit import compiled
 
 DEFAULT_TOP_N = 60
 """Nodes that a top-k tree keeps when the policy does not say (EAGLE-2)."""
@@ -29,3 +32,28 @@ class Select(Block):
     (EAGLE-2's rerank); the root is not counted. None: all."""
 
     top_n: Annotated[int, Field(ge=1, le=NODE_LIMIT)] | None = None
+
+
+INFINITE: Final = 1 << 20
+"""Cost of a candidate that does not exist or may not be chosen; more than any path can sum to (64 levels of 255)."""
+
+
+@compiled()
+def cheapest(cost: npt.NDArray[np.int64], begin: int, end: int, chosen: npt.NDArray[np.int64]) -> int:
+    """Writes into ``chosen`` [n] the cheapest of the candidates ``begin`` to ``end``, best first, ties by creation order; how many
+    there are. The chosen of the whole tree are closed under ancestors: a child costs no less than its parent and comes later."""
+    count = 0
+    for candidate in range(begin, end):
+        if cost[candidate] >= INFINITE:
+            continue
+        if count == chosen.shape[0]:
+            if count == 0 or cost[candidate] >= cost[chosen[count - 1]]:
+                continue
+            count -= 1
+        at = count
+        while at > 0 and cost[chosen[at - 1]] > cost[candidate]:
+            chosen[at] = chosen[at - 1]
+            at -= 1
+        chosen[at] = candidate
+        count += 1
+    return count

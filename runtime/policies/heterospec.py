@@ -1,5 +1,5 @@
-"""HeteroSpec: what an entropy bin does to a round (section 4.3). The cumulative meta-path
-Top-K entropy Phi is computed where trees grow (:meth:`runtime.policies.trees.Growing.add`)."""
+"""HeteroSpec: what an entropy bin does to a round (section 4.3). Bins are fitted in :mod:`optimizer.fit.heterospec`; Phi is summed up
+where trees grow (:func:`runtime.policies.trees.grow_level`)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy.typing as npt
 from pydantic import Field
 
 from runtime.policies.blocks import Block
+from runtime.policies.jit import compiled
 
 
 class Stratify(Block):
@@ -26,24 +27,17 @@ class Stratify(Block):
     ] = (0.3, 0.6, 1.0)
 
 
-def bin_of(
-    phi: npt.NDArray[np.int64],
-    gamma: npt.NDArray[np.int64] | int,
-    thresholds: Sequence[int],
-    fitted_depth: int,
-) -> npt.NDArray[np.int64]:
-    """The bin of Phi (in 1/16 nat, summed over ``gamma`` levels): how many thresholds it exceeds.
+@compiled()
+def bin_of(phi: int, depth: int, thresholds: npt.NDArray[np.int64], fitted_depth: int) -> int:
+    """The bin of Phi (in 1/16 nat, a sum over ``depth`` levels): how many thresholds it exceeds.
 
     Thresholds belong to sums over ``fitted_depth`` levels; other depths are compared by Phi per
     level, in whole numbers.
     """
-    scaled = np.asarray(phi, dtype=np.int64) * fitted_depth
-    return np.asarray(
-        sum(
-            ((scaled > t * np.asarray(gamma)).astype(np.int64) for t in thresholds),
-            np.zeros_like(scaled),
-        )
-    )
+    found = 0
+    for threshold in thresholds:
+        found += phi * fitted_depth > threshold * depth
+    return found
 
 
 def kept_nodes(top_n: int, fractions: Sequence[float], alpha: int) -> tuple[int, ...]:

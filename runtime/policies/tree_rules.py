@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
 
 from runtime.policies.artifacts import BINS, CLASSIFIER, STATIC_TREE, Artifacts, read_artifact
 from runtime.policies.c2t import beta_code, confidence_table, read_weights
@@ -20,10 +19,11 @@ from runtime.policies.document import (
     StaticGrowth,
     TopKGrowth,
 )
+from runtime.policies.eagle2 import INFINITE
 from runtime.policies.heterospec import kept_nodes
-from runtime.policies.sequoia import static_paths
+from runtime.policies.sequoia import static_levels, static_paths
 from runtime.policies.stops import compile_stop
-from runtime.policies.trees import INFINITE, StaticLevel, TreeRule
+from runtime.policies.trees import TreeRule
 from traces.schema import TREE_SCALE
 
 BINS_LIMIT = 64
@@ -65,32 +65,8 @@ def compile_tree(policy: Policy, *, sampled: bool, artifacts: Artifacts | None =
         return TreeRule(width=growth.width, frontier=growth.frontier, **common)
     assert isinstance(growth, ClassifierGrowth)
     weights = read_artifact(policy, "growth", growth.artifact, CLASSIFIER, artifacts, lambda found: read_weights(found.arrays))
-    table = torch.from_numpy(confidence_table(weights).astype(np.int32))
+    table = confidence_table(weights).astype(np.int32)
     return TreeRule(width=growth.width, frontier=growth.frontier, confidence=table, beta_code=beta_code(growth.beta), **common)
-
-
-def static_levels(paths: Sequence[Sequence[int]]) -> tuple[int, tuple[StaticLevel, ...]]:
-    """(children read of each law, levels) of a static tree given as rank paths, each with all its beginnings."""
-    width = 1 + max(rank for path in paths for rank in path)
-    known = {tuple(p) for p in paths}
-    levels: list[StaticLevel] = []
-    frontier: list[tuple[int, ...]] = [()]
-    depth = max(len(p) for p in known)
-    for level in range(1, depth + 1):
-        nodes, places, expanded, following = 0, [], [], []
-        for f, parent in enumerate(frontier):
-            for rank in range(width):
-                path = (*parent, rank)
-                if path not in known:
-                    continue
-                places.append(f * width + rank)
-                if any(len(p) > level and p[:level] == path for p in known):
-                    expanded.append(nodes)
-                    following.append(path)
-                nodes += 1
-        levels.append(StaticLevel(tuple(places), tuple(expanded)))
-        frontier = following
-    return width, tuple(levels)
 
 
 def _static_paths(policy: Policy, growth: StaticGrowth, artifacts: Artifacts | None) -> tuple[tuple[int, ...], ...]:
