@@ -11,9 +11,10 @@ import pytest
 from pairs import make_pair
 from synthetic import flat_profile
 from test_lossless import PROMPTS
-from test_tree_parity import shape
+from test_tree_parity import plain_rounds, shape
 
 from optimizer.replay import ReplayTrace, run_replay
+from optimizer.shortlist_replay import shortlist_ranks
 from runtime.decoder import Decoder
 from runtime.loading import LoadedPair, load_pair
 from runtime.loop import StaticSource
@@ -127,8 +128,13 @@ def test_trees_under_shortlists_replay_nearly(
                 Request(text.request_id, "x", ("",)), text.prompt_ids.tolist(), text.sampling, text.max_new_tokens
             )
             rounds += len(decoder.decode(request).steps)
-        replayed = run_replay(trace, policy, artifacts=artifacts).total.rounds
+        fast = run_replay(trace, policy, artifacts=artifacts, per_round=True)
+        replayed, plan = fast.total.rounds, prepare(policy, pair.draft_names, artifacts=artifacts)
         assert replayed == rounds if size == vocab else replayed == pytest.approx(rounds, rel=0.05)
+        assert plan.shortlist is not None
+        held = shortlist_ranks(trace.forests["near", "coupled"], plan.shortlist, DEPTH)
+        plain = plain_rounds(trace, policy, artifacts, held)
+        assert [[shape(s) for s in steps] for steps in fast.steps()] == plain
 
 
 def test_what_cannot_be_replayed_is_said(trace: ReplayTrace, artifacts: Artifacts) -> None:

@@ -13,7 +13,9 @@ from pairs import make_pair
 from synthetic import flat_profile
 from test_lossless import PROMPTS
 
+from optimizer.oracle import RecordedTrees, replay_rounds
 from optimizer.replay import ReplayTrace, run_replay
+from optimizer.tree_tabulation import ShortlistRanks
 from runtime.decoder import Decoder
 from runtime.loading import LoadedPair, load_pair
 from runtime.loop import StaticSource
@@ -22,6 +24,7 @@ from runtime.policies.artifacts import Artifacts, Fitted
 from runtime.policies.document import Policy, parse_policy
 from runtime.policies.plan import prepare
 from runtime.policies.tree_rules import compile_tree
+from runtime.session import Sessions
 from runtime.tree_panorama import Cover, cover_name, record_tree_panorama
 from traces.errors import PolicyError, TraceError
 from traces.schema import LatencyProfile, Request, Sampling, Step, Trajectory
@@ -156,11 +159,29 @@ def test_trees_change_no_text_and_replay_exactly(pair: LoadedPair, sampling: Sam
         executed = decode(pair, policy, sampling, find)
         replayed = run_replay(trace, policy, per_round=True, artifacts=find)
         assert replayed.missing == 0
+        assert [[shape(s) for s in steps] for steps in replayed.steps()] == plain_rounds(trace, policy, find), policy.label()
         for text, ran, steps in zip(plain, executed, replayed.steps(), strict=True):
             assert ran.trajectory.output_ids.tolist() == text.output_ids.tolist(), policy.label()
             assert [shape(s) for s in ran.steps] == [shape(s) for s in steps], policy.label()
             rounds += len(steps)
     assert rounds > 500
+
+
+def plain_rounds(
+    trace: ReplayTrace, policy: Policy, find: Artifacts, shortlist: ShortlistRanks | None = None
+) -> list[list[tuple[int, ...]]]:
+    """Every round by the plain loop over the recorded trees."""
+    assert policy.draft is not None
+    plan, sessions, forest = prepare(policy, [policy.draft], artifacts=find), Sessions(), trace.forests[policy.draft, "coupled"]
+    return [
+        [
+            shape(r.step)
+            for r in replay_rounds(
+                t, None, policy, plan, sessions, RecordedTrees(forest, int(trace.offsets[i]), shortlist)
+            )
+        ]
+        for i, t in enumerate(trace.trajectories)
+    ]
 
 
 ANALYTIC: list[dict[str, Any]] = [
