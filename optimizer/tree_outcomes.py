@@ -158,7 +158,7 @@ def _tabulate_static(forest: Forest, rule: TreeRule, table: GrowthTable) -> None
             below.append(np.full(256, -1))
         frontier = [numbers[i] for i in level.expanded]
     child = np.array(below)
-    expanded = (child >= 0).any(1)
+    expanded = np.asarray((child >= 0).any(1))
     at = np.zeros(len(forest.root), np.int64)
     for depth, level in enumerate(rule.static[: table.depth]):
         # The node of the text's own prefix at this depth; the last prefix of a text has no following token, which ends the walk.

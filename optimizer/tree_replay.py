@@ -118,7 +118,7 @@ def replay_trees(
                 else:
                     levels, steps = wanted, wanted
                     if numbers[6] and wanted == gamma:
-                        bin_ = bin_of(np.int64(phi[s, gamma - 1]), gamma, thresholds, fitted)
+                        bin_ = bin_of(int(phi[s, gamma - 1]), gamma, thresholds, fitted)
                         extra = 0
                         if bin_ < low:
                             keep = kept_of[bin_]

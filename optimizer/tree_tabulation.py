@@ -76,7 +76,7 @@ class GrowthTable(NamedTuple):
 
     @property
     def depth(self) -> int:
-        return self.rank.shape[1]
+        return int(self.rank.shape[1])
 
     @classmethod
     def empty(cls, starts: int, depth: int, *, routed: bool = False) -> GrowthTable:
@@ -141,7 +141,7 @@ def tabulate(
     for i in range(starts.shape[0]):
         s = starts[i]
         front = scratch.front
-        front[0], node, above, candidates = trie.root[s], trie.root[s], np.int64(ROOT), 0
+        front[0], node, above, candidates = trie.root[s], int(trie.root[s]), ROOT, 0
         for level in range(1, depth + 1):
             if shortlist.budgets.shape[0] > 0:
                 size = _restrict(rule, codes, shortlist, tree.frontier[level - 1], i * depth + level, level, scratch)
@@ -151,11 +151,11 @@ def tabulate(
             else:
                 grow_level(rule, codes, front, level, tree)
             if node >= 0:
-                slot = np.int64(trie.text_slot[node])
+                slot = int(trie.text_slot[node])
                 above = _candidate(rule, shortlist, scratch.slots, level, tree, above, slot)
-                node = np.int64(trie.child[node, slot]) if above != NONE else np.int64(-1)
+                node = int(trie.child[node, slot]) if above != NONE else -1
             else:
-                above = np.int64(NONE)
+                above = NONE
             scratch.text[level - 1] = above
             for at in range(tree.size[level - 1], tree.size[level]):
                 candidates += tree.cost[at] < INFINITE
@@ -232,7 +232,7 @@ def _restrict(
     gaps, which are to the first of them. How many tokens a union over the level holds, as far as the nodes' orders go; of a budget
     beyond them as many more as it exceeds them. ``stamp`` marks this union's clusters."""
     union, budget = shortlist.union, shortlist.budgets[level - 1]
-    reach, tokens, every = union.order.shape[1], np.int64(0), np.int64(0)
+    reach, tokens, every = union.order.shape[1], 0, 0
     if reach > 0:
         for f in range(frontier):
             for c in range(min(budget, reach) if scratch.front[f] >= 0 else 0):

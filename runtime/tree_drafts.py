@@ -15,9 +15,10 @@ import torch
 
 from runtime.distributions import read_distributions
 from runtime.policies.device_trees import DeviceGrowing, growing_on
+from runtime.policies.eagle2 import INFINITE
 from runtime.policies.heterospec import bin_of
 from runtime.policies.near_tie_trees import undecided_nodes
-from runtime.policies.trees import INFINITE, ROOT, Growing, LawRows, Tree, TreeRule, select
+from runtime.policies.trees import ROOT, Growing, LawRows, Tree, TreeRule, select
 from runtime.sampling import Noise
 from traces.schema import NO_BIN, Sampling
 

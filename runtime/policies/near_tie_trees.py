@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.policies.c2t import CONFIDENCE_SCALE
-from runtime.policies.trees import INFINITE, NONE, LawRows, Tree, TreeRule
+from runtime.policies.eagle2 import INFINITE
+from runtime.policies.trees import NONE, LawRows, Tree, TreeRule
 from traces.schema import TREE_CODE_MAX, TREE_SCALE
 
 IntArray = npt.NDArray[np.int64]
@@ -63,7 +64,7 @@ def open_codes(rows: LawRows, *, perturbed: bool, filtered: bool) -> OpenCodes:
     near = np.zeros((n, k), dtype=np.bool_) if rows.unsure is None else rows.unsure.cpu().numpy()
     near_entropy = np.zeros(n, dtype=np.bool_) if rows.unsure_entropy is None else rows.unsure_entropy.cpu().numpy()
     exists = np.arange(k) < count[:, None]
-    anything = (near.any(1) & (near | ~exists).all(1) & filtered)[:, None]
+    anything = np.asarray(near.any(1) & (near | ~exists).all(1) & filtered)[:, None]
     near = near | anything
     beside = np.pad(near, ((0, 0), (1, 1)), constant_values=((False, False), (False, True)))
     swapped = near & (beside[:, :-2] | beside[:, 2:])

@@ -206,12 +206,8 @@ class Tree(NamedTuple):
     def empty(cls, rule: TreeRule, depth: int, batch: int) -> Tree:
         """``batch`` trees of no level, with room for ``depth``."""
         pool, level, front = rule.pool(depth), (batch, depth + 1), (batch, depth + 1, max(1, rule.frontier))
-        found = cls(
-            *(np.empty((batch, pool), np.int64) for _ in range(5)),
-            *(np.empty(front, np.int64) for _ in range(4)),
-            *(np.empty(level, np.int64) for _ in range(4)),
-            np.empty((*level, 3), np.int64),
-        )
+        shapes = [(batch, pool)] * 5 + [front] * 4 + [level] * 4 + [(*level, 3)]
+        found = cls(*[np.empty(shape, np.int64) for shape in shapes])
         found.place[:, 0, 0], found.phi[:, 0, 0], found.size[:, 0], found.frontier[:, 0], found.width[:, 0] = ROOT, 0, 0, 1, 1
         return found
 
@@ -233,7 +229,7 @@ def grow_level(rule: LevelRule, codes: Codes, front: Index, level: int, tree: Tr
         above, row, there = tree.place[level - 1, f], front[f], 0
         cost = q_cost = np.int64(0)
         if above != NONE and 0 <= row < codes.count.shape[0]:
-            there = min(np.int64(codes.count[row]), k)
+            there = min(int(codes.count[row]), k)
             if above != ROOT:
                 cost, q_cost = tree.cost[above], tree.q_cost[above]
         log_total = _log_of_weights(rule, codes.gap, row, there) if rule.coupled else 0.0
