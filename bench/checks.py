@@ -21,23 +21,19 @@ from scipy.stats import kendalltau
 from db.database import open_database
 from optimizer.execute import Comparison, DecodeOptions, Encoded, encode, race, run
 from optimizer.inputs import load_workload
-from optimizer.record import RecordRequest, record
-from optimizer.replay import Replay, ReplayTrace, run_replay
-from optimizer.tune import TuneOptions, expected_seconds, profile_for, tune
+from optimizer.profiles import expected_seconds, profile_for, served_contexts
+from optimizer.record import RecordRequest, record, whole_texts
+from optimizer.replay import ReplayTrace, run_replay
+from optimizer.tune import TuneOptions, tune
 from optimizer.verdict import finite
-from runtime.decoder import Decoded
 from runtime.loading import LoadedPair, load_pair
 from runtime.loop import StaticSource
-from runtime.measuring import Bench, center
-from runtime.pacing import Pacer, at_pace
 from runtime.pair import PairSpec, read_pair
 from runtime.policies.artifacts import Artifacts
 from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from runtime.policies.plan import prepare
-from runtime.profiler import ChainMeasurement, measure_profile, merge_profiles
-from runtime.shortlists import ShortlistRule
-from runtime.tree_profiler import SAMPLINGS, TreeMeasurement
-from traces.schema import Counts, LatencyProfile, Sampling, Step, Workload
+from runtime.profiling import measure_profile
+from traces.schema import LatencyProfile, Sampling, Step, Workload
 from traces.store import TraceStore
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -92,7 +88,7 @@ def stored(path: Path) -> TraceStore:
 
 
 def _profile(state: Path, pair: LoadedPair) -> LatencyProfile:
-    return profile_for(stored(state / "profiles.db"), pair, pair.draft_names, TuneOptions(gamma_max=GAMMA_MAX)).profile
+    return profile_for(stored(state / "profiles.db"), pair, pair.draft_names, gamma_max=GAMMA_MAX).profile
 
 
 def lossless(state: Path) -> dict[str, Any]:
@@ -149,7 +145,7 @@ def parity(state: Path) -> dict[str, Any]:
 
 def _parity(path: Path, pair: LoadedPair, name: str) -> list[dict[str, Any]]:
     path.unlink(missing_ok=True)
-    profile = measure_profile(pair, gamma_max=GAMMA_MAX, repeats=3, trees=False)
+    profile = measure_profile(pair, gamma_max=GAMMA_MAX, trees=False)
     first, second = list(pair.drafts)[:2]
     rows = []
     with open_database(str(path)) as database:
@@ -220,166 +216,75 @@ def fidelity(state: Path) -> dict[str, Any]:
     options = DecodeOptions(Sampling(), 64)
     trace = _recorded(store, pair, workload, options, FIDELITY_GAMMA_MAX)
 
-    def measure() -> LatencyProfile:
-        return measure_profile(pair, gamma_max=FIDELITY_GAMMA_MAX, repeats=3, trees=False)
-
-    def predict(policy: Policy, first: LatencyProfile, merged: LatencyProfile) -> Counts:
-        return priced(trace, policy, run_replay(trace, policy, first, per_round=True), merged)
-
+    said = trace.trajectories
+    profile = measure_profile(pair, gamma_max=FIDELITY_GAMMA_MAX, trees=False, contexts=served_contexts(said), texts=whole_texts(said))
     encoded = encode(pair, workload, options)
-    return fidelity_report(pair, swept("small", "medium"), encoded, measure, predict)
+    return fidelity_report(pair, swept("small", "medium"), encoded, trace, profile)
 
 
 def fidelity_report(
     pair: LoadedPair,
     policies: Sequence[Policy],
     encoded: Encoded,
-    measure: Callable[[], LatencyProfile],
-    predict: Callable[[Policy, LatencyProfile, LatencyProfile], Counts],
+    trace: ReplayTrace,
+    profile: LatencyProfile,
     *,
     what: str = "policies",
     artifacts: Artifacts | None = None,
     runs: int = FIDELITY_RUNS,
-    every: int = 4,
-    between: Interleaved | None = None,
 ) -> dict[str, Any]:
-    """Predicted against measured tokens/s of policies in ``runs`` interleaved runs, brought to one pace (:mod:`runtime.pacing`), then round
-    by round the median of them (a policy makes the same rounds every time, and most of what disturbs a machine is shorter than a request).
-    What slow moments add is spread over all policies alike, so that the total of seconds is the measured one (``slow_moments``); profiles
-    do the same.
+    """Predicted against measured tokens/s of policies in ``runs`` interleaved runs in random order, a request's seconds the median of
+    them; the profile's scale is refitted to them, as ``tune`` does. ``what`` names the policies in the summary."""
+    spent: dict[str, list[dict[str, float]]] = {p.id: [] for p in policies}
+    for number in range(runs):
+        outcomes = compare(pair, policies, encoded, profile=profile, artifacts=artifacts, seed=number).outcomes
+        for policy in policies:
+            spent[policy.id].append({r.request_id: r.counts.seconds for r in outcomes[policy.id].per_request})
+        print(f"  run {number + 1} of {runs}", flush=True)
 
-    ``measure`` profiles the pair, first and after every ``every`` requests. ``predict`` replays a policy, from the first profile (which
-    windows that read costs decided by) and all of them merged (what rounds cost), with the costs measured in turns ``between`` all
-    requests, if given, in place of theirs (on the texts just said). ``what`` names the policies in the summary.
-    """
-    profiles, pacer = [measure()], Pacer(pair)
-    executed: dict[tuple[str, str], list[Decoded]] = {}
-    pace: dict[tuple[str, str], list[np.ndarray]] = {}
-    said: list[int] = []
+    def seconds(policy: Policy, part: slice) -> float:
+        return sum(float(np.median([one[item.id] for one in spent[policy.id][part]])) for item, _ in encoded.items)
 
-    def after(done: int) -> None:
-        if between is not None:
-            between.turn(said)
-        if done % every == 0:
-            profiles.append(measure())
-            print(f"  {done} of {len(encoded.items)} requests", flush=True)
-
-    def keep(policy: Policy, decoded: Decoded) -> None:
-        key = policy.id, decoded.trajectory.request_id
-        executed.setdefault(key, []).append(decoded)
-        pace.setdefault(key, []).append(pacer.taken())
-        said[:] = [*decoded.trajectory.prompt_ids.tolist(), *decoded.trajectory.output_ids.tolist()]
-
-    how: dict[str, Any] = {"profile": profiles[0], "artifacts": artifacts, "between": after, "each": keep, "after_round": pacer}
-    outcomes = [compare(pair, policies, encoded, seed=run, **how).outcomes for run in range(runs)]
-    merged, pace = merge_profiles(profiles), pacer.slower(pace)
-    if between is not None:
-        merged = between.applied(merged)
-
-    def typical(policy: Policy, part: slice) -> float:
-        return sum(typical_s(executed[policy.id, item.id][part], pace[policy.id, item.id][part]) for item, _ in encoded.items)
-
-    spent = sum(usual_s(executed[policy.id, item.id]) for policy in policies for item, _ in encoded.items)
-    slow_moments = spent / sum(typical(policy, slice(None)) for policy in policies)
+    predicted = {p.id: run_replay(trace, p, profile, artifacts=artifacts, approximate=True).total for p in policies}
+    every = slice(None)
+    scale = float(np.median([seconds(p, every) / predicted[p.id].seconds for p in policies]))
     rows = []
     for policy in policies:
-        once = [run[policy.id].total for run in outcomes]
-        seconds, *halved = (slow_moments * typical(policy, part) for part in (slice(None), slice(0, None, 2), slice(1, None, 2)))
-        measured = replace(once[0], seconds=seconds)
-        predicted = predict(policy, profiles[0], merged)
+        measured, foretold = outcomes[policy.id].total, predicted[policy.id]
+        measured = replace(measured, seconds=seconds(policy, every))
+        foretold = replace(foretold, seconds=scale * foretold.seconds)
         rows.append(
             {
                 "policy": policy.label(),
                 "tau": measured.mean_accepted_length,
-                "predicted_tokens_per_s": predicted.tokens_per_s,
+                "predicted_tokens_per_s": foretold.tokens_per_s,
                 "measured_tokens_per_s": measured.tokens_per_s,
-                "runs_tokens_per_s": [total.tokens_per_s for total in once],
-                "halves_tokens_per_s": [measured.emitted_tokens / s for s in halved],
-                "error": predicted.tokens_per_s / measured.tokens_per_s - 1,
-                "rounds_equal": predicted.rounds == measured.rounds,
+                "halves_tokens_per_s": [measured.emitted_tokens / seconds(policy, slice(i, None, 2)) for i in (0, 1)],
+                "error": foretold.tokens_per_s / measured.tokens_per_s - 1,
+                "rounds_equal": foretold.rounds == measured.rounds,
             }
         )
     errors = np.abs([r["error"] for r in rows])
-    first, again = np.array([r["runs_tokens_per_s"][:2] for r in rows]).T
+    first, again = np.array([r["halves_tokens_per_s"] for r in rows]).T
     tau = _tau([r["predicted_tokens_per_s"] for r in rows], [r["measured_tokens_per_s"] for r in rows])
-    ceiling, halves = _tau(first, again), _tau(*np.array([r["halves_tokens_per_s"] for r in rows]).T)
-    median, p90 = float(np.median(errors)), float(np.quantile(errors, 0.9))
+    median, p90, ceiling = float(np.median(errors)), float(np.quantile(errors, 0.9)), _tau(first, again)
     return {
-        "holds": median <= 0.05 and p90 <= 0.10 and tau >= 0.9,
+        "holds": median <= 0.03 and p90 <= 0.06 and tau >= 0.9,
         "summary": f"median error {100 * median:.1f}%, 90th percentile {100 * p90:.1f}%, Kendall tau {tau:.3f} over {len(rows)} "
-        f"{what} (one run against the next: {ceiling:.3f}, one half of the runs against the other: {halves:.3f})",
+        f"{what} (one half of the runs against the other: {ceiling:.3f})",
         "median_error": median,
         "p90_error": p90,
         "kendall_tau": tau,
-        "kendall_tau_measured_again": ceiling,
-        "kendall_tau_halves": halves,
-        "slow_moments": slow_moments,
+        "kendall_tau_halves": ceiling,
+        "scale": scale,
         "median_difference_measured_again": float(np.median(np.abs(again / first - 1))),
-        "profiles": [json.loads(json.dumps(dict(p.check), default=str)) for p in profiles],
+        "profile": json.loads(json.dumps(dict(profile.check), default=str)),
         "rows": sorted(rows, key=lambda r: -r["measured_tokens_per_s"]),
     }
 
 
-class Interleaved:
-    """A measurement of the costs of chains and trees that is spread over whatever else goes on, a turn at a time.
-
-    A machine's moods last for minutes, in which verification (whose weights fill a shared cache) becomes dearer by 15% or more and a small
-    draft hardly at all: profiles that are measured now and then are those of other moods than the rounds'.
-    """
-
-    def __init__(self, pair: LoadedPair, gamma_max: int, contexts: tuple[int, ...] = (32, 160, 384)) -> None:
-        bench = Bench(pair, gamma_max, 1, lambda *_: None)
-        self.chains, self.trees = ChainMeasurement(bench, contexts), TreeMeasurement(bench, contexts)
-        self.chains.turn()
-        for _ in range(2):
-            self.trees.turn()
-
-    def turn(self, text: Sequence[int]) -> None:
-        """Every greedy cell once at one of the contexts in turn, trees at the end of ``text``."""
-        context = self.chains.contexts[self.chains.turns % len(self.chains.contexts)]
-        self.chains.turn((context,))
-        self.trees.turn((context,), SAMPLINGS[:1], [text])
-
-    def applied(self, profile: LatencyProfile) -> LatencyProfile:
-        """A profile with these costs in place of its own."""
-        return replace(profile, **self.chains.costs(), trees=self.trees.costs())
-
-
-def typical_s(runs: Sequence[Decoded], pace: Sequence[np.ndarray] | None = None) -> float:
-    """Seconds of a request: each round's median over the runs, and that of what is no round, at the usual pace. Of a window that reads the
-    clock, whose rounds may differ from run to run, the median of the whole."""
-    slower = [np.ones(len(d.steps)) for d in runs] if pace is None else pace
-    rounds, rest = zip(*(at_pace(d, p) for d, p in zip(runs, slower, strict=True)), strict=True)
-    if len({len(r) for r in rounds}) > 1:
-        return float(np.median([r.sum() + other for r, other in zip(rounds, rest, strict=True)]))
-    return float(np.median(rounds, axis=0).sum() + np.median(rest))
-
-
-def usual_s(runs: Sequence[Decoded]) -> float:
-    """Seconds of a request with slow moments: each round's mean over the runs, and that of what is no round, but for lost seconds (as
-    :func:`runtime.measuring.center`)."""
-    rounds = [[s.round_s for s in d.steps] for d in runs]
-    if len({len(r) for r in rounds}) > 1:
-        return center([d.seconds for d in runs])
-    return sum(center(samples) for samples in zip(*rounds, strict=True)) + center(
-        [d.seconds - sum(r) for d, r in zip(runs, rounds, strict=True)]
-    )
-
-
 def _tau(a: Sequence[float] | np.ndarray, b: Sequence[float] | np.ndarray) -> float:
     return float(kendalltau(a, b).statistic)
-
-
-def priced(
-    trace: ReplayTrace, policy: Policy, decided: Replay, profile: LatencyProfile, shortlist: ShortlistRule | None = None
-) -> Counts:
-    """A chain's rounds that were decided under one profile, priced by another."""
-    model, before = trace.costs(policy, profile, shortlist)
-    seconds = float(before[trace.order].sum())
-    for trajectory, steps in zip(trace.trajectories, decided.steps(), strict=True):
-        for step in steps:
-            seconds += model.round_seconds(step, len(trajectory.prompt_ids) + step.start - 1).round_s
-    return replace(decided.total, seconds=seconds)
 
 
 def regret(state: Path) -> dict[str, Any]:

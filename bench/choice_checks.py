@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from checks import CATEGORIES, GAMMA_MAX, demo, stored, typical_s
+from checks import CATEGORIES, GAMMA_MAX, demo, stored
 from interleaved import compare
 
 from optimizer.artifacts import fitted
@@ -18,9 +18,9 @@ from optimizer.execute import DecodeOptions, Encoded, Timings, encode, run
 from optimizer.fit.chooser_fits import ChooserSource, fit_source, keep_chooser
 from optimizer.fit.on_the_fly import read_prompts
 from optimizer.inputs import load_workload
+from optimizer.profiles import profile_for
 from optimizer.record import split
 from optimizer.replay import ReplayTrace, run_replay
-from optimizer.tune import TuneOptions, profile_for
 from optimizer.verdict import finite
 from runtime.decoder import Decoded
 from runtime.loading import LoadedPair
@@ -82,8 +82,7 @@ def measured(state: Path, requests: int, tokens: int, passes: int) -> dict[str, 
     """:func:`draft_choice` of any size."""
     pair = demo()
     store = stored(state / "choice.db")
-    options = TuneOptions(gamma_max=GAMMA_MAX, tree_width=0)
-    profile = profile_for(store, pair, pair.draft_names, options).profile
+    profile = profile_for(store, pair, pair.draft_names, gamma_max=GAMMA_MAX, trees=False).profile
     store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
     rows = []
     for name, encoded in workloads(pair, requests, tokens).items():
@@ -130,7 +129,7 @@ def _workload(store: TraceStore, pair: LoadedPair, encoded: Encoded, profile: La
         differ += compare(pair, list(policies.values()), test, profile=profile, artifacts=find, each=keep, seed=turn).texts_differ
     done = {name: [executed[policy.id, item.id] for item, _ in test.items] for name, policy in policies.items()}
     timed = {name: np.array([[d.seconds for d in of] for of in found]) for name, found in done.items()}
-    typical = {name: np.array([typical_s(of) for of in found]) for name, found in done.items()}
+    typical = {name: np.array([np.median([d.seconds for d in of]) for of in found]) for name, found in done.items()}
     predicted = {n: run_replay(trace.select(held_out), p, profile, artifacts=find).seconds.sum() for n, p in policies.items()}
     return {
         "requests": len(texts),

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from checks import typical_s
 from interleaved import compare
 from numpy.typing import NDArray
 from tree_checks import CATEGORIES, stored
@@ -23,16 +22,14 @@ from optimizer.execute import DROP_LEVEL, Comparison, DecodeOptions, Encoded, Ti
 from optimizer.fit.chooser_fits import ChooserSource, fit_source, keep_chooser
 from optimizer.fit.on_the_fly import read_prompts
 from optimizer.fit.tuning import fit_shortlists, fit_trees, ranks_for
-from optimizer.record import RecordRequest, record, split, whole_texts
+from optimizer.profiles import profile_for
+from optimizer.record import RecordRequest, record, split
 from optimizer.replay import ReplayTrace, run_replay
 from optimizer.search import TIE, Study, Trial, finalists, search
 from optimizer.spaces import Kinds
-from optimizer.tune import TuneOptions, profile_for
 from optimizer.verdict import finite, weighed
-from runtime.decoder import Decoded
 from runtime.loading import LoadedPair, load_pair
 from runtime.loop import StaticSource
-from runtime.pacing import Pacer
 from runtime.pair import read_pair
 from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from runtime.policies.plan import prepare
@@ -197,7 +194,7 @@ def _searched(
     recording = record(store, pair, wanted, plain).id
     loaded = store.load(recording, DRAFTS, trees=True)
     texts = loaded.trajectories
-    measured = profile_for(store, pair, DRAFTS, TuneOptions(gamma_max=GAMMA, fresh=True), whole_texts(texts))
+    measured = profile_for(store, pair, DRAFTS, gamma_max=GAMMA, fresh=True, trajectories=texts)
     profile, stored_profile = measured.profile, measured.id
     limits = fit_trees(store, recording, DRAFTS, profile=stored_profile)
     shortlists = fit_shortlists(store, pair, recording, DRAFTS)
@@ -285,10 +282,10 @@ def _executed(
     how = {"profile": profile, "artifacts": fitted(store)}
     first, second = stages
     print(f"  {category}: {len(policies)} policies on {len(first.items)} requests", flush=True)
-    compared = paced(pair, list(policies.values()), first, how)
+    compared = compare(pair, list(policies.values()), first, **how)
     contenders = _contenders(_finalists(JOINT, chosen), compared.timings)
     print(f"  {category}: {len(contenders)} of them on {len(second.items)} more", flush=True)
-    further = paced(pair, [policies[c] for c in contenders], second, how)
+    further = compare(pair, [policies[c] for c in contenders], second, **how)
     nowhere = np.full((len(second.items), 1), np.nan)
     timings = Timings({p: np.concatenate([s, further.timings.seconds.get(p, nowhere)]) for p, s in compared.timings.seconds.items()})
     differ = compared.texts_differ + further.texts_differ
@@ -338,26 +335,6 @@ def _executed(
         for name, policy in policies.items()
     ]
     return winners, rows, executions
-
-
-def paced(pair: LoadedPair, policies: Sequence[Policy], encoded: Encoded, how: Mapping[str, Any]) -> Comparison:
-    """A comparison whose timings are each request's seconds at the machine's usual pace (:mod:`runtime.pacing`), [requests, 1]: policies in
-    random order, each executed once. ``how``: further arguments of :func:`interleaved.compare`."""
-    pacer = Pacer(pair)
-    executed: dict[tuple[str, str], list[Decoded]] = {}
-    pace: dict[tuple[str, str], list[FloatArray]] = {}
-
-    def keep(policy: Policy, decoded: Decoded) -> None:
-        key = policy.id, decoded.trajectory.request_id
-        executed.setdefault(key, []).append(decoded)
-        pace.setdefault(key, []).append(pacer.taken())
-
-    compared = compare(pair, policies, encoded, each=keep, after_round=pacer, **how)
-    slower = Pacer.slower(pace)
-    keys = {p.id: [(p.id, item.id) for item, _ in encoded.items] for p in policies}
-    return replace(
-        compared, timings=Timings({p: np.array([[typical_s(executed[k], slower[k])] for k in own]) for p, own in keys.items()})
-    )
 
 
 def _contenders(finalists: Sequence[Winner], timings: Timings) -> frozenset[str]:
@@ -423,7 +400,7 @@ def joint(state: Path) -> dict[str, Any]:
     """The winner of all papers together and those of single papers, as the ablation chose them, once more on requests that neither search
     nor choice have seen.
 
-    Executions are interleaved in random order and brought to one pace (:mod:`runtime.pacing`), as where fidelity is measured: without,
+    Executions are interleaved in random order, as where fidelity is measured:
     two policies alike differ by 15% from request to request. The best single paper of a workload is the one that the ablation found
     fastest: the fastest of four on these requests would be ahead by luck alone. It holds where the joint winner is not slower than that
     one's beyond noise (95%) on any workload, on all of them together at least as fast, within the 1% that count as a tie, and slower than
@@ -443,7 +420,7 @@ def joint(state: Path) -> dict[str, Any]:
         policies = {p.id: p for p in winners.values()}
         encoded = encode(pair, replace(workload, requests=others), DecodeOptions(Sampling(), TOKENS))
         how = {"profile": found.profile if found else None, "artifacts": fitted(store)}
-        compared = paced(pair, list(policies.values()), encoded, how)
+        compared = compare(pair, list(policies.values()), encoded, **how)
         for name, policy in winners.items():
             rows.append(
                 {

@@ -22,7 +22,9 @@ import numpy as np
 
 from optimizer.replay import ReplayTrace, replay_many, run_replay
 from runtime.policies.document import Policy, parse_policy
-from traces.schema import AGREE_NO, AGREE_YES, ChainPanorama, CostCurve, LatencyProfile, Sampling, Trajectory
+from traces.cost_table import CostTable
+from traces.latency import LatencyProfile
+from traces.schema import AGREE_NO, AGREE_YES, ChainPanorama, Sampling, Trajectory
 
 GAMMA_MAX = 16
 
@@ -67,13 +69,13 @@ def synthetic_trace(tokens: int, *, length: int = 500, seed: int = 0) -> ReplayT
 def synthetic_profile() -> LatencyProfile:
     """A 4 ms target beside a 0.5 ms draft."""
 
-    def curve(base: float, slope: float) -> CostCurve:
-        widths, contexts = (1, 4, 8, 17), (32, 160, 384)
-        median = tuple(tuple(base + slope * w + 1e-7 * c for c in contexts) for w in widths)
-        return CostCurve(widths, contexts, median, median)
+    def table(base: float, slope: float) -> CostTable:
+        rows, contexts = (1.0, 4.0, 8.0, 17.0), (32.0, 160.0, 384.0)
+        return CostTable(tuple(base + slope * r + 1e-7 * c for r in rows for c in contexts), ("rows", "context"), (rows, contexts))
 
-    verify, step = curve(4e-3, 1.2e-4), curve(4.5e-4, 2e-5)
-    return LatencyProfile("demo", "cpu", "float32", verify, verify, {"small": step}, {"small": step}, overhead_s=1e-4)
+    target, draft = table(4e-3, 1.2e-4), table(4.5e-4, 2e-5)
+    terms = {"target": target, "pass/small": draft, "phase/small": CostTable((0.0,)), "round": CostTable((1e-4,))}
+    return LatencyProfile("demo", "cpu", "float32", terms)
 
 
 WINDOWS: dict[str, dict[str, Any]] = {

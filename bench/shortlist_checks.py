@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from checks import Interleaved, fidelity_report, priced, stored
+from checks import fidelity_report, stored
 from tree_checks import (
     DEPTH,
     STATIC,
@@ -34,16 +34,16 @@ from optimizer.fit.dynaspec import fit_router
 from optimizer.fit.fr_spec import fit_fr_spec
 from optimizer.fit.frequency_ranks import frequency_ranks
 from optimizer.inputs import load_workload
-from optimizer.record import cover_of, retrace_trees
+from optimizer.profiles import served_contexts
+from optimizer.record import cover_of, retrace_trees, whole_texts
 from optimizer.replay import ReplayTrace, run_replay
 from optimizer.shortlist_ranks import Ranks
 from runtime.loading import LoadedPair, load_pair
 from runtime.pair import read_pair
 from runtime.policies.artifacts import Artifacts
 from runtime.policies.document import Policy, parse_policy
-from runtime.policies.plan import prepare
-from runtime.profiler import measure_profile
-from traces.schema import Counts, LatencyProfile, Sampling
+from runtime.profiling import measure_profile
+from traces.schema import LatencyProfile, Sampling
 from traces.store import TraceStore
 
 KINDS = ("clusters", "frequency", "position_frequency")
@@ -182,7 +182,7 @@ def shortlists_parity(state: Path) -> dict[str, Any]:
     tokens a round predicted against executed."""
     pair = load_pair(read_pair("demo"), device="cpu")
     drafts = [*pair.models]
-    profile = measure_profile(pair, gamma_max=8, repeats=2)
+    profile = measure_profile(pair, gamma_max=8, repeats=1)
     exact: list[dict[str, Any]] = []
     approximate: list[dict[str, Any]] = []
     for turn, sampling in enumerate((Sampling(), Sampling(1.0, seed=5))):
@@ -252,8 +252,8 @@ def compared_rounds(
 
 
 def shortlists_fidelity(state: Path) -> dict[str, Any]:
-    """Predicted against measured tokens/s of 26 shortlisted policies in three interleaved runs, round by round the median of the three;
-    costs measured in between, a turn of the drafts after every request."""
+    """Predicted against measured tokens/s of 26 shortlisted policies in three interleaved runs, a request's
+    seconds the median of the three."""
     pair = load_pair(read_pair("demo"), device="cpu")
     drafts = [*pair.models]
     path = state / "shortlists-fidelity.db"
@@ -267,19 +267,10 @@ def shortlists_fidelity(state: Path) -> dict[str, Any]:
     find = fitted(store)
     policies = fidelity_policies(fits, list(pair.drafts), list(pair.heads))
 
-    def measure() -> LatencyProfile:
-        return measure_profile(pair, gamma_max=12, repeats=2)
-
-    def predict(policy: Policy, first: LatencyProfile, merged: LatencyProfile) -> Counts:
-        if not policy.needs_profile:
-            return run_replay(trace, policy, merged, artifacts=find, approximate=True).total
-        decided = run_replay(trace, policy, first, per_round=True, artifacts=find)
-        return priced(trace, policy, decided, merged, prepare(policy, pair.draft_names, profile=first, artifacts=find).shortlist)
-
-    encoded, between = encode(pair, workload, options), Interleaved(pair, 12)
-    report = fidelity_report(
-        pair, policies, encoded, measure, predict, what="shortlisted policies", artifacts=find, every=12, between=between
-    )
+    said = trace.trajectories
+    profile = measure_profile(pair, gamma_max=12, contexts=served_contexts(said), texts=whole_texts(said))
+    encoded = encode(pair, workload, options)
+    report = fidelity_report(pair, policies, encoded, trace, profile, what="shortlisted policies", artifacts=find)
     return {**report, "holds": report["median_error"] <= 0.05 and len(report["rows"]) >= 20}
 
 

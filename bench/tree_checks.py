@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from checks import CATEGORIES, Interleaved, fidelity_report, stored
+from checks import CATEGORIES, fidelity_report, stored
 from interleaved import compare
 from pairs import make_pair
 
@@ -17,7 +17,8 @@ from optimizer.artifacts import fitted
 from optimizer.execute import DecodeOptions, Encoded, encode, run
 from optimizer.fit.tuning import fit_trees
 from optimizer.inputs import load_workload
-from optimizer.record import RecordRequest, cover_of, record, retrace_trees
+from optimizer.profiles import served_contexts
+from optimizer.record import RecordRequest, cover_of, record, retrace_trees, whole_texts
 from optimizer.replay import ReplayTrace, run_replay
 from optimizer.shortlist_ranks import RanksByPolicy
 from runtime.decoder import Decoded
@@ -27,8 +28,8 @@ from runtime.pair import read_pair
 from runtime.policies.artifacts import Artifacts
 from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from runtime.policies.plan import prepare
-from runtime.profiler import measure_profile
-from traces.schema import Counts, LatencyProfile, Sampling, Step, Workload
+from runtime.profiling import measure_profile
+from traces.schema import LatencyProfile, Sampling, Step, Workload
 from traces.store import TraceStore
 
 WIDTH, DEPTH = 10, 8
@@ -209,7 +210,7 @@ def trees_parity(state: Path) -> dict[str, Any]:
     pair = load_pair(read_pair("demo"), device="cpu")
     drafts = ["small", *pair.heads]
     rows = []
-    profile = measure_profile(pair, gamma_max=8, repeats=2)
+    profile = measure_profile(pair, gamma_max=8, repeats=1)
     for sampling, seed in ((Sampling(), 1), (Sampling(1.0, seed=5), 2)):
         path = state / f"trees-parity-{sampling.temperature}.db"
         path.unlink(missing_ok=True)
@@ -287,16 +288,9 @@ def trees_fidelity(state: Path) -> dict[str, Any]:
         policies += mine
     trace = traced(store, recording, ("small", "medium"), drafts)
 
-    def measure() -> LatencyProfile:
-        return measure_profile(pair, gamma_max=12, repeats=2, trees=False)
-
-    def predict(policy: Policy, first: LatencyProfile, merged: LatencyProfile) -> Counts:
-        return run_replay(trace, policy, merged, artifacts=find, approximate=True).total
-
-    encoded, between = encode(pair, workload, options), Interleaved(pair, 12)
-    return fidelity_report(
-        pair, policies, encoded, measure, predict, what="tree policies", artifacts=find, runs=4, every=16, between=between
-    )
+    texts_said = trace.trajectories
+    profile = measure_profile(pair, gamma_max=12, contexts=served_contexts(texts_said), texts=whole_texts(texts_said))
+    return fidelity_report(pair, policies, encode(pair, workload, options), trace, profile, what="tree policies", artifacts=find, runs=4)
 
 
 def trees_sampled(state: Path) -> dict[str, Any]:

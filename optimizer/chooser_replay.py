@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from optimizer.replay import ROUND_COLUMNS, Replay, ReplayTrace, run_replay
+from optimizer.chain_replay import ROUND_COLUMNS
+from optimizer.replay import Replay, ReplayTrace, run_replay
 from runtime.policies.artifacts import Artifacts
 from runtime.policies.document import ChooserPolicy
 from runtime.policies.plan import prepare

@@ -13,8 +13,6 @@ from scipy.special import stdtrit
 from runtime.decoder import Decoded, Decoder, prepare_for
 from runtime.loading import LoadedPair
 from runtime.loop import DecodeRequest, PolicySource, StaticSource
-from runtime.measuring import center
-from runtime.pacing import Pacer, around, at_pace
 from runtime.pass_sizes import prepare_graphs
 from runtime.policies.artifacts import Artifacts
 from runtime.policies.document import Policy
@@ -261,21 +259,15 @@ def race(
     clock: Callable[[], float] = time.perf_counter,
     progress: Callable[[int, int], None] = lambda done, total: None,
     artifacts: Artifacts | None = None,
-    paced: bool | None = None,
 ) -> Comparison:
     """Executes policies in a race (:func:`eliminate`), so that most of the time goes to telling the fastest apart.
 
     A request's seconds in the outcomes are the median of its executions. Windows that carry state keep one controller for the
-    whole race. On a CPU seconds are those at the usual pace of the race (:class:`runtime.pacing.Pacer`; ``paced`` says otherwise): the
-    passes that tell it nearly double the time, and leave a tenth of the variance. Raises PolicyError if a policy cannot run.
+    whole race. Raises PolicyError if a policy cannot run.
     """
     warm(pair, encoded)
-    pacer = Pacer(pair, clock) if (pair.device.type == "cpu" if paced is None else paced) else None
-    passes_s: list[float] = []
     unique = {p.id: p for p in policies}
     decoders = decoders_for(pair, list(unique.values()), encoded, profile, artifacts, clock)
-    for decoder in decoders.values():
-        decoder.after_round = pacer
     counts: dict[str, dict[int, Counts]] = {p: {} for p in unique}
     texts: list[set[tuple[int, ...]]] = [set() for _ in encoded.items]
 
@@ -284,12 +276,7 @@ def race(
         decoded = decoders[policy_id].decode(request, item.category, encoded.options.stop_strings)
         texts[n].add(tuple(decoded.trajectory.output_ids.tolist()))
         counts[policy_id].setdefault(n, counts_of(decoded.steps, decoded.seconds))
-        if pacer is None:
-            return decoded.seconds
-        taken = pacer.taken()
-        passes_s.extend(taken.tolist())
-        rounds, rest = at_pace(decoded, around(taken))
-        return float(rounds.sum()) + rest  # in passes: a race asks for ratios
+        return decoded.seconds
 
     timings, survivors = eliminate(
         list(unique),
@@ -303,9 +290,6 @@ def race(
         clock=clock,
         progress=progress,
     )
-    if pacer:
-        usual_s = center(passes_s)
-        timings = replace(timings, seconds={p: s * usual_s for p, s in timings.seconds.items()})
     outcomes = {}
     for policy_id, policy in unique.items():
         rows = []

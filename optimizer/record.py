@@ -39,22 +39,22 @@ Covers = Sequence[Cover] | Mapping[str, Sequence[Cover]]
 
 
 def whole_texts(trajectories: Iterable[Trajectory]) -> list[list[int]]:
-    """Token ids of each text, prompt and output: what a profile measures trees on."""
+    """Token ids of each text, prompt and output: what a profile is measured on."""
     return [[*t.prompt_ids.tolist(), *t.output_ids.tolist()] for t in trajectories]
 
 
-def texts_to_profile(store: TraceStore, pair_id: str, recording: str | None) -> tuple[str | None, list[list[int]]]:
-    """A recording's id and texts: the one named, else the pair's newest that is complete; (None, []) where there is none.
+def texts_to_profile(store: TraceStore, pair_id: str, recording: str | None) -> tuple[str | None, Sequence[Trajectory]]:
+    """A recording's id and texts: the one named, else the pair's newest that is complete; (None, ()) where there is none.
 
     Raises NotFoundError where none has that name, TraceError where the one named holds no text.
     """
     complete = [r.id for r in store.list_recordings(pair_id, state="complete")] if recording is None else [recording]
     if not complete:
-        return None, []
+        return None, ()
     found = store.load(complete[0], (), skip_corrupted=True)
     if recording is not None and not found.requests:
         raise TraceError(f"recording {found.info.id} holds no text; name another, or none")
-    return (found.info.id if found.requests else None), whole_texts(found.trajectories)
+    return (found.info.id if found.requests else None), found.trajectories
 
 
 def recording_options(pair: LoadedPair, options: DecodeOptions) -> dict[str, Any]:

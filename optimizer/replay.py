@@ -1,7 +1,7 @@
 """The fast replay: what a policy would have done on recorded texts, exactly, at tens of millions of rounds a second.
 
 The text does not depend on the policy, so a round is a few look-ups: the window says gamma, :mod:`optimizer.outcomes` says
-how many tokens are drafted from here and how many of them the text accepts, :mod:`optimizer.cost` says how long that takes,
+how many tokens are drafted from here and how many of them the text accepts, :mod:`runtime.costs` says how long that takes,
 and the window learns of it through the very function that the runtime calls. One compiled loop does this for all requests of
 a trace.
 """
@@ -18,9 +18,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-import optimizer.cost as cost
-import runtime.policies.windows as windows
-from optimizer.cost import BUCKET, LAG_LIMIT, CostModel, TreeCosts, request_seconds
+from optimizer.chain_replay import ROUND_COLUMNS, Sums, Texts, replay_chains
 from optimizer.outcomes import Chains, Index, Words, check_reach, first_occurrences, join_chains, tabulate
 from optimizer.shortlist_ranks import RanksByPolicy
 from optimizer.shortlist_replay import (
@@ -33,27 +31,27 @@ from optimizer.shortlist_replay import (
     tree_seconds,
 )
 from optimizer.tree_outcomes import Forest, join_trees, tabulate_growth
-from optimizer.tree_replay import TreeLimits, replay_trees, stop_levels
+from optimizer.tree_replay import Grown, TreeLimits, replay_trees, stop_levels
 from optimizer.tree_tabulation import GrowthTable
+from runtime.costs import FREE, Passes, RoundCosts, RoundKind, middles, round_costs, shortlist_seconds
 from runtime.policies.artifacts import Artifacts
 from runtime.policies.document import GAMMA_LIMIT, ChooserPolicy, Policy
-from runtime.policies.jit import compiled
-from runtime.policies.plan import Plan, prepare, tree_kinds
+from runtime.policies.plan import Plan, prepare
 from runtime.policies.stops import CompiledStop
 from runtime.policies.trees import TreeRule
-from runtime.policies.windows import CompiledWindow, WindowState, advance, init_state, reset
+from runtime.policies.windows import WindowState, init_state
 from runtime.shortlists import ShortlistRule
 from traces.errors import PolicyError, TraceError
-from traces.schema import NO_BIN, ChainPanorama, Counts, LatencyProfile, Outcome, RequestOutcome, Step, Trajectory, TreePanorama
+from traces.schema import ChainPanorama, Counts, LatencyProfile, Outcome, RequestOutcome, Step, Trajectory, TreePanorama
 
 FloatArray = npt.NDArray[np.float64]
 
-ROUND_COLUMNS: Final = ("request", "start", "drafted", "verified", "accepted", "emitted", "draft_steps", "lag", "depth", "bin")
-"""Columns of :attr:`Replay.rounds`; ``request`` is the index in :attr:`ReplayTrace.request_ids`."""
 CACHED_GROWTHS: Final = 48
 """Growth tables a trace keeps (a few hundred bytes a position each)."""
 CACHED_TABLES: Final = 64
 """Tabulations a trace keeps (4 bytes a position each)."""
+CACHED_COSTS: Final = 16
+"""Tables of costs a trace keeps (for trees, 8 bytes a position and pass)."""
 
 
 class ReplayTrace:
@@ -81,7 +79,7 @@ class ReplayTrace:
         self.offsets: Index = np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
         self.prompts = np.array([len(t.prompt_ids) for t in trajectories], dtype=np.int64)
         self.budgets = np.array([t.max_new_tokens for t in trajectories], dtype=np.int64)
-        self.sampled = np.array([not t.sampling.greedy for t in trajectories], dtype=np.float64)
+        self.sampled = np.array([not t.sampling.greedy for t in trajectories], dtype=np.int64)
         self.order: Index = np.arange(len(self.trajectories))
         self.seed = seed
         self.max_context = int((self.prompts + lengths).max(initial=1))
@@ -95,16 +93,20 @@ class ReplayTrace:
                 raise TraceError(f"ranks of draft {draft!r} given without its trees ({source.proposals})")
             self.ranked[draft, fitted] = join_ranks(self.forests[key], self.trajectories, (trees or {})[key], source)
         self._growths: OrderedDict[tuple[object, ...], GrowthTable] = OrderedDict()
-        self._tree_costs: OrderedDict[tuple[object, ...], tuple[LatencyProfile, TreeCosts, FloatArray]] = OrderedDict()
         self._lock = threading.Lock()
         self._tables: OrderedDict[tuple[object, ...], Words] = OrderedDict()
         self._doubtful: dict[tuple[object, ...], Index] = {}
-        self._costs: OrderedDict[tuple[object, ...], tuple[LatencyProfile, CostModel, FloatArray]] = OrderedDict()
+        self._costs: OrderedDict[tuple[object, ...], tuple[LatencyProfile, object, RoundCosts, FloatArray]] = OrderedDict()
 
     @property
     def request_ids(self) -> tuple[str, ...]:
         """Ids of the requests replayed, in order."""
         return tuple(self.trajectories[r].request_id for r in self.order)
+
+    @property
+    def texts(self) -> Texts:
+        """The requests replayed, as kernels read them."""
+        return Texts(self.order, self.offsets, self.prompts, self.budgets, self.sampled)
 
     @property
     def tokens(self) -> int:
@@ -161,19 +163,6 @@ class ReplayTrace:
         known = (v for (draft, fitted), v in self.ranked.items() if draft == policy.draft and fitted.startswith(name))
         return next((v for v in known if v.source.proposals == proposals), None)
 
-    def shortlist_costs(
-        self, policy: Policy, profile: LatencyProfile | None, rule: ShortlistRule | None, growth: GrowthTable | None = None
-    ) -> FloatArray:
-        """What a policy's passes over routed shortlists take more than with the whole head, by the sizes that these have at each start:
-        seconds float64 [positions, passes + 1]; [0, 1] for any other policy (:meth:`costs` has those). ``growth``: of a tree."""
-        routed = None if rule is None or profile is None else self._ranked(policy, rule)
-        if rule is None or profile is None or not isinstance(routed, RoutedForest):
-            return np.zeros((0, 1))
-        if growth is not None:
-            return tree_seconds(growth, routed, rule, profile)
-        forest = self._forest(policy, "coupled", 1)
-        return chain_seconds(forest, routed, rule, profile, policy.gamma_max)
-
     def uses_trees(self, policy: Policy) -> bool:
         """Whether a policy is replayed from tree panoramas: it grows trees, or its draft is a head (whose chains are trees too)."""
         return policy.is_tree or (
@@ -223,24 +212,6 @@ class ReplayTrace:
     def _sampled_positions(self) -> npt.NDArray[np.bool_]:
         return np.repeat(self.sampled > 0, np.diff(self.offsets))
 
-    def tree_costs(
-        self, policy: Policy, profile: LatencyProfile, width: int, shortlist: ShortlistRule | None = None
-    ) -> tuple[TreeCosts, FloatArray]:
-        """:meth:`costs` for policies that are replayed from tree panoramas; ``width``: children of a root."""
-        kinds = tree_kinds(policy)
-        key = (id(profile), policy.draft, width, kinds, policy.shortlist.model_dump_json())
-        with self._lock:
-            found = self._tree_costs.get(key)
-        if found is None:
-            fixed = None if shortlist is None or shortlist.routed else shortlist
-            tables = TreeCosts.of(profile, policy.draft, self.max_context, width=width, kinds=kinds, shortlist=fixed)
-            found = (profile, tables, request_seconds(profile, policy.draft, self.prompts))
-            with self._lock:
-                self._tree_costs[key] = found
-                while len(self._tree_costs) > CACHED_TABLES:
-                    self._tree_costs.popitem(last=False)
-        return found[1], found[2]
-
     def _remember(self, draft: str, stop: CompiledStop, chains: Chains | None) -> Words:
         with self._lock:
             found = self._tables.get((draft, stop))
@@ -260,23 +231,48 @@ class ReplayTrace:
                 self._doubtful.pop(self._tables.popitem(last=False)[0], None)
 
     def costs(
-        self, policy: Policy, profile: LatencyProfile, shortlist: ShortlistRule | None = None
-    ) -> tuple[CostModel, FloatArray]:
-        """The cost tables for a policy's draft and stop, and each trajectory's seconds before its first round; remembered. Of a routed
-        shortlist :meth:`shortlist_costs` has the rest."""
-        draft = policy.draft if policy.speculates else None
-        key = (id(profile), draft, policy.stop.kind, policy.shortlist.model_dump_json())
+        self, plan: Plan, profile: LatencyProfile | None, growth: GrowthTable | None = None
+    ) -> tuple[RoundCosts, FloatArray]:
+        """What a policy's rounds cost (``growth``: of trees), and each trajectory's seconds before its first round; remembered. Both are
+        0 where there is no profile."""
+        if profile is None:
+            return FREE, np.zeros(len(self.trajectories))
+        kind = RoundKind.of(plan.policy, tree=growth is not None)
+        key = (id(profile), id(growth), kind, plan.policy.shortlist.model_dump_json())
         with self._lock:
             found = self._costs.get(key)
         if found is None:
-            fixed = None if shortlist is None or shortlist.routed else shortlist
-            model = CostModel.of(profile, draft, self.max_context, stop=policy.stop.kind, shortlist=fixed)
-            found = (profile, model, model.request_seconds(self.prompts))
+            passes, more = self._passes(plan, profile, growth)
+            tables = round_costs(profile, kind, middles(self.max_context), passes=passes, shortlist_s=more)
+            found = (profile, growth, tables, profile.request_seconds(kind.draft or None, self.prompts))
             with self._lock:
-                self._costs[key] = found  # holds the profile, so that its id is not given to another
-                while len(self._costs) > CACHED_TABLES:
+                self._costs[key] = found  # holds profile and growth, so that their ids are not given to others
+                while len(self._costs) > CACHED_COSTS:
                     self._costs.popitem(last=False)
-        return found[1], found[2]
+        return found[2], found[3]
+
+    def _passes(
+        self, plan: Plan, profile: LatencyProfile, growth: GrowthTable | None
+    ) -> tuple[Passes | None, FloatArray | None]:
+        """What the passes of a policy's drafts read at every start, where that differs, and what a shortlist makes of their seconds."""
+        policy, rule = plan.policy, plan.shortlist
+        routed = None if rule is None else self._ranked(policy, rule)
+        more = None
+        if rule is not None and isinstance(routed, RoutedForest) and growth is not None:
+            more = tree_seconds(growth, routed, rule, profile)
+        elif rule is not None and isinstance(routed, RoutedForest):
+            more = chain_seconds(self._forest(policy, "coupled", 1), routed, rule, profile, policy.gamma_max)
+        elif rule is not None:
+            more = shortlist_seconds(profile, rule)
+        if growth is not None:
+            rows = growth.width
+        elif more is not None and more.ndim == 2:
+            rows = np.ones((len(more), max(1, policy.gamma_max - 1)), dtype=np.uint8)
+        else:
+            return None, more
+        starts = np.arange(self.offsets[-1]) - np.repeat(self.offsets[:-1], np.diff(self.offsets))
+        contexts = np.repeat(self.prompts - 1, np.diff(self.offsets)) + starts
+        return Passes(rows.astype(np.int64), contexts, self._sampled_positions().astype(np.int64)), more
 
 
 @dataclass(frozen=True, eq=False)
@@ -382,26 +378,23 @@ def run_replay(
     if trace.uses_trees(policy):
         return _run_trees(trace, policy, prepared, state, profile, per_round=per_round, approximate=approximate)
     words = trace.outcomes(policy, prepared.stop, prepared.shortlist)
-    model, before = (_FREE, np.zeros(len(trace.trajectories))) if profile is None else trace.costs(policy, profile, prepared.shortlist)
-    counts = np.zeros((len(trace.order), 6), dtype=np.int64)
-    seconds = before[trace.order]
+    costs, before = trace.costs(prepared, profile)
     doubtful = trace.doubtful(policy, prepared.stop)
-    listed = per_round or len(doubtful) > 0
-    size = trace.tokens if listed else 0
-    rounds, round_s = np.zeros((size, len(ROUND_COLUMNS)), dtype=np.int32), np.zeros((size, 3))
-    used = _replay(
-        prepared.window, state,
-        trace.order, trace.offsets, trace.prompts, trace.budgets, trace.sampled, words,
-        model.verify_s, model.first_s, model.step_s, model.bend_s, trace.shortlist_costs(policy, profile, prepared.shortlist),
-        model.overhead_s, model.noise_s, model.sample_s, model.draft_sample_s,
-        listed, counts, seconds, rounds, round_s,
-    )  # fmt: skip
-    rounds, round_s = rounds[:used].copy(), round_s[:used].copy()
+    sums = _sums(trace, before, per_round=per_round or len(doubtful) > 0)
+    used = replay_chains(prepared.window, state, trace.texts, words, costs, sums)
+    rounds, round_s = sums.rounds[:used].copy(), sums.round_s[:used].copy()
     known = doubtful[trace.offsets[trace.order[rounds[:, 0]]] + rounds[:, 1]] if len(doubtful) else rounds[:, 2]
     missing = int((known < rounds[:, 2]).sum())
+    counts = sums.counts[:, :6].copy()
     if not per_round:
-        return Replay(policy, trace, counts, seconds, state, missing=missing)
-    return Replay(policy, trace, counts, seconds, state, rounds, round_s, missing)
+        return Replay(policy, trace, counts, sums.seconds, state, missing=missing)
+    return Replay(policy, trace, counts, sums.seconds, state, rounds, round_s, missing)
+
+
+def _sums(trace: ReplayTrace, before: FloatArray, *, per_round: bool) -> Sums:
+    size = trace.tokens if per_round else 0
+    rounds = np.zeros((size, len(ROUND_COLUMNS)), dtype=np.int32)
+    return Sums(np.zeros((len(trace.order), 7), dtype=np.int64), before[trace.order], per_round, rounds, np.zeros((size, 3)))
 
 
 def _run_trees(
@@ -416,36 +409,26 @@ def _run_trees(
 ) -> Replay:
     assert prepared.rules is not None
     growth = trace.growth(policy, prepared.rules, prepared.shortlist)
-    hot = trace._sampled_positions()
-    limits = TreeLimits.of(prepared.rules[0])
-    costs, before = TreeCosts.free(), np.zeros(len(trace.trajectories))
-    if profile is not None:
-        costs, before = trace.tree_costs(policy, profile, prepared.rules[0].places(1), prepared.shortlist)
-    counts = np.zeros((len(trace.order), 7), dtype=np.int64)
-    seconds = before[trace.order]
-    size = trace.tokens if per_round else 0
-    rounds, round_s = np.zeros((size, len(ROUND_COLUMNS)), dtype=np.int32), np.zeros((size, 3))
+    costs, before = trace.costs(prepared, profile, growth)
     forest = trace.forests[policy.draft, getattr(policy.growth, "proposals", "coupled")]
-    used = replay_trees(
-        prepared.window, state,
-        trace.order, trace.offsets, trace.prompts, trace.budgets, trace.sampled, trace._first_seen,
-        growth.rank, growth.pool, growth.width, growth.read, growth.phi,
-        stop_levels(growth, prepared.rules, hot), growth.end, growth.missing,
-        limits.numbers, limits.thresholds, limits.kept, not forest.shared,
-        costs.verify_s, costs.first_s, costs.level_s, costs.bend_s,
-        trace.shortlist_costs(policy, profile, prepared.shortlist, growth), costs.overhead_s, costs.token_s,
-        per_round, counts, seconds, rounds, round_s,
+    grown = Grown(
+        growth.rank, growth.pool, growth.read, growth.phi,
+        stop_levels(growth, prepared.rules, trace._sampled_positions()), growth.end, growth.missing, trace._first_seen,
     )  # fmt: skip
-    missing = int(counts[:, 6].sum())
+    limits = TreeLimits.of(prepared.rules[0], rereads=not forest.shared)
+    sums = _sums(trace, before, per_round=per_round)
+    used = replay_trees(prepared.window, state, trace.texts, grown, limits, costs, sums)
+    missing = int(sums.counts[:, 6].sum())
     if missing and not approximate and prepared.shortlist is None:
         raise TraceError(
-            f"{missing} of {int(counts[:, 0].sum())} rounds of {policy.label()} would read laws of draft {policy.draft!r} that the "
+            f"{missing} of {int(sums.counts[:, 0].sum())} rounds of {policy.label()} would read laws of draft {policy.draft!r} that the "
             f"recording does not hold (it holds width {forest.width}, depth {forest.depth}): `record --resume ID --cover POLICY` "
             "records them"
         )
     if not per_round:
-        return Replay(policy, trace, counts, seconds, state, missing=missing)
-    return Replay(policy, trace, counts, seconds, state, rounds[:used].copy(), round_s[:used].copy(), missing)
+        return Replay(policy, trace, sums.counts, sums.seconds, state, missing=missing)
+    rounds, round_s = sums.rounds[:used].copy(), sums.round_s[:used].copy()
+    return Replay(policy, trace, sums.counts, sums.seconds, state, rounds, round_s, missing)
 
 
 def replay_many(
@@ -454,94 +437,3 @@ def replay_many(
     """:func:`run_replay` of many policies on ``workers`` threads, in order. The first error ends it."""
     with ThreadPoolExecutor(max_workers=workers) as pool:
         return list(pool.map(lambda policy: run_replay(trace, policy, profile), policies))
-
-
-@compiled(windows, cost)
-def _replay(
-    window: CompiledWindow,
-    state: WindowState,
-    order: Index,
-    offsets: Index,
-    prompts: Index,
-    budgets: Index,
-    sampled: FloatArray,
-    words: Words,
-    verify_table: FloatArray,
-    first_table: FloatArray,
-    step_table: FloatArray,
-    bend_table: FloatArray,
-    routed_s: FloatArray,
-    overhead_s: float,
-    noise_s: float,
-    sample_s: float,
-    draft_sample_s: float,
-    per_round: bool,
-    counts: npt.NDArray[np.int64],
-    seconds: FloatArray,
-    rounds: npt.NDArray[np.int32],
-    round_s: FloatArray,
-) -> int:
-    """Replays every request of ``order``; adds to ``counts`` and ``seconds`` in place and returns how many rounds were
-    written."""
-    used = 0
-    last_bucket = len(step_table) - 1
-    for i in range(len(order)):
-        r = order[i]
-        begin, length, budget, context = offsets[r], offsets[r + 1] - offsets[r], budgets[r], prompts[r] - 1
-        noise, sample, draft_sample = noise_s * sampled[r], sample_s * sampled[r], draft_sample_s * sampled[r]
-        reset(window, state)
-        start, lag = 0, 1
-        n_rounds, n_accepted, n_drafted, n_steps, total_s = 0, 0, 0, 0, 0.0
-        while start < length:
-            word = int(words[begin + start])
-            gamma = max(0, min(int(state.gamma[0]), budget - start - 1))
-            drafted = min(gamma, (word >> 8) & 255)
-            steps = min(gamma, (word >> 16) & 255)
-            accepted = min(word & 255, drafted)
-            emitted = min(accepted + 1, length - start)
-            accepted = min(accepted, emitted)
-            bucket = min((context + start) // BUCKET, last_bucket)
-            draft_s = 0.0
-            if steps > 0:
-                draft_s = first_table[bucket, min(lag, LAG_LIMIT)] + (steps - 1) * step_table[bucket] + draft_sample * steps
-                draft_s += bend_table[min(steps, len(bend_table) - 1)]
-                if len(routed_s) > 0:
-                    draft_s += routed_s[begin + start, min(steps, routed_s.shape[1] - 1)]
-                if lag > LAG_LIMIT:
-                    slope = first_table[bucket, LAG_LIMIT + 1] - first_table[bucket, LAG_LIMIT]
-                    draft_s += (lag - LAG_LIMIT) * slope
-            verify_s = verify_table[bucket, drafted] + sample * (drafted + 1) + noise * emitted
-            advance(window, state, drafted, accepted, 1 if (word >> 24) < accepted else 0, draft_s, verify_s)
-            if per_round:
-                rounds[used, 0] = i
-                rounds[used, 1] = start
-                rounds[used, 2] = drafted
-                rounds[used, 3] = drafted + 1
-                rounds[used, 4] = accepted
-                rounds[used, 5] = emitted
-                rounds[used, 6] = steps
-                rounds[used, 7] = lag
-                rounds[used, 8] = drafted
-                rounds[used, 9] = NO_BIN
-                round_s[used, 0] = draft_s
-                round_s[used, 1] = verify_s
-                round_s[used, 2] = draft_s + verify_s + overhead_s
-                used += 1
-            total_s += draft_s + verify_s
-            n_rounds += 1
-            n_accepted += accepted
-            n_drafted += drafted
-            n_steps += steps
-            lag = emitted - min(accepted, steps - 1) if steps > 0 else lag + emitted
-            start += emitted
-        counts[i, 0] += n_rounds
-        counts[i, 1] += length
-        counts[i, 2] += n_accepted
-        counts[i, 3] += n_drafted
-        counts[i, 4] += n_steps
-        counts[i, 5] += n_drafted + n_rounds
-        seconds[i] += total_s + n_rounds * overhead_s
-    return used
-
-
-_FREE = CostModel.free()

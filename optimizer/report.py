@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from optimizer.verdict import Tuned, finite
 from runtime.policies.document import parse_policy
-from traces.schema import TREE_SCALE, Counts, LatencyProfile, Outcome, TreeProfile
+from traces.schema import TREE_SCALE, Counts, LatencyProfile, Outcome
 from traces.text import printable
 
 
@@ -106,31 +107,31 @@ def _not_tried(tuned: Tuned) -> list[str]:
 
 
 def profile_table(profile: LatencyProfile, name: str) -> RenderableType:
-    """A latency profile: milliseconds by width at each context."""
+    """A latency profile: milliseconds of every term at its knots."""
+    contexts = profile.terms["target"].knots[-1]
     table = _table(f"Latency profile {name} ({profile.device}, {profile.dtype}), ms")
-    table.add_column("part")
-    table.add_column("tokens", justify="right")
-    for context in profile.verify.contexts:
-        table.add_column(f"context {context}", justify="right")
-    for part, curve in [("verify", profile.verify), *((f"draft {n}", c) for n, c in profile.draft_step.items())]:
-        for i, width in enumerate(curve.widths):
-            if part != "verify" or width <= 5 or width % 4 == 1:
-                cells = [f"{1e3 * m:.3f} ± {5e2 * s:.3f}" for m, s in zip(curve.median_s[i], curve.spread_s[i], strict=True)]
-                _row(table, part, str(width), *cells)
+    table.add_column("term")
+    table.add_column("at", justify="right")
+    for context in contexts:
+        table.add_column(f"context {context:.0f}", justify="right")
+    for term, costs in sorted(profile.terms.items()):
+        over = [(axis, knots) for axis, knots in zip(costs.axes, costs.knots, strict=True) if axis != "context"]
+        for axis, knot in [(axis, k) for axis, knots in over for k in knots] or [("", 0.0)]:
+            places = np.array(contexts if "context" in costs.axes else contexts[:1])
+            seconds = np.atleast_1d(costs.at(**{axis or "rows": np.full(len(places), knot), "context": places}))
+            _row(table, term, f"{knot:.0f} {axis}" if axis else "", *(f"{1e3 * s:.3f}" for s in seconds))
     check = profile.check
-    notes = (
-        f"overhead {1e6 * profile.overhead_s:.0f} us a round ({100 * check.get('overhead_share', 0):.1f}%); composed against "
-        f"{check.get('rounds', 0)} executed rounds: median error {100 * check.get('median_error', 0):.1f}%, "
-        f"total {100 * check.get('total_error', 0):+.1f}%, {'accepted' if check.get('accepted') else 'NOT accepted'}"
+    notes = [f"overhead {100 * check.get('overhead_share', 0):.1f}% of a round", _checked_rounds("rounds of chains", check)]
+    if "trees" in check:
+        notes.append(_checked_rounds("rounds of trees", check["trees"]))
+    return Group(table, _note("; ".join(notes)))
+
+
+def _checked_rounds(what: str, check: Mapping[str, Any]) -> str:
+    return (
+        f"predicted against {check.get('rounds', 0)} executed {what}: median error {100 * check.get('median_error', 0):.1f}%, total "
+        f"{100 * check.get('total_error', 0):+.1f}%, {'accepted' if check.get('accepted') else 'NOT accepted'}"
     )
-    if profile.trees is not None:
-        _tree_rows(table, profile.trees, profile.verify.contexts)
-        of_trees = check.get("trees", {})
-        notes += (
-            f"; of trees against {of_trees.get('rounds', 0)}: median error {100 * of_trees.get('median_error', 0):.1f}%, total "
-            f"{100 * of_trees.get('total_error', 0):+.1f}%, {'accepted' if of_trees.get('accepted') else 'NOT accepted'}"
-        )
-    return Group(table, _note(notes))
 
 
 def bins_table(fitted: Mapping[str, Any]) -> RenderableType:
@@ -255,17 +256,6 @@ def shortlist_fit_table(fitted: Mapping[str, Any]) -> RenderableType:
         _row(table, str(k), f"{scores['size'][i]:.0f}", *(f"{100 * share:.1f}%" for share in shares))
     note = f"{scores['contexts']} contexts of texts held out; mass: of the draft's law, {scores['ceiling']:.3f} at most"
     return Group(table, _note(note))
-
-
-def _tree_rows(table: Table, trees: TreeProfile, contexts: Sequence[int]) -> None:
-    """Rows of what trees cost; they are measured at some of the contexts only."""
-    parts = [("tree verify", trees.verify)]
-    parts += [(f"tree {d} {what}", c[d]) for what, c in (("first", trees.first), ("level", trees.level)) for d in c]
-    for part, curve in parts:
-        for i, width in enumerate(curve.widths):
-            found = dict(zip(curve.contexts, zip(curve.median_s[i], curve.spread_s[i], strict=True), strict=True))
-            cells = [f"{1e3 * found[c][0]:.3f} ± {5e2 * found[c][1]:.3f}" if c in found else "" for c in contexts]
-            _row(table, part, str(width), *cells)
 
 
 def rows_table(rows: Sequence[dict[str, Any]], columns: Sequence[str], title: str = "") -> RenderableType:

@@ -140,9 +140,9 @@ def shortlist_bounds(trials: Iterable[Trial], profile: LatencyProfile) -> dict[s
     plain = [t for t in trials if not t.policy.shortlisted]
     fastest = max((t.value for t in plain), default=0.0)
     found: dict[str, dict[str, float]] = {}
-    for draft in profile.shortlist_s:
+    for draft in profile.drafts:
         own = [t for t in plain if t.policy.draft == draft]
-        if own and fastest > 0:
+        if own and fastest > 0 and profile.shortlist_sizes(draft, routed=True):
             found[draft] = {
                 kind: max(t.reach(saved_s(profile, draft, kind)) for t in own) / fastest for kind in ("fixed", "routed")
             }
@@ -152,7 +152,9 @@ def shortlist_bounds(trials: Iterable[Trial], profile: LatencyProfile) -> dict[s
 def saved_s(profile: LatencyProfile, draft: str, kind: str) -> float:
     """Seconds that a pass over a shortlist of the smallest measured size saves, at least 0. (The least of many noisy costs would say more
     than there is.)"""
-    return max(0.0, -profile.shortlist_pass_s(draft, kind, profile.shortlist_s[draft][kind].widths[0]))
+    routed = kind == "routed"
+    smallest = profile.shortlist_sizes(draft, routed=routed)[0]
+    return max(0.0, -float(profile.shortlist_seconds(draft, smallest, routed=routed)))
 
 
 def worth_trying(bounds: Mapping[str, Mapping[str, float]]) -> dict[str, tuple[str, ...]]:

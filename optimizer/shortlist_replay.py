@@ -28,8 +28,8 @@ from optimizer.outcomes import ENDLESS
 from optimizer.shortlist_ranks import ClusterRanks, FrequencyRanks, Index, Ranks, digest, how_to_rank
 from optimizer.tree_outcomes import OFF_TEXT, Forest
 from optimizer.tree_tabulation import ClusterUnion, GrowthTable, ShortlistRanks
+from runtime.costs import check_shortlists
 from runtime.policies.document import GAMMA_LIMIT
-from runtime.policies.shortlist_costs import shortlist_seconds
 from runtime.policies.stops import STOP_NONE, CompiledStop
 from runtime.shortlists import ShortlistRule
 from traces.errors import TraceError
@@ -239,12 +239,9 @@ def tree_seconds(growth: GrowthTable, routed: RoutedForest, rule: ShortlistRule,
 
 
 def _prices(profile: LatencyProfile, rule: ShortlistRule, routed: RoutedForest) -> Callable[[FloatArray], FloatArray]:
-    """Seconds of a pass over routed shortlists of so many tokens more than with the whole head (a
-    line between measured sizes)."""
-    shortlist_seconds(profile, rule)  # refuses a profile without such costs
-    sizes = sorted({0, *profile.shortlist_s[rule.draft]["routed"].widths, int(routed.union.sizes.sum())})
-    seconds = [profile.shortlist_pass_s(rule.draft, "routed", size) for size in sizes]
-    return lambda tokens: np.asarray(np.interp(tokens, sizes, seconds))
+    """Seconds of a pass over routed shortlists of so many tokens more than with the whole head (a line between measured sizes)."""
+    check_shortlists(profile, rule.draft)
+    return lambda tokens: profile.shortlist_seconds(rule.draft, tokens, routed=True)
 
 
 def restricted(

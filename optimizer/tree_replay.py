@@ -1,207 +1,187 @@
-"""The jump loop for trees: a round is a few look-ups in a growth table (:mod:`optimizer.tree_outcomes`), whatever the
-window, the selection and
-the bins are. Compiled like :mod:`optimizer.replay`, whose semantics of rounds, lags and clipping it shares."""
+"""The jump loop for trees: a round is a few look-ups in a growth table
+(:mod:`optimizer.tree_outcomes`), whatever the window, the selection and the bins are. It shares
+rounds, lags and clipping with :mod:`optimizer.chain_replay`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-import optimizer.cost as cost
+import optimizer.chain_replay as chain_replay
 import optimizer.tree_tabulation as tree_tabulation
 import runtime.policies.heterospec as heterospec
-import runtime.policies.windows as windows
 import traces.schema as schema
-from optimizer.cost import BUCKET, LAG_LIMIT
+from optimizer.chain_replay import Sums, Texts, add_request, write_round
 from optimizer.tree_tabulation import ABSENT, NEVER, GrowthTable
+from runtime.costs import RoundCosts, round_seconds
 from runtime.policies.heterospec import bin_of
 from runtime.policies.jit import compiled
 from runtime.policies.trees import TreeRule
 from runtime.policies.windows import CompiledWindow, WindowState, advance, reset
 from traces.schema import NO_BIN
 
-FloatArray = npt.NDArray[np.float64]
 Index = npt.NDArray[np.int64]
 
 ALL = 1 << 30
 """A selection that keeps everything."""
 
 
-@dataclass(frozen=True, eq=False)
-class TreeLimits:
-    """A rule as the kernel reads it: ``numbers`` int64 [7] (N, keep_last, fitted depth, alpha, low bins, static levels, bins
-    on), thresholds and N' of each low bin."""
+class Grown(NamedTuple):
+    """What a kernel reads of a growth table, with ``stop`` uint8 [positions]: the level at which
+    the stop triggers; and ``first_seen`` int32 [positions]: where each token of a text occurred
+    first."""
 
-    numbers: Index
+    rank: npt.NDArray[np.uint16]
+    pool: npt.NDArray[np.uint16]
+    read: npt.NDArray[np.bool_]
+    phi: npt.NDArray[np.uint16]
+    stop: npt.NDArray[np.uint8]
+    end: npt.NDArray[np.uint8]
+    missing: npt.NDArray[np.uint8]
+    first_seen: npt.NDArray[np.int32]
+
+
+class TreeLimits(NamedTuple):
+    """A rule as a kernel reads it: N, whether a stopped level is kept, HeteroSpec's fitted depth
+    and alpha, the levels of a static tree; whether there are bins, their ``thresholds``, and N' of
+    each low one (``low`` of them). ``rereads``: the draft reads all emitted tokens again, as a head
+    does."""
+
+    top_n: int
+    keep_last: bool
+    fitted_depth: int
+    alpha: int
+    static: int
+    stratified: bool
     thresholds: Index
+    low: int
     kept: Index
+    rereads: bool
 
     @classmethod
-    def of(cls, rule: TreeRule) -> TreeLimits:
-        static = len(rule.static) if rule.static else ALL
-        top_n = ALL if rule.top_n is None or rule.static else rule.top_n
-        numbers = [top_n, int(rule.keep_last), rule.fitted_depth, rule.alpha, len(rule.kept), static, int(rule.stratified)]
-        kept = np.array([*rule.kept, 0], dtype=np.int64)
-        return cls(np.array(numbers, dtype=np.int64), np.array([*rule.thresholds, 0], dtype=np.int64)[: len(rule.thresholds)], kept)
+    def of(cls, rule: TreeRule, *, rereads: bool) -> TreeLimits:
+        return cls(
+            top_n=ALL if rule.top_n is None or rule.static else rule.top_n,
+            keep_last=rule.keep_last,
+            fitted_depth=rule.fitted_depth,
+            alpha=rule.alpha,
+            static=len(rule.static) if rule.static else ALL,
+            stratified=rule.stratified,
+            thresholds=np.array(rule.thresholds, dtype=np.int64),
+            low=len(rule.kept),
+            kept=np.array([*rule.kept, 0], dtype=np.int64),
+            rereads=rereads,
+        )
 
 
-@compiled(windows, cost, heterospec, tree_tabulation, schema)
+@compiled(inline=True)
+def _levels(wanted: int, stop: int, end: int, keep_last: bool) -> tuple[int, int]:
+    """(levels drafted, passes made) of ``wanted`` levels, by the level at which the stop triggers
+    and that at which nothing passes."""
+    if end <= wanted and end <= stop:
+        return end - 1, end
+    if stop <= wanted:
+        return (stop if keep_last else stop - 1), stop
+    return wanted, wanted
+
+
+@compiled(chain_replay, heterospec, tree_tabulation, schema)
 def replay_trees(
     window: CompiledWindow,
     state: WindowState,
-    order: Index,
-    offsets: Index,
-    prompts: Index,
-    budgets: Index,
-    sampled: FloatArray,
-    first_seen: npt.NDArray[np.int32],
-    rank: npt.NDArray[np.uint16],
-    pool: npt.NDArray[np.uint16],
-    width: npt.NDArray[np.uint8],
-    read: npt.NDArray[np.bool_],
-    phi: npt.NDArray[np.uint16],
-    stop: npt.NDArray[np.uint8],
-    end: npt.NDArray[np.uint8],
-    missing: npt.NDArray[np.uint8],
-    numbers: Index,
-    thresholds: Index,
-    kept_of: Index,
-    rereads: bool,
-    verify_table: FloatArray,
-    first_table: FloatArray,
-    level_table: FloatArray,
-    bend_table: FloatArray,
-    routed_s: FloatArray,
-    overhead_s: float,
-    token_s: FloatArray,
-    per_round: bool,
-    counts: Index,
-    seconds: FloatArray,
-    rounds: npt.NDArray[np.int32],
-    round_s: FloatArray,
+    texts: Texts,
+    grown: Grown,
+    limits: TreeLimits,
+    costs: RoundCosts,
+    sums: Sums,
 ) -> int:
-    """Replays every request of ``order``; adds to ``counts`` int64 [requests, 7] (the last: rounds that read a law which was not recorded)
-    and ``seconds`` in place, and returns how many rounds were written.
-
-    ``verify_table`` [2, buckets, nodes + 1], ``first_table`` [2, buckets, LAG_LIMIT + 2], ``level_table`` [2, buckets, widths] and
-    ``token_s`` [2] are seconds, greedy and sampled, ``bend_table`` by passes; ``routed_s`` [positions or 0, passes + 1]: what passes over
-    routed shortlists take more. ``rereads``: the draft reads all emitted tokens again (a head).
-    """
-    used = 0
-    last_bucket = level_table.shape[1] - 1
-    last_width = level_table.shape[2] - 1
-    last_nodes = verify_table.shape[2] - 1
-    top_n, keep_last, fitted, alpha, low, static = numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], numbers[5]
-    deepest = rank.shape[1]
-    for i in range(len(order)):
-        r = order[i]
-        begin, length, budget, context = offsets[r], offsets[r + 1] - offsets[r], budgets[r], prompts[r] - 1
-        hot = 1 if sampled[r] > 0 else 0
-        per_token = token_s[hot]
+    """Replays every request of ``texts.order``; adds to ``sums`` in place and returns how many
+    rounds were written."""
+    used, deepest = 0, grown.rank.shape[1]
+    for i in range(len(texts.order)):
+        r = texts.order[i]
+        begin, length, budget, context = (
+            texts.offsets[r],
+            texts.offsets[r + 1] - texts.offsets[r],
+            texts.budgets[r],
+            texts.prompts[r] - 1,
+        )
         reset(window, state)
-        start, lag = 0, 1
-        n_rounds, n_accepted, n_drafted, n_steps, n_missing, total_s = 0, 0, 0, 0, 0, 0.0
+        start, lag, total = 0, 1, (0, 0, 0, 0, 0.0)
         while start < length:
-            s = begin + start
-            limit = budget - start - 1
+            s, limit = begin + start, budget - start - 1
             gamma = max(0, min(int(state.gamma[0]), limit))
-            levels, steps, bin_, keep = 0, 0, NO_BIN, top_n
+            levels, passes, bin_, keep = 0, 0, NO_BIN, limits.top_n
             if gamma > 0:
-                wanted = min(gamma, static)
-                first_stop, first_end = int(stop[s]), int(end[s])
-                if first_end <= wanted and first_end <= first_stop:
-                    levels, steps = first_end - 1, first_end
-                elif first_stop <= wanted:
-                    levels, steps = (first_stop if keep_last else first_stop - 1), first_stop
-                else:
-                    levels, steps = wanted, wanted
-                    if numbers[6] and wanted == gamma:
-                        bin_ = bin_of(int(phi[s, gamma - 1]), gamma, thresholds, fitted)
-                        extra = 0
-                        if bin_ < low:
-                            keep = kept_of[bin_]
-                            extra = max(0, alpha - bin_)
-                        wanted = min(limit, gamma + extra)
-                        if first_end <= wanted and first_end <= first_stop:
-                            levels, steps = first_end - 1, first_end
-                        elif first_stop <= wanted:
-                            levels, steps = (first_stop if keep_last else first_stop - 1), first_stop
-                        else:
-                            levels, steps = wanted, wanted
-            accepted, kept, reads = 0, 0, 0
+                stop, end, wanted = int(grown.stop[s]), int(grown.end[s]), min(gamma, limits.static)
+                levels, passes = _levels(wanted, stop, end, limits.keep_last)
+                if limits.stratified and wanted == gamma and min(stop, end) > wanted:
+                    phi, extra = int(grown.phi[s, gamma - 1]), 0
+                    bin_ = bin_of(phi, gamma, limits.thresholds, limits.fitted_depth)
+                    if bin_ < limits.low:
+                        keep, extra = limits.kept[bin_], max(0, limits.alpha - bin_)
+                    levels, passes = _levels(min(limit, gamma + extra), stop, end, limits.keep_last)
+            accepted, drafted, reads = 0, 0, 0
             if levels > 0:
                 at = min(levels, deepest) - 1
-                kept = min(int(pool[s, at]), keep)
-                for level in range(at + 1):
-                    if int(rank[s, at, level]) != ABSENT and int(rank[s, at, level]) < keep:
-                        accepted += 1
-                    else:
-                        break
-            if steps > missing[s] - 1 and missing[s] != NEVER:
-                n_missing += 1
+                drafted = min(int(grown.pool[s, at]), keep)
+                while (
+                    accepted <= at
+                    and int(grown.rank[s, at, accepted]) != ABSENT
+                    and int(grown.rank[s, at, accepted]) < keep
+                ):
+                    accepted += 1
+            if passes > grown.missing[s] - 1 and grown.missing[s] != NEVER:
+                sums.counts[i, 6] += 1
             emitted = min(accepted + 1, length - start)
             accepted = min(accepted, emitted)
-            for level in range(min(accepted, steps - 1)):
-                if not read[s, level]:
-                    break
+            while reads < min(accepted, passes - 1) and grown.read[s, reads]:
                 reads += 1
-            bucket = min((context + start) // BUCKET, last_bucket)
-            draft_s = 0.0
-            if steps > 0:
-                draft_s = first_table[hot, bucket, min(lag, LAG_LIMIT)] + bend_table[min(steps, len(bend_table) - 1)]
-                if lag > LAG_LIMIT:
-                    slope = first_table[hot, bucket, LAG_LIMIT + 1] - first_table[hot, bucket, LAG_LIMIT]
-                    draft_s += (lag - LAG_LIMIT) * slope
-                if len(routed_s) > 0:
-                    draft_s += routed_s[s, min(steps, routed_s.shape[1] - 1)]
-                for level in range(steps - 1):
-                    draft_s += level_table[hot, bucket, min(last_width, int(width[s, min(level, deepest - 1)]))]
-            verify_s = verify_table[hot, bucket, min(last_nodes, kept)] + per_token * emitted
-            near = 0
+            cached = 0
             for level in range(accepted):
-                if first_seen[s + level] < start:
-                    near = 1
+                if grown.first_seen[s + level] < start:
+                    cached = 1
                     break
-            advance(window, state, levels, accepted, near, draft_s, verify_s)
-            if per_round:
-                rounds[used, 0] = i
-                rounds[used, 1] = start
-                rounds[used, 2] = kept
-                rounds[used, 3] = kept + 1
-                rounds[used, 4] = accepted
-                rounds[used, 5] = emitted
-                rounds[used, 6] = steps
-                rounds[used, 7] = lag
-                rounds[used, 8] = levels
-                rounds[used, 9] = bin_
-                round_s[used, 0] = draft_s
-                round_s[used, 1] = verify_s
-                round_s[used, 2] = draft_s + verify_s + overhead_s
-                used += 1
-            total_s += draft_s + verify_s
-            n_rounds += 1
-            n_accepted += accepted
-            n_drafted += kept
-            n_steps += steps
-            if steps > 0:
-                lag = emitted if rereads else emitted - reads
+            seconds = round_seconds(
+                costs, texts.sampled[r], context + start, s, lag, passes, drafted, emitted
+            )
+            advance(window, state, levels, accepted, cached, seconds[0], seconds[1])
+            if sums.per_round:
+                used = write_round(
+                    sums,
+                    used,
+                    i,
+                    start,
+                    drafted,
+                    accepted,
+                    emitted,
+                    passes,
+                    lag,
+                    levels,
+                    bin_,
+                    seconds,
+                )
+            total = (
+                total[0] + 1,
+                total[1] + accepted,
+                total[2] + drafted,
+                total[3] + passes,
+                total[4] + seconds[2],
+            )
+            if passes > 0:
+                lag = emitted if limits.rereads else emitted - reads
             else:
                 lag += emitted
             start += emitted
-        counts[i, 0] += n_rounds
-        counts[i, 1] += length
-        counts[i, 2] += n_accepted
-        counts[i, 3] += n_drafted
-        counts[i, 4] += n_steps
-        counts[i, 5] += n_drafted + n_rounds
-        counts[i, 6] += n_missing
-        seconds[i] += total_s + n_rounds * overhead_s
+        add_request(sums, i, length, total)
     return used
 
 
-def stop_levels(growth: GrowthTable, rules: tuple[TreeRule, TreeRule], sampled: npt.NDArray[np.bool_]) -> npt.NDArray[np.uint8]:
+def stop_levels(
+    growth: GrowthTable, rules: tuple[TreeRule, TreeRule], sampled: npt.NDArray[np.bool_]
+) -> npt.NDArray[np.uint8]:
     """The level at which the stop triggers, uint8 [positions]; ``sampled`` bool [positions]."""
     cold, hot = (growth.stops(rule) for rule in rules)
     return np.where(sampled, hot, cold).astype(np.uint8)

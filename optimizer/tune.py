@@ -7,12 +7,10 @@ what they make even where they are to begin anew.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import numpy as np
@@ -20,12 +18,13 @@ from sqlalchemy.orm import Session
 
 from db.errors import CorruptedChunkError
 from optimizer.artifacts import fitted
-from optimizer.execute import Comparison, DecodeOptions, Expected, encode_recorded, race
+from optimizer.execute import Comparison, DecodeOptions, encode_recorded, race
 from optimizer.fit.chooser_fits import fit_chooser_artifact
 from optimizer.fit.on_the_fly import read_prompts
 from optimizer.fit.tuning import fit_shortlists, fit_trees, ranks_for
+from optimizer.profiles import at_pace_of, doubts, expected_seconds, prediction_spread, profile_for
 from optimizer.publish import earlier_winners, incumbent_of, publish
-from optimizer.record import RecordRequest, cover_of, look_around, record, retrace_trees, split, whole_texts
+from optimizer.record import RecordRequest, cover_of, look_around, record, retrace_trees, split
 from optimizer.replay import ReplayTrace, replay
 from optimizer.search import Study, finalists, is_fixed, rivals, search, worth_trying
 from optimizer.spaces import ShortlistLimit, TreeLimit, transformers_heuristic
@@ -38,17 +37,11 @@ from runtime.policies.document import AUTOREGRESSIVE, ChooserPolicy, Policy, par
 from runtime.policies.draft_choice import Chooser
 from runtime.policies.plan import prepare
 from runtime.policies.prepared_chooser import PREDICTED, prompt_key, stored_chooser
-from runtime.profiler import environment, measure_profile
 from runtime.tree_panorama import Cover
 from traces.errors import PolicyError, TraceError
-from traces.schema import LatencyProfile, Trajectory, Workload
+from traces.schema import Trajectory, Workload
 from traces.store import Publication, StoredProfile, TraceStore
 
-PROFILE_AGE = timedelta(hours=24)
-"""A profile of the same environment is used again for so long."""
-
-PREDICTION_SPREAD = 0.02
-"""Standard deviation, relative, of a predicted ratio of two policies' speeds (the median error of the fidelity checks)."""
 MOST_COVERS = 4
 """Growths of one draft beyond the recording that are recorded as well; each makes every tree larger."""
 Progress = Callable[[str, int, int], None]
@@ -227,9 +220,9 @@ class Tuning:
         )
 
     def predicted(self, policies: Iterable[Policy], part: Sequence[int]) -> dict[str, Any]:
-        """What replay says of some requests, by policy id."""
+        """What replay says of some requests, by policy id, at the pace of the race."""
         trace = self.trace.select(part)
-        profile, find = self.profile.profile, self.artifacts
+        profile, find = at_pace_of(self.profile.profile, self.compared.timings), self.artifacts
         return {p.id: replay(trace, p, profile, artifacts=find, approximate=True) for p in policies}
 
 
@@ -252,8 +245,17 @@ def _profile(tuning: Tuning) -> None:
     """What rounds cost on this device, and with that, what there is to beat."""
     store, pair, wanted = tuning.store, tuning.pair, tuning.wanted
     began = store.get_recording(tuning.recording).created_at if wanted.idempotency_key else None
-    texts = whole_texts(tuning.trace.trajectories)
-    tuning.profile = profile_for(store, pair, tuning.drafts, wanted, texts, own_since=began, progress=tuning.progress)
+    tuning.profile = profile_for(
+        store,
+        pair,
+        tuning.drafts,
+        gamma_max=wanted.gamma_max,
+        trees=wanted.tree_size[0] > 0,
+        fresh=wanted.fresh,
+        trajectories=tuning.trace.trajectories,
+        own_since=began,
+        progress=tuning.progress,
+    )
     tuning.active = store.active_publication(pair.id, pair.device.type)
     tuning.incumbent, tuning.unusable = incumbent_of(store, pair, tuning.active, tuning.profile.profile)
     tuning.artifacts = _artifacts(store, pair, tuning.incumbent, tuning.trace.trajectories)
@@ -376,7 +378,8 @@ def _conclude(tuning: Tuning) -> tuple[Tuned, bool]:
     """What was found, and whether it is to take the place of what is in force."""
     predicted = tuning.predicted(tuning.roles.values(), tuning.test_part)
     executed = candidates_of(tuning.roles, tuning.compared, predicted, tuning.incumbent)
-    winner = fastest_of(executed, tuning.compared, PREDICTION_SPREAD)
+    trees = tuning.wanted.tree_size[0] > 0
+    winner = fastest_of(executed, tuning.compared, prediction_spread(tuning.profile.profile, trees=trees))
     incumbent = next(c for c in executed if c.policy.id == tuning.incumbent.id)
     reason, chosen, replaces = verdict(winner, incumbent, tuning.active is not None and not tuning.unusable)
     tuned = Tuned(
@@ -390,7 +393,7 @@ def _conclude(tuning: Tuning) -> tuple[Tuned, bool]:
         test_requests=len(winner.executed.per_request),
         search_requests=len(tuning.search_part),
         trials=len(tuning.study.trials),
-        reason="; ".join(filter(None, (tuning.unusable, reason))),
+        reason="; ".join(filter(None, (tuning.unusable, doubts(tuning.profile, trees=trees), reason))),
         published=None,
         seconds=tuning.seconds,
         beyond=tuning.study.left_out(),
@@ -476,94 +479,3 @@ def record_beyond(
             progress=progress,
         )
     return list(covers)
-
-
-def usable_profile(
-    store: TraceStore,
-    pair: LoadedPair,
-    drafts: tuple[str, ...],
-    now: datetime,
-    *,
-    trees: bool = False,
-    since: datetime | None = None,
-) -> StoredProfile | None:
-    """The newest accepted profile of this pair in this environment that covers the drafts (and their ``trees``), unless it is a day
-    old, or older than ``since``."""
-    grown = {d for d in drafts if d != "ngram" and trees}
-    here = environment(pair)
-    for found in store.list_profiles(pair.id, pair.device.type, here["dtype"]):
-        same = all(found.profile.environment.get(k) == here[k] for k in ("device", "torch", "threads", "dtype"))
-        same = same and (since is None or found.created_at >= since)
-        if same and now - found.created_at < PROFILE_AGE and set(drafts) <= set(found.profile.priced_drafts):
-            if grown and (found.profile.trees is None or not grown <= set(found.profile.trees.level)):
-                continue
-            return found if _checked(found.profile, trees)[0] else None
-    return None
-
-
-def _checked(profile: LatencyProfile, trees: bool) -> tuple[bool, float]:
-    """Whether composed rounds are close enough to executed ones, and the median error; with ``trees`` of theirs too, the larger one."""
-    checks = [profile.check, *([profile.check["trees"]] if trees and "trees" in profile.check else [])]
-    return all(c.get("accepted", False) for c in checks), max(c.get("median_error", math.inf) for c in checks)
-
-
-def profile_for(
-    store: TraceStore,
-    pair: LoadedPair,
-    drafts: tuple[str, ...],
-    wanted: TuneOptions,
-    texts: Sequence[Sequence[int]] = (),
-    *,
-    own_since: datetime | None = None,
-    progress: Progress = lambda phase, done, total: None,
-) -> StoredProfile:
-    """A profile fit for use: a recent one of this environment, else a new measurement, on ``texts`` (tried twice if its check fails).
-
-    A fresh tuning uses only one that was made after ``own_since``, when its first attempt began; None: this is the first.
-    """
-    trees = wanted.tree_size[0] > 0
-    if not wanted.fresh or own_since is not None:
-        since = own_since if wanted.fresh else None
-        found = usable_profile(store, pair, drafts, datetime.now(UTC), trees=trees, since=since)
-        if found is not None:
-            return found
-    store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
-    best: LatencyProfile | None = None
-    for _ in range(2):
-        profile = measure_profile(
-            pair,
-            gamma_max=wanted.gamma_max,
-            trees=trees,
-            texts=texts,
-            progress=lambda what, done, total: progress("profile", done, total),
-        )
-        accepted, error = _checked(profile, trees)
-        if best is None or error < _checked(best, trees)[1]:
-            best = profile
-        if accepted:
-            break
-    assert best is not None
-    return store.get_profile(store.put_profile(best))
-
-
-def expected_seconds(
-    trace: ReplayTrace,
-    executed: Sequence[int],
-    policies: Iterable[Policy],
-    profile: LatencyProfile,
-    artifacts: Artifacts | None = None,
-) -> Expected:
-    """What replay predicts for the requests of a trace that are executed (indices), and for all of it.
-
-    Where a shortlist or a chooser is among the policies, those executed are all: it was fitted to the others' texts, on which it accepts
-    more than on any to come.
-    """
-    policies = list(policies)
-    fitted_to_texts = any(p.shortlisted or isinstance(p, ChooserPolicy) for p in policies)
-    over = list(executed) if fitted_to_texts else range(len(trace.order))
-    requests, whole = {}, {}
-    for policy in policies:
-        predicted = replay(trace, policy, profile, artifacts=artifacts, approximate=True)
-        seconds = np.array([r.counts.seconds for r in predicted.per_request])
-        requests[policy.id], whole[policy.id] = seconds[list(executed)], float(seconds[list(over)].sum())
-    return Expected(requests, whole)

@@ -19,7 +19,7 @@ from cli import main
 from db import open_database
 from runtime.loading import load_pair
 from runtime.pair import read_pair
-from runtime.profiler import environment
+from runtime.profiling import environment
 from traces.store import TraceStore
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -239,7 +239,7 @@ def main() -> None:
     # Imported here once, and nothing computed: the children fork from a process without threads.
     import optimizer.report
     import optimizer.tune  # noqa: F401
-    import runtime.profiler  # noqa: F401
+    import runtime.profiling  # noqa: F401
 
     print(json.dumps(Driver(pair, Path(folder), int(seed), int(requests)).run(int(count))))
 

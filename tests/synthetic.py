@@ -2,49 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
-from traces.schema import CostCurve, LatencyProfile, TreeProfile
+from traces.cost_table import CostTable
+from traces.latency import LatencyProfile
 
 
-def flat_trees(drafts: Iterable[str]) -> TreeProfile:
-    """Costs of trees in round numbers: a level 1 ms and 0.05 ms a node, verification 4 ms and 0.1 ms a node; sampled 10% more."""
+def over_rows(rows: Sequence[float], seconds: Sequence[float]) -> CostTable:
+    """A cost that depends on rows alone."""
+    return CostTable(tuple(seconds), ("rows",), (tuple(rows),))
 
-    def curve(widths: tuple[int, ...], base: float, slope: float) -> CostCurve:
-        rows = tuple((base + slope * (w - 1), 1.1 * base + slope * (w - 1)) for w in widths)
-        return CostCurve(widths, (32, 512), rows, ((0.0, 0.0),) * len(widths))
 
-    names = list(drafts)
-    first, level = curve((1, 2, 8), 1.5e-3, 1e-4), curve((1, 4, 16), 1e-3, 5e-5)
-    hot_first, hot_level = curve((1, 2, 8), 1.65e-3, 1e-4), curve((1, 4, 16), 1.1e-3, 5e-5)
-    return TreeProfile(
-        verify=curve((2, 17, 97), 4e-3, 1e-4),
-        sampled_verify=curve((2, 17, 97), 4.4e-3, 1e-4),
-        first=dict.fromkeys(names, first),
-        sampled_first=dict.fromkeys(names, hot_first),
-        level=dict.fromkeys(names, level),
-        sampled_level=dict.fromkeys(names, hot_level),
-    )
+def with_terms(profile: LatencyProfile, terms: dict[str, CostTable | None]) -> LatencyProfile:
+    """The profile with other terms in place of its own; None takes one away."""
+    return replace(profile, terms={n: t for n, t in {**profile.terms, **terms}.items() if t is not None})
+
+
+def with_heads(
+    profile: LatencyProfile, drafts: Iterable[str], rows: int, *, head_s: float = 1e-6, gathered_s: float = 1e-6
+) -> LatencyProfile:
+    """The profile with output heads of ``rows`` tokens that take so many seconds a token, trimmed or gathered."""
+    tables: dict[str, CostTable | None] = {}
+    for draft in drafts:
+        tables[f"head/{draft}"] = over_rows((0, rows), (0.0, head_s * rows))
+        tables[f"gathered/{draft}"] = over_rows((0, rows), ((head_s - gathered_s) * rows, head_s * rows))
+    return with_terms(profile, tables)
 
 
 def flat_profile(pair_id: str, drafts: Iterable[str], heads: Iterable[str] = ()) -> LatencyProfile:
-    """A profile of round numbers: a draft step 1 ms, verification 4 ms and 0.1 ms a token; trees of both, ``heads`` as trees alone."""
-    drafts, heads = list(drafts), list(heads)
-    verify = CostCurve((1, 9, 17, 65), (32, 512), ((4e-3, 5e-3), (5e-3, 6e-3), (6e-3, 7e-3), (12e-3, 13e-3)), ((0.0, 0.0),) * 4)
-    step = CostCurve((1, 2, 9), (32, 512), ((1e-3, 1e-3), (1.1e-3, 1.1e-3), (1.5e-3, 1.5e-3)), ((0.0, 0.0),) * 3)
-    prefill = CostCurve((8, 512), (0,), ((5e-3,), (50e-3,)), ((0.0,), (0.0,)))
-    names = [*drafts, "ngram"]
-    return LatencyProfile(
-        pair_id=pair_id,
-        device="cpu",
-        dtype="float32",
-        verify=verify,
-        prefill=prefill,
-        draft_step=dict.fromkeys(names, step),
-        draft_prefill=dict.fromkeys([*names, *heads], prefill),
-        overhead_s=1e-4,
-        draft_phase_s=dict.fromkeys(names, 1e-05),
-        stop_step_s={"none": 0.0, "max_prob": 1e-5, "joint_prob": 1e-5, "entropy": 2e-5},
-        check={"accepted": True, "median_error": 0.0},
-        trees=flat_trees([*drafts, *heads]),
-    )
+    """A profile of round numbers: a draft's pass 1 ms, verification 4 ms and 0.1 ms a token; at temperature > 0 a tenth more of either.
+    ``heads`` have trees alone."""
+    at = (32.0, 512.0)
+    target = CostTable((4e-3, 5e-3, 5e-3, 6e-3, 6e-3, 7e-3, 12e-3, 13e-3), ("rows", "context"), ((1.0, 9.0, 17.0, 65.0), at))
+    step = CostTable((1e-3, 1e-3, 1.1e-3, 1.1e-3, 1.5e-3, 1.5e-3), ("rows", "context"), ((1.0, 2.0, 9.0), at))
+    prefill = over_rows((8, 512), (5e-3, 50e-3))
+    terms = {
+        "target": target,
+        "tree target": CostTable((2e-4,)),
+        "sampled target": over_rows((1, 17), (4e-4, 6e-4)),
+        "prefill/target": prefill,
+        "round": CostTable((1e-4,)),
+        "stop max_prob": CostTable((1e-5,)),
+        "stop joint_prob": CostTable((1e-5,)),
+        "stop entropy": CostTable((2e-5,)),
+    }
+    for draft in ("ngram", *drafts, *heads):
+        terms |= {f"pass/{draft}": step, f"prefill/{draft}": prefill, f"sampled pass/{draft}": CostTable((1e-4,))}
+        if draft not in heads:
+            terms[f"phase/{draft}"] = CostTable((1e-5,))
+        if draft != "ngram":
+            terms |= {f"{growth}/{draft}": over_rows((1, 16), (1e-4, 3e-4)) for growth in ("top_k", "static", "classifier")}
+            terms[f"tree phase/{draft}"] = CostTable((5e-4,))
+    return LatencyProfile(pair_id, "cpu", "float32", terms, check={"accepted": True, "median_error": 0.0})

@@ -25,10 +25,10 @@ from optimizer.export import engine_settings
 from optimizer.fit.chooser_fits import ChooserSource, fit_chooser_artifact, keep_chooser
 from optimizer.fit.on_the_fly import Measured, evaluate, fit_chooser, fit_features, read_prompts
 from optimizer.oracle import replay_rounds
+from optimizer.profiles import expected_seconds
 from optimizer.record import RecordRequest, record
 from optimizer.replay import ReplayTrace, replay, run_replay
 from optimizer.serving import watch
-from optimizer.tune import expected_seconds
 from runtime.decoder import Decoder, prepare_for
 from runtime.loading import LoadedPair, load_pair
 from runtime.loop import DecodeRequest, StaticSource
@@ -223,7 +223,7 @@ def test_choosing_is_charged_unless_the_reader_drafts(
     for i, draft in enumerate(chosen):
         alone = run_replay(source.trace.select([i]), CHAINS[draft], profile).seconds[0]
         read = int(source.trace.prompts[i]) - 1
-        charge = profile.draft_prefill[reader].at(read, 0) if draft != reader and read else 0.0
+        charge = profile.prefill_seconds(reader, read + 1) if draft != reader else 0.0
         assert replayed.seconds[i] == pytest.approx(alone + charge)
         assert replayed.counts[i].tolist() == run_replay(source.trace.select([i]), CHAINS[draft], profile).counts[0].tolist()
 
@@ -259,7 +259,7 @@ def test_the_target_reads_where_no_draft_can(pair: LoadedPair, profile: LatencyP
     chooser = replace(chooser, features=replace(chooser.features, reader="target"))
     done = race(pair, [AUTOREGRESSIVE, parse_policy(OLS)], encoded, passes=1, profile=profile, artifacts=memory(chooser))
     assert done.texts_differ == 0
-    assert chooser.reading_seconds(profile, [9], ["near"])[0] == profile.prefill.at(8, 0)
+    assert chooser.reading_seconds(profile, [9], ["near"])[0] == profile.prefill_seconds(None, 9)
 
 
 def test_a_chooser_that_does_not_choose_is_its_single_draft(

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from doors import USAGE, Door, lines, one_object, put_profile, write_workload
 
-import runtime.profiler
+import runtime.profiling
 from db import open_database
 from optimizer.execute import DecodeOptions
 from optimizer.jobs import gather, tuning_options
@@ -141,7 +141,7 @@ def test_profile_measures_trees_on_the_newest_recorded_texts(
         seen.append(texts)
         raise TraceError("seen")
 
-    monkeypatch.setattr(runtime.profiler, "measure_profile", measure)
+    monkeypatch.setattr(runtime.profiling, "measure_profile", measure)
     for named in ((), ("--recording", recording), ("--recording", "latest")):
         assert f"texts of recording {recording}" in door.call("profile", "--pair", door.pair, *named).stderr
     with open_database(door.db) as database:

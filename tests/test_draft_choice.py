@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from pairs import TEXT
 from papers.on_the_fly import acceptance_rate, expected_emitted, larger_draft_condition, optimal_window, throughput
-from synthetic import flat_profile
+from synthetic import flat_profile, over_rows, with_terms
 from trace_values import a_panorama, a_trajectory
 
 from optimizer.fit.on_the_fly import (
@@ -30,11 +30,12 @@ from optimizer.fit.on_the_fly import (
     read_prompts,
 )
 from optimizer.replay import ReplayTrace, run_replay
+from runtime.costs import window_costs
 from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from runtime.policies.draft_choice import ACC_MAX, Chooser, Option, theorem_3
-from runtime.policies.plan import window_costs
 from runtime.policies.prompt_features import TOKEN_PATTERN, Prompt, lookup_share, raw_scalars
 from runtime.prompts import log_perplexity, prompt_reader, read_prompt
+from traces.cost_table import CostTable
 from traces.errors import PolicyError, TraceError
 from traces.schema import AGREE_NONE, AGREE_YES, ChainPanorama, Sampling
 
@@ -232,12 +233,12 @@ def test_option_is_the_papers_model(draft: str) -> None:
 def test_options_of_none_fixed_windows_and_sampling() -> None:
     none = Option.of("none", AUTOREGRESSIVE, PROFILE)
     assert none.window(ALPHAS).tolist() == [0] * 41
-    np.testing.assert_allclose(none.token_seconds(ALPHAS), PROFILE.verify.at(1, 256) + PROFILE.overhead_s)
+    np.testing.assert_allclose(none.token_seconds(ALPHAS), PROFILE.seconds("target", rows=1, context=PROFILE.usual_context) + 1e-4)
     assert Option.of("near", chain("near", {"kind": "fixed", "gamma": 3}), PROFILE).window(ALPHAS).tolist() == [3] * 41
     least = Option.of("near", chain("near", {"kind": "fsm", "gamma_min": 2, "gamma_max": 6}), PROFILE).window(ALPHAS)
     assert least.min() == 2
     assert least.max() == 6
-    hot = replace(PROFILE, noise_s=3e-4, sample_s=2e-4, draft_sample_s=1e-4)
+    hot = with_terms(PROFILE, {"noise": CostTable((3e-4,)), "sampled target": over_rows((0, 1), (0.0, 2e-4))})
     for draft in ("none", "near"):
         policy = CANDIDATES[draft]
         cold, warm = Option.of(draft, policy, hot), Option.of(draft, policy, hot, sampled=True)
@@ -248,8 +249,8 @@ def test_options_of_none_fixed_windows_and_sampling() -> None:
 
 def test_prefill_of_the_draft_counts() -> None:
     option = Option.of("near", chain("near"), PROFILE)
-    curve = PROFILE.draft_prefill["near"]
-    np.testing.assert_allclose(option.prefill_seconds([1, 2, 200]), [0.0, curve.at(1, 0), curve.at(199, 0)])
+    table = PROFILE.terms["prefill/near"]
+    np.testing.assert_allclose(option.prefill_seconds([1, 2, 200]), [0.0, table.at(rows=1), table.at(rows=199)])
     assert Option.of("none", AUTOREGRESSIVE, PROFILE).prefill_seconds([200]).tolist() == [0.0]
 
 
@@ -425,11 +426,11 @@ def test_evaluation_is_what_its_picks_cost() -> None:
     chooser = fit_chooser(trace, prompts, CANDIDATES, PROFILE, reader="near", parts=(range(20), range(20, 30)))
     held, measured = chooser.metrics["held_out"], Measured.of(trace.select(range(20, 30)), CANDIDATES, PROFILE)
     names, options = list(CANDIDATES), chooser.options(PROFILE)
-    reading = PROFILE.draft_prefill["near"]
+    reading = PROFILE.prefill_seconds("near", np.array([p.tokens for p in prompts]))
     alphas = chooser.accuracies(chooser.features.transform(prompts[20:]))
     picks = chooser.decide(alphas, options, [p.tokens for p in prompts[20:]], 64)
     spent = sum(
-        measured.seconds[i, k] + (0.0 if names[k] == "near" else reading.at(prompts[20 + i].tokens - 1, 0))
+        measured.seconds[i, k] + (0.0 if names[k] == "near" else reading[20 + i])
         for i, k in enumerate(picks)
     )
     assert held["tokens_per_s"]["throughput"] == pytest.approx(640 / spent)
@@ -450,7 +451,7 @@ def test_features_without_perplexity_cost_no_pass() -> None:
     assert reads.features.reads
     assert not unread.features.reads
     measured = Measured.of(trace, unread.candidates, PROFILE)
-    for chooser, charged in ((unread, 0.0), (reads, sum(PROFILE.draft_prefill["near"].at(p.tokens - 1, 0) for p in prompts))):
+    for chooser, charged in ((unread, 0.0), (reads, sum(float(PROFILE.prefill_seconds("near", p.tokens)) for p in prompts))):
         free, paid = (evaluate(chooser, measured, prompts, PROFILE, charged=c).tokens_per_s["throughput"] for c in (False, True))
         assert measured.new_tokens.sum() * (1 / paid - 1 / free) == pytest.approx(charged)
 

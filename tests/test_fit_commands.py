@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import sqlalchemy as sa
 from doors import Door, write_workload
-from synthetic import flat_profile
+from synthetic import flat_profile, with_terms
 from tree_reference import Law, Node, Stratify, TopK, build, cheapest_first, verify
 
 from db import open_database
@@ -301,7 +301,7 @@ def test_people_see_tables(door: Door) -> None:
 
 def test_a_static_tree_by_costs(door: Door, shared: TraceStore, pair: LoadedPair) -> None:
     profile = flat_profile(pair.id, pair.drafts)
-    without = shared.put_profile(replace(profile, trees=None))
+    without = shared.put_profile(with_terms(profile, {"top_k/near": None}))
     static = ("fit", "static-tree", "--draft", "near")
     assert "has no costs of trees for draft 'near': run `profile` again" in said(door, *static)
     assert "--nodes N --depth D" in said(door, *static, "--profile", without, "--nodes", 3, "--depth", 2)

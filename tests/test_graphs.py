@@ -18,15 +18,16 @@ from torch.utils._pytree import tree_leaves
 
 from optimizer.execute import DecodeOptions, encode, run
 from runtime import graphs
+from runtime.costs import RoundKind
 from runtime.decoder import Decoder, prepare_for
 from runtime.graphs import RUNGS, Kind, bucket, use_graphs, views_up_to, wanted
 from runtime.loading import LoadedPair, load_pair
 from runtime.loop import PolicySource, Round, StaticSource
-from runtime.measuring import Bench
 from runtime.pair import read_pair
 from runtime.pass_sizes import PassSizes, pass_sizes, prepare_graphs
 from runtime.policies.document import Policy, parse_policy
 from runtime.policies.plan import Plan, prepare
+from runtime.profiling.experiment import Cell, Experiment
 from traces.schema import Request, Sampling, Workload
 
 TOKENS = 16
@@ -454,8 +455,9 @@ def test_what_a_policy_can_make_of_a_round() -> None:
 
 def test_a_profile_times_replayed_passes_of_every_shape(twins: Twins) -> None:
     twins.forget()
-    bench = Bench(twins.fast, gamma_max=4, repeats=1, progress=lambda *_: None)
-    bench.begin(20, parse_policy(top_k("near", 4, 3, 9)))
+    policy = parse_policy(top_k("near", 4, 3, 9))
+    kind = RoundKind.of(policy, tree=True)
+    Experiment(twins.fast, (20,), ()).request([Cell(prepare(policy, twins.fast.draft_names), kind)], GREEDY)
     target, draft = twins.fast.target.graphs, twins.fast.drafts["near"].graphs
     assert target is not None
     assert draft is not None

@@ -94,7 +94,7 @@ def test_a_head_is_priced_as_trees_are(pair: LoadedPair, sampling: Sampling) -> 
         replayed = run_replay(trace, policy, profile, per_round=True)
         assert replayed.round_s is not None
         in_rounds = float(replayed.round_s[:, 2].sum())
-        before = sum(2 * profile.prefill.at(len(t.prompt_ids) - 1, 0) for t in plain)
+        before = sum(2 * profile.prefill_seconds(None, len(t.prompt_ids)) for t in plain)
         assert replayed.total.seconds == pytest.approx(in_rounds + before)
         for ran, steps in zip(decode(pair, policy, sampling, profile=profile), replayed.steps(), strict=True):
             assert [shape(s) for s in ran.steps] == [shape(s) for s in steps], policy.label()

@@ -14,6 +14,9 @@ ROOT = Path(__file__).resolve().parent.parent
 OURS = ("cli", "traces", "runtime", "optimizer", "db", "demo", "bench", "tests")
 FACTS = {
     "traces.schema",
+    "traces.cost_table",
+    "traces.latency",
+    "traces.latency_curves",
     "traces.errors",
     "traces.codec",
     "traces.packing",
@@ -47,7 +50,7 @@ ALLOWED: dict[str, set[str]] = {
     "demo": {"demo"},
 }
 BESIDE = {
-    "runtime": {"traces.schema", "traces.errors", "traces.files", "traces.text"},
+    "runtime": {"traces.schema", "traces.cost_table", "traces.latency", "traces.errors", "traces.files", "traces.text"},
     "optimizer": {"demo.prompts"},
 }
 """Single modules that a layer may import beside its layers."""

@@ -21,7 +21,7 @@ from optimizer.tune import Tuned, TuneOptions, tune
 from runtime.loading import LoadedPair, load_pair
 from runtime.pair import read_pair
 from runtime.policies.document import parse_policy
-from runtime.profiler import environment
+from runtime.profiling import environment
 from traces.schema import Request, Sampling, Workload
 from traces.store import Publication, TraceStore
 

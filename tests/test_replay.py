@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from synthetic import flat_profile, with_terms
 
-from optimizer.cost import CostModel
 from optimizer.oracle import replay_rounds
 from optimizer.replay import ReplayTrace, replay, replay_many, run_replay
+from runtime.costs import RoundKind, middles, round_costs, round_seconds
 from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from runtime.policies.plan import prepare
 from runtime.session import Session, Sessions
@@ -28,7 +29,6 @@ from traces.schema import (
     AGREE_YES,
     PROB_SCALE,
     ChainPanorama,
-    CostCurve,
     Counts,
     LatencyProfile,
     Sampling,
@@ -171,28 +171,17 @@ def literal_request(toy: Toy, t: Trajectory, policy: Policy, session: Session, t
     return steps_done
 
 
-def curve(base: float, slope: float, widths: tuple[int, ...] = (1, 2, 5, 9)) -> CostCurve:
-    contexts = (1, 50, 100)
-    median = tuple(tuple(base + slope * w**1.2 + 3e-6 * c for c in contexts) for w in widths)
-    return CostCurve(widths, contexts, median, median)
+PROFILE = flat_profile("toy", ["toy"])
 
 
-PROFILE = LatencyProfile(
-    pair_id="toy",
-    device="cpu",
-    dtype="float32",
-    verify=curve(4e-3, 2e-4),
-    prefill=curve(1e-3, 1e-4),
-    draft_step={"toy": curve(5e-4, 3e-5)},
-    draft_prefill={"toy": curve(2e-4, 1e-5)},
-    overhead_s=1e-4,
-    draft_phase_s={"toy": 7e-5},
-    stop_step_s={"none": 0.0, "max_prob": 1e-5, "joint_prob": 2e-5, "entropy": 3e-5},
-    noise_s=1e-5,
-    sample_s=2e-5,
-    draft_sample_s=3e-5,
-    request_s=5e-4,
-)
+class Costs:
+    """Seconds of one round at a time, from the tables that the replay looks into."""
+
+    def __init__(self, profile: LatencyProfile, policy: Policy, max_context: int) -> None:
+        self.costs = round_costs(profile, RoundKind.of(policy, tree=False), middles(max_context))
+
+    def round_seconds(self, step: Step, context: int, *, sampled: bool) -> tuple[float, float, float]:
+        return round_seconds(self.costs, int(sampled), context, 0, step.lag, step.draft_steps, step.drafted, step.emitted)
 
 
 def random_policy(rng: np.random.Generator) -> Policy:
@@ -242,12 +231,12 @@ def literal(toy: Toy, trace: ReplayTrace, policy: Policy, profile: LatencyProfil
     out = []
     for r in trace.order.tolist():
         t = trace.trajectories[r]
-        model = CostModel.of(profile, "toy", 200, stop=policy.stop.kind) if profile else CostModel.free()
+        model = Costs(profile, policy, trace.max_context) if profile else None
 
         def timer(
-            context: int, step: Step, m: CostModel = model, sampled: bool = not t.sampling.greedy
+            context: int, step: Step, m: Costs | None = model, sampled: bool = not t.sampling.greedy
         ) -> tuple[float, float, float]:
-            return m.round_seconds(step, context, sampled=sampled)
+            return (0.0, 0.0, 0.0) if m is None else m.round_seconds(step, context, sampled=sampled)
 
         out.append(literal_request(toy, t, policy, session, timer))
     return out
@@ -272,7 +261,7 @@ def test_every_round_equals_the_literal_one(seed: int) -> None:
         times = np.array([[s.draft_s, s.verify_s, s.round_s] for s in flat])
         assert got.round_s is not None
         np.testing.assert_allclose(got.round_s, times, rtol=1e-12)
-        before = CostModel.of(PROFILE, "toy" if policy.speculates else None, 200).request_seconds(trace.prompts)
+        before = PROFILE.request_seconds("toy" if policy.speculates else None, trace.prompts)
         np.testing.assert_allclose(
             got.seconds, before + np.array([sum(s.round_s for s in request) for request in expected]), rtol=1e-12
         )
@@ -337,10 +326,10 @@ def test_autoregressive_makes_one_token_a_round_and_needs_no_panorama() -> None:
     assert result.total.rounds == result.total.verified_tokens == trace.tokens
     assert result.total.drafted_tokens == result.total.draft_steps == 0
     assert [s.lag for s in result.steps()[0]] == list(range(1, trace.tokens + 1))
-    model = CostModel.of(PROFILE, None, 100)
+    model = Costs(PROFILE, AUTOREGRESSIVE, trace.max_context)
     context = int(trace.prompts[0]) - 1
-    expected = sum(model.round_seconds(s, context + s.start).round_s for s in result.steps()[0])
-    assert result.seconds[0] == pytest.approx(expected + model.request_seconds(trace.prompts)[0])
+    expected = sum(model.round_seconds(s, context + s.start, sampled=False)[2] for s in result.steps()[0])
+    assert result.seconds[0] == pytest.approx(expected + PROFILE.request_seconds(None, trace.prompts)[0])
     assert run_replay(trace, AUTOREGRESSIVE).total.seconds == 0.0
 
 
@@ -412,8 +401,8 @@ def test_what_was_not_recorded_is_refused_with_the_remedy() -> None:
         ReplayTrace(trace.trajectories, {"toy": [toy.panorama(trace.trajectories[0])]})
     with pytest.raises(TraceError, match="positions"):
         ReplayTrace(trace.trajectories[:1], {"toy": [toy.panorama(toy.trajectory("other", 61))]})
-    with pytest.raises(TraceError, match="no costs for draft 'toy'"):
-        run_replay(trace, parse_policy({"draft": "toy"}), replace(PROFILE, draft_step={}))
+    with pytest.raises(PolicyError, match="no costs for draft 'toy'"):
+        run_replay(trace, parse_policy({"draft": "toy"}), with_terms(PROFILE, {"pass/toy": None}))
 
 
 def test_empty_traces_and_texts_replay_to_nothing() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from pairs import make_pair
-from synthetic import flat_profile
+from synthetic import flat_profile, with_heads, with_terms
 from test_lossless import PROMPTS
 from test_shortlists import M, routing
 from test_store import damage
@@ -32,8 +32,9 @@ from runtime.policies.artifacts import ROUTER
 from runtime.policies.document import Policy, parse_policy
 from runtime.policies.plan import prepare
 from runtime.tree_panorama import record_tree_panorama
+from traces.cost_table import CostTable
 from traces.errors import PolicyError, TraceError
-from traces.schema import CostCurve, LatencyProfile, Request, Sampling, Trajectory
+from traces.schema import LatencyProfile, Request, Sampling, Trajectory
 from traces.store import TraceStore
 
 TOKENS, WIDTH, DEPTH, GAMMA = 16, 4, 4, 10
@@ -113,13 +114,7 @@ def trace(store: TraceStore, pair: LoadedPair, recording: str, routers: dict[str
 @pytest.fixture(scope="module")
 def profile(pair: LoadedPair) -> LatencyProfile:
     """A pass takes 1 us a token of its head."""
-    vocab = pair.target.vocab_size
-
-    def curve(*sizes: int) -> CostCurve:
-        return CostCurve(sizes, (0,), tuple((1e-4 + 1e-6 * s,) for s in sizes), ((0.0,),) * len(sizes))
-
-    curves = {"full": curve(vocab), "fixed": curve(8, vocab), "routed": curve(8, 64, vocab)}
-    return replace(flat_profile("p", DRAFTS), shortlist_s=dict.fromkeys(DRAFTS, curves))
+    return with_heads(flat_profile("p", DRAFTS), DRAFTS, pair.target.vocab_size)
 
 
 def policy_of(draft: str, router: str, budgets: tuple[int, int, int], **blocks: Any) -> Policy:
@@ -222,9 +217,9 @@ def test_passes_are_charged_by_the_sizes_of_their_shortlists(
 ) -> None:
     """While a chain is on the text, what its passes save is the tokens that the runtime's shortlists of that round left out."""
     policy = policy_of("near", routers["near"], (7, 5, 3), window={"kind": "fixed", "gamma": 2})
-    flat = {"near": dict.fromkeys(("full", "fixed", "routed"), profile.shortlist_s["near"]["full"])}
+    flat = with_terms(profile, {"gathered/near": CostTable(profile.terms["head/near"].seconds[-1:] * 2, ("rows",), ((0.0, 1.0),))})
     cheap = run_replay(trace, policy, profile, artifacts=fitted(store), per_round=True).steps()
-    dear = run_replay(trace, policy, replace(profile, shortlist_s=flat), artifacts=fitted(store), per_round=True).steps()
+    dear = run_replay(trace, policy, flat, artifacts=fitted(store), per_round=True).steps()
     prepared = prepare(policy, pair.draft_names, artifacts=fitted(store))
     checked = 0
     for text, ours, full in zip(trace.trajectories, cheap, dear, strict=True):
@@ -239,7 +234,7 @@ def test_passes_are_charged_by_the_sizes_of_their_shortlists(
                 checked += 1
     assert checked > 20
     with pytest.raises(PolicyError, match="no costs of shortlists for draft 'near'"):
-        run_replay(trace, policy, replace(profile, shortlist_s={}), artifacts=fitted(store))
+        run_replay(trace, policy, with_terms(profile, {"gathered/near": None}), artifacts=fitted(store))
 
 
 def test_trees_replay_nearly(

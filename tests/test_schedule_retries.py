@@ -19,7 +19,7 @@ from optimizer.record import begun_as
 from optimizer.schedule import Execute, Job, JobContext
 from runtime.loading import LoadedPair, load_pair
 from runtime.pair import read_pair
-from runtime.profiler import environment
+from runtime.profiling import environment
 from traces.recording import RecordedRequest
 from traces.schema import Sampling
 from traces.store import TraceStore

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from synthetic import flat_profile
 
-from optimizer.cost import CostModel
 from optimizer.execute import Comparison, Timings
 from optimizer.record import split
 from optimizer.replay import ReplayTrace, replay
@@ -16,7 +15,6 @@ from optimizer.search import TIE, complexity, finalists, search
 from optimizer.spaces import TreeLimit, TreeSpace, enumerated, enumerated_trees
 from optimizer.verdict import Candidate, fastest_of, verdict
 from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
-from runtime.profiler import compose_round
 from traces.schema import (
     AGREE_NO,
     AGREE_YES,
@@ -25,7 +23,6 @@ from traces.schema import (
     Outcome,
     RequestOutcome,
     Sampling,
-    Step,
     Trajectory,
 )
 
@@ -154,15 +151,6 @@ def test_only_a_gain_beyond_noise_is_published() -> None:
     assert chosen == AUTOREGRESSIVE.id
     assert publish
     assert "autoregression is published" in reason
-
-
-def test_the_profilers_composition_is_the_cost_models() -> None:
-    """A round composed by the profiler's check costs what the simulator charges, at the middle of a context bucket."""
-    profile = flat_profile("p", ["near"])
-    model = CostModel.of(profile, "near", 400)
-    for lag, drafted, context in [(1, 3, 47), (2, 8, 175), (5, 1, 303)]:
-        step = Step(10, drafted, drafted + 1, 1, 2, drafted, lag, draft="near")
-        assert model.round_seconds(step, context).round_s == pytest.approx(compose_round(profile, step, context), rel=0.02)
 
 
 LIMIT = TreeLimit(3, 11, bins="bins", fitted_depth=5, classifier="grower", grown=10, static=(((0,), (0, 0), (1,)),), sharpness=2.4)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import pytest
 from pairs import make_pair
-from synthetic import flat_profile
+from synthetic import flat_profile, with_heads, with_terms
 from test_lossless import PROMPTS
 from test_tree_parity import plain_rounds, shape
 
@@ -25,8 +24,9 @@ from runtime.policies.document import Policy, parse_policy
 from runtime.policies.fr_spec import Frequencies
 from runtime.policies.plan import prepare
 from runtime.tree_panorama import record_tree_panorama
+from traces.cost_table import CostTable
 from traces.errors import PolicyError, TraceError
-from traces.schema import CostCurve, Request, Sampling, Trajectory
+from traces.schema import Request, Sampling, Trajectory
 
 TOKENS, WIDTH, DEPTH, GAMMA = 24, 8, 5, 12
 SAMPLINGS = [Sampling(), Sampling(temperature=1.0, seed=4)]
@@ -151,13 +151,9 @@ def test_what_cannot_be_replayed_is_said(trace: ReplayTrace, artifacts: Artifact
 
 def test_passes_are_charged_by_the_size_of_the_shortlist(trace: ReplayTrace, artifacts: Artifacts) -> None:
     """A pass takes 1 us a token of its head: a shortlist saves that, step by step, and a profile without such costs is refused."""
-
-    def curve(*sizes: int) -> CostCurve:
-        return CostCurve(sizes, (0,), tuple((1e-4 + 1e-6 * s,) for s in sizes), ((0.0,),) * len(sizes))
-
     vocab = 96
     plain = flat_profile("p", ["near"])
-    profile = replace(plain, shortlist_s={"near": {"full": curve(vocab), "fixed": curve(8, vocab), "routed": curve(8, vocab)}})
+    profile = with_heads(plain, ["near"], vocab)
     window = {"kind": "fixed", "gamma": 6}
     for block, saved in (
         ({"kind": "frequency", "size": 36}, [60] * 6),
@@ -165,7 +161,8 @@ def test_passes_are_charged_by_the_size_of_the_shortlist(trace: ReplayTrace, art
     ):
         policy = parse_policy({"draft": "near", "window": window, "shortlist": {**block, "artifact": "a"}})
         replayed = run_replay(trace, policy, profile, artifacts=artifacts, per_round=True)
-        dear = replace(profile, shortlist_s={"near": {k: curve(vocab) for k in ("full", "fixed", "routed")}})
+        whole = profile.terms["head/near"].seconds[-1]
+        dear = with_terms(profile, {"head/near": CostTable((whole, whole), ("rows",), ((0.0, float(vocab)),))})
         without = run_replay(trace, policy, dear, artifacts=artifacts, per_round=True)
         for cheap, full in zip(chain(*replayed.steps()), chain(*without.steps()), strict=True):
             assert full.draft_s - cheap.draft_s == pytest.approx(1e-6 * sum(saved[: cheap.draft_steps]))

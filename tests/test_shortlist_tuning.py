@@ -11,7 +11,7 @@ import optuna
 import pytest
 from doors import write_workload
 from pairs import make_pair
-from synthetic import flat_profile
+from synthetic import flat_profile, over_rows, with_terms
 
 import optimizer.fit.tuning as tuning
 from db import open_database
@@ -23,11 +23,12 @@ from optimizer.fit.on_the_fly import Gained
 from optimizer.fit.shared import search_texts
 from optimizer.fit.tuning import FOLDS, fit_shortlists, ranks_for
 from optimizer.inputs import load_workload
+from optimizer.profiles import expected_seconds
 from optimizer.record import RecordRequest, record
 from optimizer.replay import ReplayTrace, run_replay
 from optimizer.search import TIE, Study, Trial, complexity, search, shortlist_bounds, worth_trying
 from optimizer.spaces import SHORTLIST_ORDER, Kinds, ShortlistLimit, ShortlistSpace, Space, TreeLimit, TreeSpace
-from optimizer.tune import TuneOptions, expected_seconds, tune
+from optimizer.tune import TuneOptions, tune
 from runtime.loading import LoadedPair, load_pair
 from runtime.loop import StaticSource
 from runtime.pair import read_pair
@@ -35,9 +36,10 @@ from runtime.policies.artifacts import ROUTER
 from runtime.policies.document import AUTOREGRESSIVE, ChooserPolicy, parse_policy
 from runtime.policies.fr_spec import Frequencies
 from runtime.policies.plan import prepare
-from runtime.profiler import environment
+from runtime.profiling import environment
+from traces.cost_table import CostTable
 from traces.errors import TraceError
-from traces.schema import CostCurve, Counts, LatencyProfile, Sampling, Workload
+from traces.schema import Counts, LatencyProfile, Sampling, Workload
 from traces.store import TraceStore
 
 ROWS, CLUSTERS, GAMMA = 300, 16, 6
@@ -47,12 +49,9 @@ OPTIONS = DecodeOptions(Sampling(), 24)
 
 def priced(profile: LatencyProfile, rows: int, fixed: float, routed: float) -> LatencyProfile:
     """A pass of ``near`` takes 1 ms with its whole head; over a 64th of it that much of it less, and linearly between."""
-
-    def curve(saved: float) -> CostCurve:
-        return CostCurve((max(1, rows // 64), rows), (0,), ((1e-3 * (1 - saved),), (1e-3,)), ((0.0,), (0.0,)))
-
-    full = CostCurve((rows,), (0,), ((1e-3,),), ((0.0,),))
-    return replace(profile, shortlist_s={"near": {"full": full, "fixed": curve(fixed), "routed": curve(routed)}})
+    sizes, step = (max(1, rows // 64), rows), CostTable((0.0,))
+    head, gathered = (over_rows(sizes, (1e-3 * (1 - saved), 1e-3)) for saved in (fixed, routed))
+    return with_terms(profile, {"head/near": head, "gathered/near": gathered, "pass/near": step})
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from pairs import make_pair
-from synthetic import flat_profile
+from synthetic import flat_profile, with_terms
 from test_lossless import PROMPTS
 
 from optimizer.oracle import RecordedTrees, replay_rounds
@@ -222,7 +221,7 @@ def test_windows_that_weigh_costs_replay_exactly(pair: LoadedPair, sampling: Sam
             depths |= {s.depth for s in steps}
     assert len(depths) > 3
     with pytest.raises(PolicyError, match="no costs of trees for draft"):
-        run_replay(trace, policies[0], replace(profile, trees=None), artifacts=find)
+        run_replay(trace, policies[0], with_terms(profile, {"top_k/near": None, "top_k/head": None}), artifacts=find)
 
 
 def test_children_by_probability_replay_exactly(pair: LoadedPair) -> None:

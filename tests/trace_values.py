@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from traces.cost_table import CostTable
+from traces.latency import LatencyProfile
 from traces.schema import (
     AGREE_NO,
     PROB_SCALE,
     ChainPanorama,
-    CostCurve,
     Counts,
-    LatencyProfile,
     Outcome,
     Proposals,
     Request,
@@ -137,8 +137,10 @@ def steps_of(trajectory: Trajectory, *, policy: str = POLICY_ID, draft: str = "s
 
 def a_profile(scale: float, *, device: str = "cpu") -> LatencyProfile:
     """A profile whose every cost is a multiple of ``scale`` seconds."""
-    curve = CostCurve((1, 8), (0, 64), ((scale, scale * 2), (scale * 3, scale * 4)), ((0.0, 0.0), (0.0, 0.0)))
-    return LatencyProfile(PAIR, device, "float32", curve, curve, {"small": curve}, {"small": curve}, environment={"torch": "2"})
+    table = CostTable((scale, scale * 2, scale * 3, scale * 4), ("rows", "context"), ((1.0, 8.0), (0.0, 64.0)))
+    terms = dict.fromkeys(("target", "prefill/target", "pass/small", "prefill/small"), table)
+    terms["phase/small"] = CostTable((scale,))
+    return LatencyProfile(PAIR, device, "float32", terms, environment={"torch": "2"})
 
 
 def an_outcome(n: int = 3) -> Outcome:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+
+from traces.latency import LatencyProfile as LatencyProfile
 
 Int32Array = npt.NDArray[np.int32]
 Finish = Literal["eos", "length", "stop"]
@@ -304,182 +306,6 @@ class Step:
     round_s: float = 0.0
     depth: int = 0
     bin: int = NO_BIN
-
-
-@dataclass(frozen=True)
-class CostCurve:
-    """Measured seconds of one operation over (width, context).
-
-    ``widths``: tokens in the pass; ``contexts``: tokens already in the cache; ``median_s[i][j]``, ``spread_s[i][j]`` (interquartile
-    range) and ``mean_s[i][j]`` belong to ``widths[i]`` and ``contexts[j]``. The simulator charges the mean, because totals are sums, and
-    a machine that is now and then slow is slow in totals too; without means it charges medians.
-    """
-
-    widths: tuple[int, ...]
-    contexts: tuple[int, ...]
-    median_s: tuple[tuple[float, ...], ...]
-    spread_s: tuple[tuple[float, ...], ...]
-    mean_s: tuple[tuple[float, ...], ...] = ()
-
-    @property
-    def cost_s(self) -> tuple[tuple[float, ...], ...]:
-        """What is charged: the means, or the medians where there are none."""
-        return self.mean_s or self.median_s
-
-    def at(self, width: float, context: float) -> float:
-        """Seconds at a width and context: bilinear inside the grid, the outer cell's slope beyond it, never negative."""
-        grid = np.asarray(self.cost_s, dtype=np.float64)
-        row = np.array([_interpolate(self.contexts, grid[i], context) for i in range(len(self.widths))])
-        return max(0.0, float(_interpolate(self.widths, row, width)))
-
-
-def _interpolate(xs: Sequence[int], ys: npt.NDArray[np.float64], x: float) -> float:
-    if len(xs) == 1:
-        return float(ys[0])
-    i = int(np.clip(np.searchsorted(xs, x, side="right") - 1, 0, len(xs) - 2))
-    t = (x - xs[i]) / (xs[i + 1] - xs[i])
-    return float(ys[i] + t * (ys[i + 1] - ys[i]))
-
-
-@dataclass(frozen=True)
-class TreeProfile:
-    """Measured cost of what rounds of trees do beyond those of chains, greedy and at temperature > 0 (``sampled_``).
-
-    - ``verify``: the target's pass over (root and nodes, context) under an ancestor mask, its choices and the walk included.
-    - ``first``: per draft, the pass that makes level 1, over (lag, context), with what a tree costs once (selection, reading it out,
-      the moving of cache entries after it).
-    - ``level``: per draft, a pass that makes a later level, over (nodes read, context), its laws and its growing included.
-    - ``bend_s``: per draft and width of the tree, what a round of so many passes takes more than these say, by their number 0, 1, ...;
-      beyond the last as there.
-    - ``token_s``: near ties of the target, which settles those that it emits: seconds per emitted token, greedy and at temperature > 0.
-    - ``node_s``: per draft, its own near ties: seconds per law read and per node drafted, greedy and at temperature > 0.
-    - ``kind_s``: per draft, what ``static`` and ``classifier`` growth, ``stratify`` and ``stop`` blocks cost beyond top-k growth: (seconds
-      per pass, seconds of near ties per law read and per node drafted).
-    """
-
-    verify: CostCurve
-    sampled_verify: CostCurve
-    first: Mapping[str, CostCurve]
-    sampled_first: Mapping[str, CostCurve]
-    level: Mapping[str, CostCurve]
-    sampled_level: Mapping[str, CostCurve]
-    bend_s: Mapping[str, Mapping[int, tuple[float, ...]]] = field(default_factory=dict)
-    kind_s: Mapping[str, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
-    token_s: tuple[float, float] = (0.0, 0.0)
-    node_s: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-
-    def bend(self, draft: str, passes: int, width: int) -> float:
-        """``bend_s`` of a draft at a number of passes and a width of the tree (children of its root; linear between the measured ones, as
-        the nearest beyond them), 0 where none was measured."""
-        bends = self.bend_s.get(draft, {})
-        if not bends:
-            return 0.0
-        return float(np.interp(width, list(bends), [bend[min(passes, len(bend) - 1)] for bend in bends.values()]))
-
-    def more(self, draft: str, kinds: Sequence[str]) -> tuple[float, float]:
-        """(seconds per pass, seconds per law read and per node drafted) that blocks of these kinds cost together."""
-        found = [self.kind_s.get(draft, {}).get(kind, (0.0, 0.0)) for kind in kinds]
-        return sum(f[0] for f in found), sum(f[1] for f in found)
-
-    def per_node(self, draft: str, kinds: Sequence[str] = ()) -> tuple[float, float]:
-        """Seconds that near ties of a draft cost per law read and per node drafted, greedy and at temperature > 0, with blocks of these
-        kinds."""
-        cold, hot = self.node_s.get(draft, (0.0, 0.0))
-        more = self.more(draft, kinds)[1]
-        return cold + more, hot + more
-
-
-@dataclass(frozen=True)
-class LatencyProfile:
-    """Measured cost of every part of a round on one device, with the environment it was measured in.
-
-    Measured inside alternating rounds of draft and target, so that what one evicts from the other's caches is counted.
-
-    - ``verify``: the target's pass over (tokens, context), its choice included. ``prefill``: its pass over a prompt (context 0).
-    - ``draft_step``, ``draft_prefill``: the same per draft; a step of width 1 is one more token, wider ones read a lag first.
-    - ``draft_phase_s``: seconds per round that drafts at all, beside its steps. ``stop_step_s``: extra seconds per draft step, by
-      kind of stop. ``overhead_s``: seconds of loop, controller and bookkeeping per round; ``request_s``: per request.
-    - ``draft_bend_s``: what a chain's passes take more than that line, by their number 0, 1, ...; beyond the last entry as there.
-    - At temperature > 0: ``noise_s`` extra seconds per emitted token, ``sample_s`` per verified token, ``draft_sample_s`` per draft step.
-    - ``trees``: the same for draft trees; None in a profile that was measured without.
-    - ``shortlist_s``: per draft, a pass over the size of its shortlist, of ``fixed`` and ``routed`` ones, and ``full``.
-    - ``check``: composed cost against whole executed rounds (``rounds``, ``median_error``, ``accepted``).
-    """
-
-    pair_id: str
-    device: str
-    dtype: str
-    verify: CostCurve
-    prefill: CostCurve
-    draft_step: Mapping[str, CostCurve]
-    draft_prefill: Mapping[str, CostCurve]
-    overhead_s: float = 0.0
-    draft_phase_s: Mapping[str, float] = field(default_factory=dict)
-    stop_step_s: Mapping[str, float] = field(default_factory=dict)
-    noise_s: float = 0.0
-    sample_s: float = 0.0
-    draft_sample_s: float = 0.0
-    request_s: float = 0.0
-    environment: Mapping[str, Any] = field(default_factory=dict)
-    check: Mapping[str, Any] = field(default_factory=dict)
-    trees: TreeProfile | None = None
-    draft_bend_s: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    shortlist_s: Mapping[str, Mapping[str, CostCurve]] = field(default_factory=dict)
-
-    def shortlist_pass_s(self, draft: str, kind: str, size: float) -> float:
-        """What a pass over a shortlist of ``size`` tokens takes more than one over the whole head, usually less: negative. KeyError where
-        it was not measured."""
-        curves = self.shortlist_s[draft]
-        full = curves["full"]
-        return curves[kind].at(min(size, full.widths[0]), 0) - full.at(full.widths[0], 0)
-
-    @property
-    def priced_drafts(self) -> tuple[str, ...]:
-        """Drafts whose rounds it has costs of, as chains or, for heads, as trees."""
-        return (*self.draft_step, *(d for d in (self.trees.level if self.trees else ()) if d not in self.draft_step))
-
-    def draft_bend(self, draft: str, passes: int) -> float:
-        """``draft_bend_s`` of a draft at a number of passes, 0 where none was measured."""
-        bend = self.draft_bend_s.get(draft, ())
-        return bend[min(passes, len(bend) - 1)] if bend else 0.0
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON-ready dict; :meth:`from_json` is its inverse."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> LatencyProfile:
-        """Rebuilds a profile from :meth:`to_json`. Raises KeyError or TypeError on a malformed document."""
-
-        def curve(d: Mapping[str, Any]) -> CostCurve:
-            return CostCurve(
-                tuple(d["widths"]),
-                tuple(d["contexts"]),
-                tuple(tuple(r) for r in d["median_s"]),
-                tuple(tuple(r) for r in d["spread_s"]),
-                tuple(tuple(r) for r in d.get("mean_s", ())),
-            )
-
-        rest = dict(data)
-        trees = rest.get("trees")
-        if trees is not None:
-            kinds = ("first", "sampled_first", "level", "sampled_level")
-            by_draft: dict[str, Any] = {kind: {d: curve(c) for d, c in trees[kind].items()} for kind in kinds}
-            by_draft["bend_s"] = {
-                d: {int(w): tuple(b) for w, b in (found if isinstance(found, Mapping) else {1: found}).items()}
-                for d, found in trees.get("bend_s", {}).items()  # once without widths
-            }
-            by_draft["kind_s"] = {d: {k: tuple(v) for k, v in m.items()} for d, m in trees.get("kind_s", {}).items()}
-            by_draft["node_s"] = {d: tuple(s) for d, s in trees.get("node_s", {}).items()}  # once part of ``first`` and ``level``
-            token_s = tuple(trees.get("token_s", (0.0, 0.0)))  # once part of ``verify``
-            rest["trees"] = TreeProfile(curve(trees["verify"]), curve(trees["sampled_verify"]), **by_draft, token_s=token_s)
-        for name in ("verify", "prefill"):
-            rest[name] = curve(rest[name])
-        for name in ("draft_step", "draft_prefill"):
-            rest[name] = {k: curve(v) for k, v in rest[name].items()}
-        rest["shortlist_s"] = {d: {k: curve(c) for k, c in m.items()} for d, m in rest.get("shortlist_s", {}).items()}
-        rest["draft_bend_s"] = {k: tuple(v) for k, v in rest.get("draft_bend_s", {}).items()}
-        return cls(**rest)
 
 
 @dataclass(frozen=True)

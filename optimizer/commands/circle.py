@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -19,13 +20,18 @@ from optimizer.commands.shared import (
     with_context,
 )
 
+if TYPE_CHECKING:
+    from traces.schema import Trajectory
+
 
 @click.command()
 @pair_options
 @device_options
 @click.option("--gamma-max", type=click.IntRange(1, 64), default=16, show_default=True)
-@click.option("--contexts", default="32,160,384", show_default=True, help="Context lengths to measure at, comma-separated.")
-@click.option("--repeats", type=click.IntRange(3, 10_000), default=6, show_default=True)
+@click.option(
+    "--contexts", help="Context lengths to measure at, comma-separated; default: those that the recording serves, else 32,160,384."
+)
+@click.option("--repeats", type=click.IntRange(1, 10_000), default=2, show_default=True, help="Sweeps over all that is measured.")
 @click.option("--no-trees", is_flag=True, help="Leave out what trees cost: quicker, for chains alone.")
 @click.option(
     "--recording", help="Measure trees on the texts of ID or latest; default: the pair's newest complete one, else random tokens."
@@ -33,7 +39,7 @@ from optimizer.commands.shared import (
 @json_option
 @with_context
 def profile(
-    ctx: click.Context, as_json: bool, gamma_max: int, contexts: str, repeats: int, no_trees: bool, recording: str | None, **kw: Any
+    ctx: click.Context, as_json: bool, gamma_max: int, contexts: str | None, repeats: int, no_trees: bool, recording: str | None, **kw: Any
 ) -> None:
     """Measure what every part of a round costs on this device.
 
@@ -43,20 +49,21 @@ def profile(
     Example:  cli.py profile --device cpu
     """
     try:
-        lengths = tuple(sorted({int(c) for c in contexts.split(",")}))
+        lengths = tuple(sorted({int(c) for c in contexts.split(",")})) if contexts else ()
     except ValueError:
         raise click.BadParameter("whole numbers separated by commas are expected", param_hint="--contexts") from None
-    if lengths[0] < 1:
+    if lengths and lengths[0] < 1:
         raise click.BadParameter(f"{lengths[0]}: a context has at least 1 token", param_hint="--contexts")
     if no_trees and recording is not None:
         raise click.UsageError("--recording says on which texts trees are measured; leave it out, or --no-trees")
     with open_store(ctx) as store:
         pair = load(kw, store)
-        from optimizer.record import texts_to_profile
+        from optimizer.profiles import served_contexts
+        from optimizer.record import texts_to_profile, whole_texts
         from optimizer.report import profile_table
-        from runtime.profiler import measure_profile
+        from runtime.profiling import measure_profile
 
-        texts: list[list[int]] = []
+        texts: Sequence[Trajectory] = ()
         if not no_trees:
             if recording is not None:
                 same_pair(store.get_recording(recording).pair_id, pair, recording)
@@ -66,9 +73,9 @@ def profile(
         with Meter() as meter:
             measured = measure_profile(
                 pair,
-                texts=texts,
+                texts=whole_texts(texts),
                 gamma_max=gamma_max,
-                contexts=lengths,
+                contexts=lengths or served_contexts(texts),
                 repeats=repeats,
                 trees=not no_trees,
                 progress=lambda what, done, total: meter("profile", done, total),

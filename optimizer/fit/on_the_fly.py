@@ -16,7 +16,6 @@ from typing import Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from optimizer.cost import request_seconds
 from optimizer.record import split
 from optimizer.replay import Replay, ReplayTrace, run_replay
 from runtime.loading import LoadedPair
@@ -154,7 +153,7 @@ class Measured:
             replayed = run_replay(trace, policy, profile, per_round=not plain, artifacts=artifacts, approximate=True)
             alphas.append(accuracies(trace, [draft])[:, 0] if plain else level_accuracies(replayed))
             seconds.append(replayed.seconds)
-            before.append(request_seconds(profile, draft if policy.speculates else None, trace.prompts)[order])
+            before.append(profile.request_seconds(draft if policy.speculates else None, trace.prompts)[order])
         return cls(
             tuple(candidates),
             np.stack(alphas, axis=1),

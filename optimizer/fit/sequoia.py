@@ -17,9 +17,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from optimizer.cost import BUCKET, TreeCosts
 from optimizer.fit.recorded_trees import RecordedTrees, TreeSource, unusual
 from optimizer.fit.shared import Progress, StoredFit, profile_of, silent
+from runtime.costs import RoundKind, pass_seconds, round_costs
 from runtime.policies.artifacts import STATIC_TREE
 from runtime.policies.document import GAMMA_LIMIT, NODE_LIMIT, WIDTH_LIMIT
 from traces.errors import PolicyError, TraceError
@@ -299,25 +299,23 @@ def _costs(source: TreeSource, profile: str | None) -> _Costs:
     measured, profile_id = profile_of(
         source.store, source.info.pair_id, device, profile, f", {otherwise}"
     )
-    if measured.trees is None or draft not in measured.trees.level:
+    if draft not in measured.tree_drafts:
         raise TraceError(
             f"profile {profile_id} has no costs of trees for draft {draft!r}: run `profile` again, name another with --profile ID, "
             f"{otherwise}"
         )
     trace = source.trace
-    costs = TreeCosts.of(
-        measured, draft, trace.max_context, width=1, kinds=("static",)
-    )  # of which passes are read, not bends
     lengths = np.diff(trace.offsets)[trace.order]
-    context = float((trace.prompts[trace.order] + lengths / 2).mean())
-    sampled, bucket = int(source.sampled), min(int(context) // BUCKET, costs.level_s.shape[1] - 1)
+    context = np.array([float((trace.prompts[trace.order] + lengths / 2).mean())])
+    kind, sampled = RoundKind(draft, "static", sampled=source.sampled), int(source.sampled)
+    costs = round_costs(measured, kind, context)
     return _Costs(
         profile_id,
-        float(costs.first_s[sampled, bucket, LAG]),
-        costs.level_s[sampled, bucket],
-        costs.verify_s[sampled, bucket],
-        costs.overhead_s,
-        float(costs.token_s[sampled]),
+        float(costs.first_s[sampled, 0, LAG] + costs.later_s[sampled, 1]),
+        pass_seconds(measured, kind, context, np.arange(WIDTH_LIMIT + 1.0))[0],
+        costs.verify_s[sampled, 0],
+        costs.rest_s,
+        float(costs.emitted_s[sampled, 0]),
     )
 
 

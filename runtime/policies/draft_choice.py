@@ -20,14 +20,15 @@ from typing import Any, Final, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
+from runtime.costs import token_seconds, window_costs
 from runtime.policies.document import ChooserPolicy, FixedWindow, Policy, parse_policy
 from runtime.policies.on_the_fly import best_window
-from runtime.policies.plan import REFERENCE_CONTEXT, Plan, window_costs
+from runtime.policies.plan import Plan
 from runtime.policies.prompt_features import SCALARS, TOKEN_PATTERN, PromptFeatures
 from runtime.policies.refusals import MALFORMED
-from runtime.policies.windows import WindowCosts
+from traces.cost_table import CostTable
 from traces.errors import PolicyError
-from traces.schema import CostCurve, LatencyProfile
+from traces.schema import LatencyProfile
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -80,7 +81,7 @@ class Option:
     gamma_min: int
     gamma_max: int
     token_s: float = 0.0
-    prefill: CostCurve | None = None
+    prefill: CostTable | None = None
 
     @classmethod
     def of(
@@ -101,18 +102,9 @@ class Option:
         """
         check_candidate(draft, policy)
         rules, shortlist = (None, None) if ready is None else (ready.rules, ready.shortlist)
-        costs = window_costs(profile, policy, rules, shortlist)
-        if costs is None:
-            costs = WindowCosts(
-                0.0, (profile.verify.at(1, REFERENCE_CONTEXT) + profile.overhead_s,)
-            )
+        costs = window_costs(profile, policy, rules, shortlist, sampled=sampled)
         verify, gammas = np.array(costs.verify_s), np.arange(len(costs.verify_s))
-        step_s, token_s = costs.draft_step_s, 0.0
-        if sampled:
-            token_s = profile.noise_s
-        if sampled and not policy.is_tree:
-            verify = verify + profile.sample_s * (gammas + 1)
-            step_s += profile.draft_sample_s * (len(gammas) > 1)
+        step_s, token_s = costs.draft_step_s, token_seconds(profile, sampled=sampled)
         window = policy.window
         least = window.gamma if isinstance(window, FixedWindow) else getattr(window, "gamma_min", 0)
         return cls(
@@ -124,7 +116,7 @@ class Option:
             min(least, len(gammas) - 1),
             len(gammas) - 1,
             token_s,
-            profile.draft_prefill.get(draft) if policy.speculates else None,
+            profile.terms.get(f"prefill/{draft}") if policy.speculates else None,
         )
 
     def window(self, alpha: FloatArray) -> IntArray:
@@ -163,7 +155,7 @@ class Option:
         lengths = np.atleast_1d(np.asarray(tokens))
         if self.prefill is None:
             return np.zeros(len(lengths))
-        return np.array([self.prefill.at(n - 1, 0) if n > 1 else 0.0 for n in lengths])
+        return np.where(lengths > 1, self.prefill.at(rows=lengths - 1), 0.0)
 
 
 def check_candidate(draft: str, policy: Policy) -> None:
@@ -293,17 +285,11 @@ class Chooser:
         prompts of ``tokens`` [n] each: the pass that reads the perplexity, float64 [n]. It is the
         reader's prefill, and so free where the reader drafts; the target reads twice."""
         lengths, reader = np.atleast_1d(np.asarray(tokens)), self.reader
-        curve = profile.prefill if reader == TARGET else profile.draft_prefill.get(reader or "")
-        free = [
-            curve is None or n < 2 or keeps_reading(self.candidates[d], reader)
-            for n, d in zip(lengths, picks, strict=True)
-        ]
-        return np.array(
-            [
-                0.0 if f or curve is None else curve.at(int(n) - 1, 0)
-                for f, n in zip(free, lengths, strict=True)
-            ]
-        )
+        if reader is None:
+            return np.zeros(len(lengths))
+        free = [keeps_reading(self.candidates[draft], reader) for draft in picks]
+        model = None if reader == TARGET else reader
+        return np.where(free, 0.0, profile.prefill_seconds(model, lengths))
 
     def accuracies(self, features: FloatArray) -> FloatArray:
         """Predicted alpha of each prompt and draft, float64 [n, drafts], cut to 0 ..

@@ -1,0 +1,187 @@
+"""Which latency profile a pair's policies are judged by: found or measured, brought to the pace of
+what was executed, and how far it is to be trusted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Final
+
+import numpy as np
+
+from optimizer.execute import Expected, Timings
+from optimizer.record import whole_texts
+from optimizer.replay import ReplayTrace, replay
+from runtime.loading import LoadedPair
+from runtime.policies.artifacts import Artifacts
+from runtime.policies.document import ChooserPolicy, Policy
+from runtime.profiling import environment, measure_profile, refit_scale
+from traces.latency import LatencyProfile
+from traces.schema import Trajectory
+from traces.store import StoredProfile, TraceStore
+
+PROFILE_AGE: Final = timedelta(hours=24)
+"""A profile of the same environment is used again for so long."""
+LEAST_SPREAD: Final = 0.01
+"""Predicted ratios of speeds are taken to be no surer than this, however well a check went."""
+
+
+def usable_profile(
+    store: TraceStore,
+    pair: LoadedPair,
+    drafts: tuple[str, ...],
+    now: datetime,
+    *,
+    trees: bool = False,
+    since: datetime | None = None,
+) -> StoredProfile | None:
+    """The newest accepted profile of this pair in this environment that covers the drafts (and
+    their ``trees``), unless it is a day old, or older than ``since``."""
+    grown = {d for d in drafts if d != "ngram" and trees}
+    here = environment(pair)
+    for found in store.list_profiles(pair.id, pair.device.type, here["dtype"]):
+        profile = found.profile
+        same = all(
+            profile.environment.get(k) == here[k] for k in ("device", "torch", "threads", "dtype")
+        )
+        recent = now - found.created_at < PROFILE_AGE and (
+            since is None or found.created_at >= since
+        )
+        if (
+            same
+            and recent
+            and set(drafts) <= set(profile.drafts)
+            and grown <= set(profile.tree_drafts)
+        ):
+            return found if accepted(profile, trees=trees) else None
+    return None
+
+
+def _checks(profile: LatencyProfile, *, trees: bool) -> list[dict[str, float]]:
+    return [
+        dict(profile.check),
+        *([profile.check["trees"]] if trees and "trees" in profile.check else []),
+    ]
+
+
+def accepted(profile: LatencyProfile, *, trees: bool) -> bool:
+    """Whether predicted rounds were close enough to executed ones; with ``trees`` theirs too."""
+    return all(check.get("accepted", False) for check in _checks(profile, trees=trees))
+
+
+def prediction_spread(profile: LatencyProfile, *, trees: bool) -> float:
+    """The standard deviation, relative, of a predicted ratio of two policies' speeds: what the
+    profile's check found, the larger of that of chains and of trees. Checks from before it was told
+    apart give their rounds' median error."""
+    spreads = [
+        check.get("policy_spread", check.get("median_error", 1.0))
+        for check in _checks(profile, trees=trees)
+    ]
+    return float(max(LEAST_SPREAD, *spreads))
+
+
+def doubts(stored: StoredProfile, *, trees: bool) -> str:
+    """What is to be said of a profile that failed its check; empty for one that passed."""
+    if accepted(stored.profile, trees=trees):
+        return ""
+    error = max(check.get("median_error", 1.0) for check in _checks(stored.profile, trees=trees))
+    return f"profile {stored.id} failed its check: rounds are predicted within {100 * error:.0f}% (median), so the race weighs more"
+
+
+def served_contexts(trajectories: Iterable[Trajectory]) -> tuple[int, ...]:
+    """The contexts between which rounds of these texts begin: quantiles 0.05, 0.5 and 0.95."""
+    spans = [
+        np.arange(len(t.prompt_ids), len(t.prompt_ids) + len(t.output_ids)) for t in trajectories
+    ]
+    if not spans:
+        return ()
+    return tuple(
+        dict.fromkeys(int(q) for q in np.quantile(np.concatenate(spans), [0.05, 0.5, 0.95]))
+    )
+
+
+def profile_for(
+    store: TraceStore,
+    pair: LoadedPair,
+    drafts: tuple[str, ...],
+    *,
+    gamma_max: int = 16,
+    trees: bool = True,
+    fresh: bool = False,
+    trajectories: Sequence[Trajectory] = (),
+    own_since: datetime | None = None,
+    progress: Callable[[str, int, int], None] = lambda phase, done, total: None,
+) -> StoredProfile:
+    """A profile fit for use: a recent one of this environment, else a new measurement on the texts
+    and contexts of ``trajectories``, tried twice if its check fails (the better one is kept, and
+    :func:`doubts` says so).
+
+    A ``fresh`` tuning uses only one that was made after ``own_since``, when its first attempt
+    began; None: this is the first.
+    """
+    if not fresh or own_since is not None:
+        since = own_since if fresh else None
+        found = usable_profile(store, pair, drafts, datetime.now(UTC), trees=trees, since=since)
+        if found is not None:
+            return found
+    store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
+    measured: list[LatencyProfile] = []
+    while len(measured) < 2 and not (measured and accepted(measured[-1], trees=trees)):
+        measured.append(
+            measure_profile(
+                pair,
+                gamma_max=gamma_max,
+                trees=trees,
+                texts=whole_texts(trajectories),
+                contexts=served_contexts(trajectories),
+                seed=len(measured),
+                progress=lambda what, done, total: progress("profile", done, total),
+            )
+        )
+    best = min(
+        measured,
+        key=lambda p: max(check.get("median_error", 1.0) for check in _checks(p, trees=trees)),
+    )
+    return store.get_profile(store.put_profile(best))
+
+
+def expected_seconds(
+    trace: ReplayTrace,
+    executed: Sequence[int],
+    policies: Iterable[Policy],
+    profile: LatencyProfile,
+    artifacts: Artifacts | None = None,
+) -> Expected:
+    """What replay predicts for the requests of a trace that are executed (indices), and for all of
+    it.
+
+    Where a shortlist or a chooser is among the policies, those executed are all: it was fitted to
+    the others' texts, on which it accepts more than on any to come.
+    """
+    policies = list(policies)
+    fitted_to_texts = any(p.shortlisted or isinstance(p, ChooserPolicy) for p in policies)
+    over = list(executed) if fitted_to_texts else range(len(trace.order))
+    requests, whole = {}, {}
+    for policy in policies:
+        predicted = replay(
+            trace, policy, profile, artifacts=artifacts, approximate=True
+        )
+        seconds = np.array([r.counts.seconds for r in predicted.per_request])
+        requests[policy.id], whole[policy.id] = (
+            seconds[list(executed)],
+            float(seconds[list(over)].sum()),
+        )
+    return Expected(requests, whole)
+
+
+def at_pace_of(profile: LatencyProfile, timings: Timings) -> LatencyProfile:
+    """The profile at the pace of executions: predictions beside measurements are then in one unit.
+    A request counts with its median."""
+    if timings.expected is None:
+        return profile
+    predicted, executed = [], []
+    for policy, seconds in timings.seconds.items():
+        for n in np.flatnonzero(~np.isnan(seconds).all(1)):
+            predicted.append(float(timings.expected.requests[policy][n]))
+            executed.append(float(np.nanmedian(seconds[n])))
+    return refit_scale(profile, predicted, executed)

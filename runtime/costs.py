@@ -1,0 +1,425 @@
+"""What a round costs: the one place where the terms of a profile make up a round's seconds.
+
+:class:`RoundKind` says which terms a round consists of: the fit solves for them,
+:func:`round_costs` tabulates them, and :func:`round_seconds` looks a round up. Replay, windows that
+weigh costs and a profile's check call that function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from runtime.policies.document import GAMMA_LIMIT, NODE_LIMIT, Policy
+from runtime.policies.jit import compiled
+from runtime.policies.windows import WindowCosts
+from traces.cost_table import FloatArray
+from traces.errors import PolicyError
+from traces.latency import LatencyProfile
+
+if TYPE_CHECKING:
+    from runtime.policies.trees import TreeRule
+    from runtime.shortlists import ShortlistRule
+
+BUCKET: Final = 32
+"""Context tokens that share one cost: that of their middle."""
+LAG_LIMIT: Final = 64
+"""Longest lag with a table entry; longer ones cost by the table's last slope."""
+ONE_ROW: Final = np.ones(1)
+LEAST: Final = 1e-9
+"""Seconds that a pass or a verification counts at least where a window weighs them."""
+
+
+class RoundKind(NamedTuple):
+    """What decides which terms a round consists of. ``draft`` is empty where nothing is drafted;
+    ``growth`` is empty for chains; ``blocks`` are terms charged per draft pass, beside those of the
+    pass itself; ``routed``: the output head gathers the rows of a routed shortlist."""
+
+    draft: str = ""
+    growth: str = ""
+    sampled: bool = False
+    blocks: tuple[str, ...] = ()
+    routed: bool = False
+
+    @classmethod
+    def of(cls, policy: Policy, *, tree: bool, sampled: bool = False) -> RoundKind:
+        """The kind of a policy's rounds. ``tree``: it drafts trees, or chains of a head, which are
+        trees of width 1."""
+        if not policy.speculates:
+            return cls(sampled=sampled)
+        draft, stop = policy.draft, policy.stop.kind
+        routed = policy.shortlist.kind == "clusters"
+        if not tree:
+            return cls(draft, "", sampled, () if stop == "none" else (f"stop {stop}",), routed)
+        growth = policy.growth.kind if policy.growth.kind in ("static", "classifier") else "top_k"
+        blocks = [f"stratify/{draft}"] * (policy.stratify is not None) + [f"tree stop/{draft}"] * (
+            stop != "none"
+        )
+        return cls(draft, growth, sampled, tuple(blocks), routed)
+
+    @property
+    def once(self) -> tuple[str, ...]:
+        """Terms over (passes), charged once per round that drafts."""
+        return ((f"tree phase/{self.draft}",) if self.growth else ()) + (f"phase/{self.draft}",)
+
+    @property
+    def per_pass(self) -> tuple[str, ...]:
+        """Terms over (rows, context), charged per pass of the draft."""
+        growth = (f"{self.growth}/{self.draft}",) if self.growth else ()
+        sampled = (f"sampled pass/{self.draft}",) if self.sampled else ()
+        return (f"pass/{self.draft}", *growth, *sampled, *self.blocks)
+
+    @property
+    def head(self) -> str:
+        """The term over (rows: tokens evaluated) of the draft's output head, charged per pass."""
+        return f"{'gathered' if self.routed else 'head'}/{self.draft}"
+
+    @property
+    def per_distribution(self) -> str:
+        """The term over (context) that is charged per distribution that a draft's passes make."""
+        return f"{'sampled ' * self.sampled}{'tree ' * bool(self.growth)}near ties/{self.draft}"
+
+    @property
+    def verification(self) -> tuple[str, ...]:
+        """Terms over (rows, context) of the target's pass."""
+        after = (f"after/{self.draft}",) if self.draft else ()
+        return (
+            "target",
+            *(("tree target",) if self.growth else ()),
+            *(("sampled target",) if self.sampled else ()),
+            *after,
+        )
+
+    @property
+    def per_token(self) -> tuple[str, ...]:
+        """Terms over (context), charged per emitted token."""
+        return ("sampled near ties", "noise") if self.sampled else ("near ties",)
+
+    @property
+    def rest(self) -> tuple[str, ...]:
+        """Constants of a round beside its phases."""
+        return ("round", *((f"tree round/{self.draft}",) if self.growth else ()))
+
+
+Share = tuple[str, float, float, float, float]
+"""A term of a round, how often it is charged, and where: rows, context, passes."""
+
+
+class MeasuredRound(NamedTuple):
+    """An executed round: its kind, what it read, and its seconds. ``rows``: what each pass of the
+    draft read, the lag first. ``head``: tokens that the draft's output head evaluated per pass, 0
+    where that is not priced apart. ``canonical``: passes for near ties while drafting and while
+    verifying."""
+
+    kind: RoundKind
+    context: int
+    rows: tuple[int, ...]
+    drafted: int
+    emitted: int
+    draft_s: float
+    verify_s: float
+    round_s: float
+    head: int = 0
+    canonical: tuple[int, int] = (0, 0)
+
+
+def drafting_terms(r: MeasuredRound) -> Iterator[Share]:
+    """What drafting consists of, but for near ties."""
+    for term in r.kind.once:
+        yield term, 1.0, 0.0, r.context, len(r.rows)
+    for rows in r.rows:
+        for term in r.kind.per_pass:
+            yield term, 1.0, rows, r.context, 0.0
+    if r.head:
+        yield r.kind.head, len(r.rows), r.head, r.context, 0.0
+
+
+def verification_terms(r: MeasuredRound) -> Iterator[Share]:
+    """What verification consists of, near ties included."""
+    for term in r.kind.verification:
+        yield term, 1.0, r.drafted + 1, r.context, 0.0
+    for term in r.kind.per_token:
+        yield term, r.emitted, 0.0, r.context, 0.0
+
+
+def rest_terms(r: MeasuredRound) -> Iterator[Share]:
+    """What a round consists of beside its phases."""
+    for term in r.kind.rest:
+        yield term, 1.0, 0.0, r.context, 0.0
+
+
+class RoundCosts(NamedTuple):
+    """Seconds by greedy (0) or sampled (1), and bucket of the context.
+
+    ``first_s`` [2, buckets, LAG_LIMIT + 2]: the pass that reads a lag. ``later_s`` [places, passes
+    + 1]: what so many passes take beyond the first; a place is 2 * bucket + sampled, or,
+    ``by_position``, the position where the round begins. ``verify_s`` [2, buckets, NODE_LIMIT + 1]:
+    the target's pass by drafted tokens. ``emitted_s`` [2, buckets]: per emitted token. ``rest_s``:
+    per round.
+    """
+
+    first_s: FloatArray
+    later_s: FloatArray
+    verify_s: FloatArray
+    emitted_s: FloatArray
+    rest_s: float
+    by_position: bool
+
+
+class Passes(NamedTuple):
+    """What the passes after the first read, where it is not one row each: ``rows`` [positions,
+    passes - 1] at the positions where rounds begin, whose contexts and temperatures (0: greedy, 1:
+    sampled) are ``contexts`` and ``sampled``, int64 [positions]."""
+
+    rows: npt.NDArray[np.int64]
+    contexts: npt.NDArray[np.int64]
+    sampled: npt.NDArray[np.int64]
+
+
+@compiled(inline=True)
+def round_seconds(
+    costs: RoundCosts,
+    sampled: int,
+    context: int,
+    position: int,
+    lag: int,
+    passes: int,
+    drafted: int,
+    emitted: int,
+) -> tuple[float, float, float]:
+    """(drafting, verification, the whole round) in seconds. ``context``: tokens in the target's
+    cache when the round begins."""
+    bucket = min(context // BUCKET, costs.verify_s.shape[1] - 1)
+    draft_s = 0.0
+    if passes > 0:
+        draft_s = costs.first_s[sampled, bucket, min(lag, LAG_LIMIT)]
+        if lag > LAG_LIMIT:
+            slope = (
+                costs.first_s[sampled, bucket, LAG_LIMIT + 1]
+                - costs.first_s[sampled, bucket, LAG_LIMIT]
+            )
+            draft_s += (lag - LAG_LIMIT) * slope
+        place = position if costs.by_position else 2 * bucket + sampled
+        draft_s += costs.later_s[place, min(passes, costs.later_s.shape[1] - 1)]
+    verify_s = costs.verify_s[sampled, bucket, drafted] + costs.emitted_s[sampled, bucket] * emitted
+    return draft_s, verify_s, draft_s + verify_s + costs.rest_s
+
+
+def middles(max_context: int) -> FloatArray:
+    """The contexts at which buckets up to ``max_context`` are priced, float64 [buckets]."""
+    return np.asarray(np.arange(max(0, max_context) // BUCKET + 1) * float(BUCKET) + (BUCKET - 1) / 2, np.float64)
+
+
+def round_costs(
+    profile: LatencyProfile,
+    kind: RoundKind,
+    contexts: FloatArray,
+    *,
+    passes: Passes | None = None,
+    shortlist_s: FloatArray | None = None,
+) -> RoundCosts:
+    """The tables of a kind of rounds, greedy and sampled, with buckets priced at ``contexts``.
+
+    ``passes``: what they read, where it is not one row each. ``shortlist_s`` [passes + 1] or, with
+    ``passes``, [positions, passes + 1]: what so many passes take more because of a shortlist.
+    Raises PolicyError where the profile has no costs of the draft, or of its trees.
+    """
+    check_priced(profile, kind)
+    kinds = [kind._replace(sampled=sampled) for sampled in (False, True)]
+
+    verify = np.stack(
+        [_total(profile, k.verification, contexts, np.arange(1.0, NODE_LIMIT + 2)) for k in kinds]
+    )
+    emitted = np.stack([_total(profile, k.per_token, contexts)[:, 0] for k in kinds])
+    rest_s = float(sum(profile.seconds(term) for term in kind.rest))
+    rows = np.arange(LAG_LIMIT + 2.0)
+    if not kind.draft:
+        return RoundCosts(
+            np.zeros((2, len(contexts), len(rows))),
+            np.zeros((1, 1)),
+            verify,
+            emitted,
+            rest_s,
+            False,
+        )
+    later = np.stack([pass_seconds(profile, k, contexts, rows) for k in kinds])
+    near = np.stack([_total(profile, (k.per_distribution,), contexts) for k in kinds])
+    first = later - near * (rows - 1)  # a lag of any length makes one distribution
+    counts = np.arange(1.0, GAMMA_LIMIT + 1)
+    once = np.append(
+        0.0,
+        sum((profile.seconds(term, passes=counts) for term in kind.once), np.zeros(len(counts))),
+    )
+    if passes is None:
+        beyond = once + np.maximum(0.0, np.append(0.0, counts) - 1) * later[:, :, 1].T.reshape(
+            -1, 1
+        )
+    else:
+        bucket = np.minimum(passes.contexts // BUCKET, len(contexts) - 1)
+        read = later[
+            passes.sampled[:, None], bucket[:, None], np.minimum(passes.rows, LAG_LIMIT)
+        ] * (passes.rows > 0)
+        beyond = np.zeros((len(read), read.shape[1] + 2))
+        np.cumsum(read, axis=1, out=beyond[:, 2:])
+        beyond += once[np.minimum(np.arange(beyond.shape[1]), GAMMA_LIMIT)]
+    if shortlist_s is not None:
+        count = min(beyond.shape[1], shortlist_s.shape[-1])
+        beyond = beyond[:, :count] + shortlist_s[..., :count]
+    return RoundCosts(
+        first, np.ascontiguousarray(beyond), verify, emitted, rest_s, passes is not None
+    )
+
+
+def pass_seconds(
+    profile: LatencyProfile, kind: RoundKind, contexts: FloatArray, rows: FloatArray
+) -> FloatArray:
+    """What a pass of a draft takes that makes a distribution of every one of its rows, float64
+    [contexts, rows]."""
+    near = _total(profile, (kind.per_distribution,), contexts)
+    return (
+        _total(profile, kind.per_pass, contexts, rows)
+        + _head_seconds(profile, kind.draft)
+        + near * rows
+    )
+
+
+def _total(
+    profile: LatencyProfile,
+    terms: tuple[str, ...],
+    contexts: FloatArray,
+    rows: FloatArray = ONE_ROW,
+) -> FloatArray:
+    tables = (profile.terms[term] for term in terms if term in profile.terms)
+    return sum(
+        (table.grid(rows, contexts) for table in tables), np.zeros((len(contexts), len(rows)))
+    )
+
+
+FREE: Final = RoundCosts(
+    np.zeros((2, 1, LAG_LIMIT + 2)),
+    np.zeros((2, GAMMA_LIMIT + 1)),
+    np.zeros((2, 1, NODE_LIMIT + 1)),
+    np.zeros((2, 1)),
+    0.0,
+    False,
+)
+"""Where there is no profile: everything takes 0 seconds."""
+
+
+def shortlist_seconds(profile: LatencyProfile, rule: ShortlistRule) -> FloatArray:
+    """What the first 0 .. GAMMA_LIMIT passes over a shortlist take more than with the whole head,
+    usually less (DynaSpec, section 4.3): float64 [GAMMA_LIMIT + 1]. A routed shortlist is charged
+    for clusters of the mean size. Raises PolicyError where the profile has no costs of the draft's
+    shortlists."""
+    check_shortlists(profile, rule.draft)
+    budgets = [rule.budget(t) for t in range(GAMMA_LIMIT)]
+    if rule.routing is None:
+        assert rule.frequencies is not None
+        sizes = [float(rule.frequencies.size(budget)) for budget in budgets]
+    else:
+        clusters = rule.routing.clusters
+        sizes = [
+            clusters.vocab / clusters.count * min(budget, clusters.count) for budget in budgets
+        ]
+    more = profile.shortlist_seconds(rule.draft, sizes, routed=rule.routing is not None)
+    return np.append(0.0, np.cumsum(more))
+
+
+def window_costs(
+    profile: LatencyProfile,
+    policy: Policy,
+    rules: tuple[TreeRule, TreeRule] | None = None,
+    shortlist: ShortlistRule | None = None,
+    *,
+    sampled: bool = False,
+) -> WindowCosts:
+    """a_q and b_p(gamma) for gamma = 0..gamma_max (on-the-fly paper, definition 1): a_q is the mean
+    pass after the first, and gamma a_q + b_p(gamma) is what a round of gamma levels costs that
+    verifies all they can keep, but for what is charged per emitted token.
+
+    ``rules`` are the policy's compiled trees and ``shortlist`` its compiled shortlist, where it has
+    them. Raises PolicyError where the profile has no costs for the policy's draft, or none of its
+    trees.
+    """
+    gammas = range(policy.gamma_max + 1)
+    kind = RoundKind.of(
+        policy,
+        tree=policy.is_tree
+        or (policy.draft not in profile.chain_drafts and policy.draft in profile.tree_drafts),
+    )
+    drafted, passes = list(gammas), None
+    if kind.growth:
+        from runtime.policies.tree_rules import compile_tree  # torch is imported here alone
+
+        rule = compile_tree(policy, sampled=sampled) if rules is None else rules[sampled]
+        levels = [rule.places(g) for g in gammas[1:]]
+        if (
+            rule.confidence is not None
+        ):  # a classifier's nodes that are not expanded are not verified either
+            levels = [min(nodes, rule.frontier) for nodes in levels]
+        most = sum(levels) if rule.top_n is None else rule.top_n
+        drafted = [min(sum(levels[:g]), most, NODE_LIMIT) for g in gammas]
+        rows = [[rule.step_width(g) for g in gammas[2:]]]
+        passes = Passes(
+            np.array(rows, dtype=np.int64), np.zeros(1, np.int64), np.array([int(sampled)])
+        )
+    more = None if shortlist is None else shortlist_seconds(profile, shortlist)
+    costs = round_costs(
+        profile, kind, np.array([profile.usual_context]), passes=passes, shortlist_s=more
+    )
+    rounds = [round_seconds(costs, int(sampled), 0, 0, 1, g, drafted[g], 0)[2] for g in gammas]
+    last = policy.gamma_max
+    if not last:
+        return WindowCosts(0.0, (rounds[0],))
+    place = 0 if costs.by_position else int(sampled)
+    first = costs.first_s[int(sampled), 0, 1]
+    step_s = max(
+        LEAST,
+        float(
+            (costs.later_s[place, last] - costs.later_s[place, 1]) / (last - 1)
+            if last > 1
+            else first
+        ),
+    )
+    return WindowCosts(step_s, tuple(max(LEAST, s - g * step_s) for g, s in enumerate(rounds)))
+
+
+def token_seconds(profile: LatencyProfile, *, sampled: bool) -> float:
+    """What is charged per emitted token beside rounds, at the usual context."""
+    return float(
+        sum(
+            profile.seconds(term, context=profile.usual_context)
+            for term in RoundKind(sampled=sampled).per_token
+        )
+    )
+
+
+def _head_seconds(profile: LatencyProfile, draft: str) -> float:
+    """What a pass over the draft's whole output head takes, where that is priced apart."""
+    sizes = profile.shortlist_sizes(draft, routed=False)
+    return float(profile.seconds(f"head/{draft}", rows=sizes[-1])) if sizes else 0.0
+
+
+def check_priced(profile: LatencyProfile, kind: RoundKind) -> None:
+    """Raises PolicyError where a profile has no costs of a draft, or of its trees."""
+    priced, of = (profile.tree_drafts, " of trees") if kind.growth else (profile.drafts, "")
+    if kind.draft and kind.draft not in priced:
+        known = ", ".join(sorted(priced)) or "none"
+        raise PolicyError(
+            f"the latency profile has no costs{of} for draft {kind.draft!r} (it has: {known}); run `profile` again"
+        )
+
+
+def check_shortlists(profile: LatencyProfile, draft: str) -> None:
+    """Raises PolicyError where a profile has no costs of a draft's shortlists."""
+    if not profile.shortlist_sizes(draft, routed=True):
+        known = (
+            ", ".join(d for d in profile.drafts if profile.shortlist_sizes(d, routed=True))
+            or "none"
+        )
+        raise PolicyError(
+            f"the latency profile has no costs of shortlists for draft {draft!r} (it has: {known}); run `profile` again"
+        )

@@ -1,0 +1,11 @@
+"""Latency profiles: rounds of a designed experiment, terms fitted to them, and a check."""
+
+from runtime.profiling.fit import refit_scale
+from runtime.profiling.measure import (
+    ACCEPTED_ERROR,
+    environment,
+    measure_profile,
+    predicted_seconds,
+)
+
+__all__ = ["ACCEPTED_ERROR", "environment", "measure_profile", "predicted_seconds", "refit_scale"]

@@ -1,0 +1,321 @@
+"""The designed experiment behind a profile: rounds of the loop that serves, under many policies in
+short blocks of random order.
+
+One request serves one draft; before every block the policy source puts another policy in force. So
+texts, lags, acceptance and near ties are those of service, and what draft and target evict from
+each other's caches is in every sample.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+
+from runtime.costs import MeasuredRound, RoundKind
+from runtime.decoder import ModelBackend, warmed_shortlists
+from runtime.loading import LoadedPair
+from runtime.loop import DecodeRequest, Round, decode_rounds
+from runtime.policies.c2t import beta_code
+from runtime.policies.document import (
+    AUTOREGRESSIVE,
+    ClustersShortlist,
+    EntropyStop,
+    FixedWindow,
+    FrequencyShortlist,
+    JointProbStop,
+    MaxProbStop,
+    Policy,
+    Select,
+    StaticGrowth,
+    TopKGrowth,
+)
+from runtime.policies.dynaspec import Clusters
+from runtime.policies.fr_spec import Frequencies
+from runtime.policies.plan import Plan, prepare
+from runtime.policies.router import Router, Routing
+from runtime.profiling.fit import Prefill
+from runtime.shortlists import ShortlistRule
+from traces.schema import TREE_SCALE, Sampling
+
+BLOCK: Final = 3
+"""Rounds under one policy; the first of them pays for what the policy before left in the caches,
+and is not counted."""
+PER_REQUEST: Final = 10
+"""Blocks of one request."""
+SAMPLINGS: Final = (Sampling(), Sampling(temperature=1.0))
+TREES: Final = (
+    (1, 4, 4),
+    (2, 2, 2),
+    (2, 4, 6),
+    (4, 1, 3),
+    (4, 3, 7),
+    (4, 4, 14),
+    (8, 2, 10),
+    (8, 4, 24),
+    (8, 6, 31),
+    (10, 6, 60),
+    (10, 8, 48),
+)
+"""(width, levels, nodes) of the top-k trees that are measured."""
+SHARES: Final = (64, 16, 4, 1)
+"""Sizes of shortlists, as parts of the draft's output head."""
+CLUSTERS: Final = 64
+ROUTER_HIDDEN: Final = 128
+Clock = Callable[[], float]
+
+
+class Cell(NamedTuple):
+    """A policy to measure, and what its rounds are. ``head``: tokens that its draft's output head
+    evaluates (0: not apart)."""
+
+    plan: Plan
+    kind: RoundKind
+    head: int = 0
+
+
+class Blocks:
+    """A policy source whose policy is set before every block."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def current(self) -> Plan:
+        return self.plan
+
+
+def tree_policy(draft: str, width: int, levels: int, nodes: int) -> Policy:
+    """EAGLE-2's tree."""
+    return Policy(
+        draft=draft,
+        window=FixedWindow(gamma=levels),
+        growth=TopKGrowth(width=width),
+        select=Select(top_n=nodes),
+    )
+
+
+@dataclass
+class Experiment:
+    """Rounds of one pair on ``texts`` (token ids of what is served), at contexts from
+    ``contexts[0]`` to ``contexts[-1]``."""
+
+    pair: LoadedPair
+    contexts: Sequence[int]
+    texts: Sequence[Sequence[int]]
+    seed: int = 0
+    clock: Clock = time.perf_counter
+    rounds: list[MeasuredRound] = field(default_factory=list)
+    prefills: list[Prefill] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.rng = np.random.default_rng(self.seed)
+        self.backend = ModelBackend(self.pair)
+        self.backend.every_shape = True
+
+    def sweep(self, cells: Mapping[str, Sequence[Cell]]) -> None:
+        """Every cell of every draft once at each temperature, and every prefill, in random order."""
+        work: list[Callable[[], None]] = []
+        for own in cells.values():
+            for sampling in SAMPLINGS:
+                order = [own[i] for i in self.rng.permutation(len(own))]
+                for i in range(0, len(order), PER_REQUEST):
+                    work.append(partial(self.request, order[i : i + PER_REQUEST], sampling))
+        for name in ("", *self.pair.models):
+            lengths = (min(8, self.contexts[0]), self.contexts[0], self.contexts[-1])
+            work += [partial(self.prefill, name, length) for length in lengths]
+        for i in self.rng.permutation(len(work)):
+            work[i]()
+
+    def request(self, cells: Sequence[Cell], sampling: Sampling) -> None:
+        """One request, a block of rounds under each cell."""
+        wanted = sum(BLOCK * (cell.plan.policy.depth_max + 1) for cell in cells) + 1
+        prompt = self.prompt(min(wanted, 4 * BLOCK * len(cells)))
+        budget = min(wanted, self.pair.max_positions - len(prompt))
+        seed = int(self.rng.integers(1 << 31))
+        request = DecodeRequest("profile", prompt, sampling, seed, budget)
+        source = Blocks(cells[0].plan)
+        rounds = decode_rounds(self.backend, request, source, self.clock)
+        for cell in cells:
+            source.plan = cell.plan
+            for n, made in enumerate(islice(rounds, BLOCK)):
+                if n or made.step.lag > 2:
+                    self.rounds.append(measured(made, cell, len(prompt), sampling))
+
+    def prefill(self, draft: str, rows: int) -> None:
+        """What precedes the rounds of a request of which ``rows`` tokens are read, by ``draft``
+        too (empty: by none)."""
+        window = FixedWindow(gamma=1)
+        policy = Policy(draft=draft, window=window) if draft else AUTOREGRESSIVE
+        plan, prompt = prepare(policy, self.pair.draft_names), self.prompt(1, rows + 1)
+        began = self.clock()
+        self.backend.begin(DecodeRequest("profile", prompt, Sampling(), 1, 2), plan)
+        if self.pair.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.prefills.append(Prefill(draft, rows, self.clock() - began))
+
+    def prompt(self, budget: int, length: int = 0) -> list[int]:
+        """The beginning of a text, of so many tokens, or up to a context that is served."""
+        most = max(2, min(self.contexts[-1] + 1, self.pair.max_positions - budget))
+        length = length or int(self.rng.integers(min(self.contexts[0] + 1, most), most + 1))
+        usable = [t for t in self.texts if len(t) >= length]
+        if not usable:
+            low = min(16, self.pair.target.vocab_size // 2)
+            return [int(t) for t in self.rng.integers(low, self.pair.target.vocab_size, length)]
+        return list(usable[int(self.rng.integers(len(usable)))][:length])
+
+
+def measured(made: Round, cell: Cell, prompt_tokens: int, sampling: Sampling) -> MeasuredRound:
+    """A round of the loop as the fit reads it."""
+    step, tree = made.step, made.tree
+    rows = (
+        (step.lag, *(tree.widths[1:] if tree else [1] * (step.draft_steps - 1)))
+        if step.draft_steps
+        else ()
+    )
+    kind = (
+        cell.kind._replace(sampled=not sampling.greedy)
+        if rows
+        else RoundKind(sampled=not sampling.greedy)
+    )
+    return MeasuredRound(
+        kind, prompt_tokens + step.start - 1, tuple(rows), step.drafted, step.emitted,
+        step.draft_s, step.verify_s, step.round_s, cell.head, made.canonical_passes,
+    )  # fmt: skip
+
+
+def cells_of(pair: LoadedPair, gamma_max: int, *, trees: bool) -> dict[str, list[Cell]]:
+    """What is measured of each draft: chains of every length and stop, trees of every growth,
+    shortlists of every size, and none."""
+    found = {}
+    for name in pair.draft_names:
+        head = name not in pair.chain_drafts
+        cells = [] if head else _chains(pair, name, gamma_max)
+        if trees and name != "ngram":
+            cells += [*_trees(pair, name), *_shortlists(pair, name, gamma_max)]
+        plain = Cell(prepare(AUTOREGRESSIVE, pair.draft_names), RoundKind())
+        found[name] = [*cells, *[plain] * 3] if cells else []
+    return {name: cells for name, cells in found.items() if cells}
+
+
+def gammas(gamma_max: int) -> list[int]:
+    """The lengths of chains measured."""
+    return sorted(
+        {g for g in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64) if g < gamma_max}
+        | {gamma_max}
+    )
+
+
+def _chains(pair: LoadedPair, name: str, gamma_max: int) -> list[Cell]:
+    policies = [Policy(draft=name, window=FixedWindow(gamma=g)) for g in gammas(gamma_max)]
+    if name != "ngram":
+        window = FixedWindow(gamma=min(6, gamma_max))
+        stops = (
+            MaxProbStop(threshold=1e-9),
+            JointProbStop(threshold=0.0),
+            EntropyStop(threshold=0.0, scale=1e-3, keep_last=True),
+        )
+        policies += [Policy(draft=name, window=window, stop=stop) for stop in stops]
+    return [
+        Cell(prepare(p, pair.draft_names), RoundKind.of(p, tree=False), head_rows(pair, name))
+        for p in policies
+    ]
+
+
+def _trees(pair: LoadedPair, name: str) -> list[Cell]:
+    """Top-k trees, then one of each other kind. The classifier's confidence is the joint
+    probability; the stop never triggers."""
+    policies = [tree_policy(name, *shape) for shape in TREES]
+    usual = tree_policy(name, 6, 4, 24)
+    paths = tuple((first, *(0,) * deeper) for first in range(6) for deeper in range(4))
+    static = usual.model_copy(update={"growth": StaticGrowth(paths=paths), "select": Select()})
+    stop = usual.model_copy(update={"stop": EntropyStop(threshold=0.0, scale=1e-3, keep_last=True)})
+    rows = head_rows(pair, name)
+    cells = [
+        Cell(prepare(p, pair.draft_names), RoundKind.of(p, tree=True), rows)
+        for p in (*policies, static, static, stop, stop)
+    ]
+    plain = prepare(usual, pair.draft_names)
+    assert plain.rules is not None
+    shape = (4, 256, 1024)
+    joint = np.rint(65535 * np.exp(-np.arange(shape[2]) / TREE_SCALE)).astype(np.int32)
+    confidence = torch.from_numpy(np.broadcast_to(joint, shape).copy())
+    changes: dict[str, dict[str, Any]] = {
+        "classifier": {"confidence": confidence, "beta_code": beta_code(0.1), "top_n": None},
+        "stratify": {"kept": (24,)},
+    }
+    for block, change in changes.items():
+        greedy, sampled = plain.rules
+        made = replace(plain, rules=(replace(greedy, **change), replace(sampled, **change)))
+        kind = (
+            RoundKind(name, "classifier")
+            if block == "classifier"
+            else RoundKind(name, "top_k", blocks=(f"stratify/{name}",))
+        )
+        cells += [Cell(made, kind, rows)] * 2
+    return cells
+
+
+def head_rows(pair: LoadedPair, name: str) -> int:
+    """Tokens that a draft's output head evaluates; 0 where it is too small for shortlists."""
+    if name == "ngram":
+        return 0
+    rows = int(pair.models[name].output.rows)
+    return rows if rows >= CLUSTERS else 0
+
+
+def _shortlists(pair: LoadedPair, name: str, gamma_max: int) -> Iterator[Cell]:
+    """Trimmed heads, and routed ones by a router of the usual size with random weights over
+    clusters of equal sizes."""
+    rows = head_rows(pair, name)
+    if not rows:
+        return
+    policy, head = (
+        Policy(draft=name, window=FixedWindow(gamma=min(6, gamma_max))),
+        name not in pair.chain_drafts,
+    )
+    model = pair.models[name]
+    full, kind = prepare(policy, pair.draft_names), RoundKind.of(policy, tree=head)
+    vocab = np.arange(model.vocab_size)
+    frequencies = Frequencies(
+        np.concatenate([model.output.ids, np.setdiff1d(vocab, model.output.ids)]).astype(np.int64)
+    )
+    embedding = int(model.embedded(torch.zeros(1, dtype=torch.int64, device=pair.device)).shape[-1])
+    routing = replace(_routing(model.hidden_size, embedding, rows), head=model.output.hash)
+    for size in sorted({max(1, rows // share) for share in SHARES}):
+        fixed = FrequencyShortlist(size=size, artifact="profile")
+        yield _shortlisted(
+            pair, full, ShortlistRule(fixed, name, frequencies=frequencies), kind, size
+        )
+        k = max(1, round(CLUSTERS * size / rows))
+        routed = ClustersShortlist(k0=k, k1=k, k_min=k, artifact="profile")
+        yield _shortlisted(
+            pair,
+            full,
+            ShortlistRule(routed, name, routing=routing),
+            kind._replace(routed=True),
+            size,
+        )
+
+
+def _shortlisted(
+    pair: LoadedPair, full: Plan, rule: ShortlistRule, kind: RoundKind, size: int
+) -> Cell:
+    return Cell(
+        replace(full, shortlist=rule, shortlists=warmed_shortlists(pair, full, rule)), kind, size
+    )
+
+
+def _routing(hidden: int, embedding: int, rows: int) -> Routing:
+    generator = torch.Generator().manual_seed(0)
+    w1 = torch.randn(ROUTER_HIDDEN, embedding + hidden, generator=generator) / np.sqrt(
+        embedding + hidden
+    )
+    w2 = torch.randn(CLUSTERS, ROUTER_HIDDEN, generator=generator) / np.sqrt(ROUTER_HIDDEN)
+    router = Router(w1, torch.zeros(ROUTER_HIDDEN), w2, torch.zeros(CLUSTERS))
+    return Routing(router, Clusters.of_assignment(np.arange(rows) % CLUSTERS, CLUSTERS), "")

@@ -1,0 +1,204 @@
+"""Measuring a profile: the experiment, the fit, and its check against whole requests of policies
+that the fit has not seen."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from runtime.costs import MeasuredRound, Passes, RoundKind, middles, round_costs, round_seconds
+from runtime.loading import LoadedPair
+from runtime.loop import DecodeRequest, StaticSource, decode_rounds
+from runtime.policies.document import FixedWindow, FsmWindow, MaxProbStop, Policy
+from runtime.policies.plan import prepare
+from runtime.profiling.experiment import (
+    SAMPLINGS,
+    Cell,
+    Experiment,
+    cells_of,
+    measured,
+    tree_policy,
+)
+from runtime.profiling.fit import fit_profile
+from runtime.profiling.shapes import shapes_of
+from traces.cost_table import FloatArray
+from traces.latency import LatencyProfile
+from traces.schema import Sampling
+
+ACCEPTED_ERROR: Final = 0.08
+"""Median relative error of predicted rounds up to which a profile is accepted."""
+CHECKED_TREES: Final = ((8, 5, 32), (5, 3, 12))
+"""(width, levels, nodes) of the trees that a profile is checked with."""
+CHECKED_TOKENS: Final = 32
+
+CONTEXTS: Final = (32, 160, 384)
+"""Knots of the context where nobody says what is served."""
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what is measured, done, total)."""
+
+
+def measure_profile(
+    pair: LoadedPair,
+    *,
+    gamma_max: int = 16,
+    contexts: Sequence[int] = (),
+    repeats: int = 2,
+    trees: bool = True,
+    texts: Sequence[Sequence[int]] = (),
+    seed: int = 0,
+    progress: Progress = lambda what, done, total: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> LatencyProfile:
+    """Profiles every cost that the simulator charges, in ``repeats`` sweeps over the designed
+    experiment.
+
+    ``contexts``: knots of the context, from the shortest to the longest that is served; those that
+    the models do not hold are left out. ``texts``: token ids of what is served, random ones where
+    there are none. ``check`` says how well predicted rounds match executed ones.
+    """
+    room = pair.max_positions - 2 * gamma_max - CHECKED_TOKENS
+    usable = tuple(c for c in sorted(set(contexts or CONTEXTS)) if c <= room) or (
+        max(1, room // 2),
+    )
+    experiment = Experiment(pair, usable, [t for t in texts if len(t) > usable[0]], seed, clock)
+    cells = cells_of(pair, gamma_max, trees=trees)
+    experiment.sweep(
+        {name: own[:2] for name, own in cells.items()}
+    )  # first touches and compilation
+    experiment.rounds.clear()
+    experiment.prefills.clear()
+    for done in range(repeats):
+        experiment.sweep(cells)
+        progress("rounds", done + 1, repeats + 1)
+    dtype = str(pair.target.dtype).removeprefix("torch.")
+    empty = LatencyProfile(pair.id, pair.device.type, dtype, {}, environment(pair))
+    shapes = shapes_of(cells, usable, experiment.rounds, experiment.prefills)
+    profile = fit_profile(empty, shapes, experiment.rounds, experiment.prefills)
+    checked = _check(experiment, profile, gamma_max, trees=trees)
+    progress("check", repeats + 1, repeats + 1)
+    return checked
+
+
+def predicted_seconds(profile: LatencyProfile, rounds: Sequence[MeasuredRound]) -> FloatArray:
+    """(drafting, verification, whole round) of rounds by a profile, in seconds, float64 [rounds,
+    3]."""
+    found = np.zeros((len(rounds), 3))
+    for kind in {r.kind._replace(sampled=False) for r in rounds}:
+        places = [i for i, r in enumerate(rounds) if r.kind._replace(sampled=False) == kind]
+        own = [rounds[i] for i in places]
+        rows = np.ones((len(own), max(1, *(len(r.rows) - 1 for r in own))), dtype=np.int64)
+        for n, r in enumerate(own):
+            rows[n, : len(r.rows) - 1] = r.rows[1:]
+        passes = Passes(
+            rows, np.array([r.context for r in own]), np.array([int(r.kind.sampled) for r in own])
+        )
+        costs = round_costs(profile, kind, middles(max(r.context for r in own)), passes=passes)
+        for n, (i, r) in enumerate(zip(places, own, strict=True)):
+            lag = r.rows[0] if r.rows else 0
+            found[i] = round_seconds(
+                costs, int(r.kind.sampled), r.context, n, lag, len(r.rows), r.drafted, r.emitted
+            )
+    return found
+
+
+def _check(
+    experiment: Experiment, profile: LatencyProfile, gamma_max: int, *, trees: bool
+) -> LatencyProfile:
+    """Executes requests under a few other policies in random order, and compares predicted with
+    executed rounds."""
+    cells = _checked_cells(experiment.pair, gamma_max, trees=trees)
+    rounds: list[MeasuredRound] = []
+    places: list[int] = []
+    for sampling in SAMPLINGS:
+        prompt = experiment.prompt(CHECKED_TOKENS)
+        for i in experiment.rng.permutation(len(cells)):
+            own = _request(experiment, cells[i], prompt, sampling)[1:]
+            rounds += own
+            places += [int(i)] * len(own)
+    predicted, executed = (
+        predicted_seconds(profile, rounds),
+        np.array([[r.draft_s, r.verify_s, r.round_s] for r in rounds]),
+    )
+    which, tree = np.array(places), np.array([bool(r.kind.growth) for r in rounds])
+    check = _errors(predicted[~tree, 2], executed[~tree, 2], which[~tree])
+    check["overhead_share"] = float(1.0 - np.median(executed[:, :2].sum(1) / executed[:, 2]))
+    if tree.any():
+        check["trees"] = _errors(predicted[tree, 2], executed[tree, 2], which[tree])
+    return replace(profile, check=check)
+
+
+def _errors(
+    predicted: FloatArray, executed: FloatArray, policy: npt.NDArray[np.int64]
+) -> dict[str, Any]:
+    """How well predicted rounds agree with executed ones, and, as ``policy_spread``, policies' sums
+    with one another (the standard deviation of the logarithm)."""
+    apart = np.abs(predicted / executed - 1.0)
+    sums = [
+        np.log(predicted[policy == p].sum() / executed[policy == p].sum())
+        for p in np.unique(policy)
+    ]
+    return {
+        "rounds": len(apart),
+        "median_error": float(np.median(apart)),
+        "p90_error": float(np.quantile(apart, 0.9)),
+        "total_error": float(predicted.sum() / executed.sum() - 1.0),
+        "policy_spread": float(np.std(sums)),
+        "accepted": bool(np.median(apart) <= ACCEPTED_ERROR),
+    }
+
+
+def _checked_cells(pair: LoadedPair, gamma_max: int, *, trees: bool) -> list[Cell]:
+    """Policies whose windows, stops and trees are none of those measured."""
+    policies = [Policy()]
+    for name in pair.chain_drafts:
+        policies.append(Policy(draft=name, window=FsmWindow(gamma_max=min(6, gamma_max))))
+    for name in pair.drafts:
+        policies.append(
+            Policy(
+                draft=name,
+                window=FixedWindow(gamma=min(9, gamma_max)),
+                stop=MaxProbStop(threshold=0.4),
+            )
+        )
+    for name in pair.models if trees else ():
+        policies += [tree_policy(name, *shape) for shape in CHECKED_TREES]
+    kinds = [RoundKind.of(p, tree=p.is_tree or p.draft not in (*pair.chain_drafts, "none")) for p in policies]
+    return [
+        Cell(prepare(p, pair.draft_names), kind) for p, kind in zip(policies, kinds, strict=True)
+    ]
+
+
+def _request(
+    experiment: Experiment, cell: Cell, prompt: list[int], sampling: Sampling
+) -> list[MeasuredRound]:
+    """One request under one policy."""
+    budget = min(CHECKED_TOKENS, experiment.pair.max_positions - len(prompt))
+    request = DecodeRequest("check", prompt, sampling, 1, budget)
+    rounds = decode_rounds(experiment.backend, request, StaticSource(cell.plan), experiment.clock)
+    return [measured(made, cell, len(prompt), sampling) for made in rounds]
+
+
+def environment(pair: LoadedPair) -> dict[str, Any]:
+    """What a latency profile was measured in."""
+    cuda = pair.device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name()
+        if cuda
+        else platform.processor() or platform.machine(),
+        "driver": torch.version.cuda if cuda else None,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "dtype": str(pair.target.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "cpus": os.cpu_count(),
+        "platform": platform.platform(),
+    }

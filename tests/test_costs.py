@@ -1,0 +1,204 @@
+"""A round's seconds against the sums of its terms, old profiles, and compiled functions that never outlive an edit."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from synthetic import flat_profile, over_rows, with_heads, with_terms
+
+from runtime.costs import (
+    BUCKET,
+    LAG_LIMIT,
+    MeasuredRound,
+    RoundKind,
+    drafting_terms,
+    middles,
+    rest_terms,
+    round_costs,
+    round_seconds,
+    verification_terms,
+    window_costs,
+)
+from runtime.policies.document import AUTOREGRESSIVE, parse_policy
+from runtime.profiling import predicted_seconds
+from traces.cost_table import CostTable
+from traces.errors import PolicyError
+from traces.latency import LatencyProfile
+
+ROOT = Path(__file__).parent.parent
+PROFILE = with_terms(
+    with_heads(flat_profile("p", ["small"], ["head"]), ["small", "head"], 96),
+    {
+        "noise": CostTable((3e-5,)),
+        "near ties": CostTable((1e-5, 3e-5), ("context",), ((32.0, 512.0),)),
+        "phase/small": CostTable((1e-4, 5e-4), ("passes",), ((1.0, 16.0),)),
+        "after/small": CostTable((2e-4,)),
+        "tree round/head": CostTable((7e-5,)),
+    },
+)
+MIDDLE = 5 * BUCKET + (BUCKET - 1) // 2
+KINDS = (
+    (RoundKind(), (), 0),
+    (RoundKind(sampled=True), (), 0),
+    (RoundKind("small"), (1, 1, 1), 3),
+    (RoundKind("small", blocks=("stop entropy",)), (5,), 1),
+    (RoundKind("small", sampled=True), (2, *[1] * 11), 12),
+    (RoundKind("small", "top_k"), (2, 4, 8), 17),
+    (RoundKind("head", "top_k", sampled=True), (3, 1), 2),
+    (RoundKind("head", "static"), (1, 4, 0, 2), 20),
+)
+
+
+def literal(profile: LatencyProfile, r: MeasuredRound) -> list[float]:
+    """The sums of a round's terms, near ties of a draft left out, at the middle of its context's bucket."""
+    context = r.context // BUCKET * BUCKET + (BUCKET - 1) / 2
+    phases = []
+    for terms in (drafting_terms(r), verification_terms(r), rest_terms(r)):
+        phases.append(sum(n * float(profile.seconds(name, rows=rows, context=context, passes=p)) for name, n, rows, _, p in terms))
+    return [phases[0], phases[1], sum(phases)]
+
+
+@pytest.mark.parametrize(("kind", "rows", "drafted"), KINDS)
+@pytest.mark.parametrize("context", [3, MIDDLE, 401])
+def test_a_round_costs_the_sum_of_its_terms(kind: RoundKind, rows: tuple[int, ...], drafted: int, context: int) -> None:
+    """The fit's view of a round and the tables' are one."""
+    rows = tuple(r for r in rows if r)
+    measured = MeasuredRound(kind, context, rows, drafted, 2, 0.0, 0.0, 0.0, head=96 if rows else 0)
+    np.testing.assert_allclose(predicted_seconds(PROFILE, [measured])[0], literal(PROFILE, measured), rtol=1e-12)
+
+
+def test_near_ties_of_a_draft_are_charged_by_the_distribution() -> None:
+    profile = with_terms(PROFILE, {"tree near ties/small": CostTable((1e-3,))})
+    r = MeasuredRound(RoundKind("small", "top_k"), 100, (7, 4, 8), 12, 1, 0.0, 0.0, 0.0)
+    apart = predicted_seconds(profile, [r])[0] - predicted_seconds(PROFILE, [r])[0]
+    assert apart == pytest.approx([13e-3, 0.0, 13e-3])
+
+
+def test_lags_and_contexts_beyond_the_tables() -> None:
+    costs = round_costs(PROFILE, RoundKind("small"), middles(100))
+    near, far = (round_seconds(costs, 0, 3, 0, lag, 1, 1, 1)[0] for lag in (LAG_LIMIT, LAG_LIMIT + 50))
+    step = (PROFILE.seconds("pass/small", rows=9, context=MIDDLE) - PROFILE.seconds("pass/small", rows=2, context=MIDDLE)) / 7
+    assert far - near == pytest.approx(50 * float(step))
+    assert round_seconds(costs, 0, 9999, 0, 1, 2, 2, 1) == round_seconds(costs, 0, 127, 0, 1, 2, 2, 1)
+
+
+def test_tables_go_on_with_their_outer_slopes_and_never_fall_below_zero() -> None:
+    table = CostTable((1.0, 2.0, 3.0, 4.0), ("rows", "context"), ((1.0, 3.0), (0.0, 100.0)))
+    for rows, context, seconds in ((1, 0, 1.0), (2, 50, 2.5), (5, 100, 6.0), (1, 200, 3.0), (-9, 0, 0.0)):
+        assert table.at(rows=rows, context=context) == pytest.approx(seconds)
+        assert table.grid(np.array([float(rows)]), np.array([float(context)])).tolist() == [[pytest.approx(seconds)]]
+    assert over_rows((4,), (2.0,)).at(rows=np.array([[1, 9]])).tolist() == [[2.0, 2.0]]
+    with pytest.raises(ValueError, match="3 seconds at 4 combinations"):
+        CostTable((1.0, 2.0, 3.0), ("rows", "context"), ((1.0, 3.0), (0.0, 100.0)))
+
+
+def test_requests_pay_prefill_of_all_but_the_last_prompt_token() -> None:
+    profile = with_terms(PROFILE, {"request": CostTable((6e-4,))})
+    for prompt in (2, 40, 700):
+        read = float(profile.seconds("prefill/target", rows=prompt - 1))
+        assert profile.request_seconds(None, prompt) == pytest.approx(6e-4 + read)
+        assert profile.request_seconds("small", prompt) == pytest.approx(6e-4 + 2 * read)
+    assert profile.request_seconds("small", np.array([1, 1])).tolist() == [6e-4, 6e-4]
+
+
+def test_what_a_profile_has_no_costs_of_is_refused_with_what_it_has() -> None:
+    with pytest.raises(PolicyError, match=r"no costs for draft 'large' .it has: head, ngram, small"):
+        window_costs(PROFILE, parse_policy({"draft": "large"}))
+    with pytest.raises(PolicyError, match=r"no costs of trees for draft 'ngram' .it has: head, small"):
+        round_costs(PROFILE, RoundKind("ngram", "top_k"), middles(9))
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"draft": "small", "window": {"kind": "analytic", "gamma_max": 9}},
+        {"draft": "small", "window": {"kind": "fixed", "gamma": 1}},
+        {"draft": "head", "window": {"kind": "fixed", "gamma": 5}},
+        {"draft": "small", "window": {"kind": "analytic", "gamma_max": 4}, "growth": {"kind": "top_k", "width": 3}, "select": {"top_n": 8}},
+    ],
+)
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_windows_costs_add_up_to_rounds(policy: dict[str, object], sampled: bool) -> None:
+    """gamma a_q + b_p(gamma) is a round of gamma levels that verifies all that they can keep."""
+    parsed = parse_policy(policy)
+    tree, gamma = parsed.is_tree or parsed.draft == "head", parsed.gamma_max
+    costs = window_costs(PROFILE, parsed, sampled=sampled)
+    rows = {True: [1, *(3 for _ in range(gamma - 1))], False: [1] * gamma}[parsed.is_tree]
+    drafted = 8 if parsed.is_tree else gamma
+    kind = RoundKind.of(parsed, tree=tree, sampled=sampled)
+    r = MeasuredRound(kind, int(PROFILE.usual_context), tuple(rows), drafted, 0, 0.0, 0.0, 0.0)
+    expected = predicted_seconds(PROFILE, [r])[0, 2]
+    assert gamma * costs.draft_step_s + costs.verify_s[gamma] == pytest.approx(expected, rel=5e-3)  # the context is its bucket's middle
+    assert len(costs.verify_s) == gamma + 1
+
+
+def test_a_policy_that_drafts_nothing_has_one_round() -> None:
+    costs = window_costs(PROFILE, AUTOREGRESSIVE)
+    assert costs.verify_s == (pytest.approx(float(PROFILE.seconds("target", rows=1, context=PROFILE.usual_context)) + 1e-4),)
+
+
+def test_json_round_trip() -> None:
+    assert LatencyProfile.from_json(json.loads(json.dumps(PROFILE.to_json()))) == PROFILE
+    assert PROFILE.scaled(2.0).seconds("round") == 2 * PROFILE.seconds("round")
+
+
+def test_documents_of_curves_are_read_as_terms() -> None:
+    """A profile that was stored before profiles consisted of terms: its rounds cost what they did, to a few percent."""
+    document = json.loads((Path(__file__).parent / "assets" / "profile_of_curves.json").read_text())
+    profile = LatencyProfile.from_json(document)
+    assert set(profile.drafts) == {"small", "medium", "ngram", "head"}
+    assert set(profile.tree_drafts) == {"small", "medium", "head"}
+    assert set(profile.chain_drafts) == {"small", "medium", "ngram"}
+    assert profile.check == document["check"]
+    expected = {  # at context 111, by what composed rounds of curves
+        ("small", 4): 0.036820727,
+        ("small", 8): 0.056699723,
+        ("medium", 4): 0.058800965,
+        ("medium", 8): 0.100439575,
+    }
+    for (draft, gamma), seconds in expected.items():
+        costs = round_costs(profile, RoundKind(draft), middles(400))
+        assert round_seconds(costs, 0, 100, 0, 2, gamma, gamma, 2)[2] == pytest.approx(seconds, rel=0.03)
+    for draft in profile.tree_drafts:
+        assert profile.shortlist_seconds(draft, 64, routed=False) < 0
+
+
+def test_one_module_composes_rounds() -> None:
+    """Which terms make up a round is known to one module; others ask it."""
+    composing = re.compile(r"\bper_pass\b|\bpass/|profile\.seconds\(")
+    files = [p for part in ("runtime", "optimizer") for p in (ROOT / part).rglob("*.py")]
+    told = {str(p.relative_to(ROOT)) for p in files if composing.search(p.read_text())}
+    assert told == {"runtime/costs.py", "runtime/profiling/shapes.py"}
+
+
+def test_an_edit_in_a_called_module_reaches_cached_kernels(tmp_path: Path) -> None:
+    """numba alone would go on running what it compiled before: its cache looks at the kernel's own file only."""
+    (tmp_path / "deep.py").write_text("from runtime.policies.jit import compiled\n@compiled()\ndef inner(x): return x + 1\n")
+    (tmp_path / "middle.py").write_text(
+        "import deep\nfrom deep import inner\nfrom runtime.policies.jit import compiled\n"
+        "@compiled(deep)\ndef outer(x): return inner(x) * 10\n"
+    )
+    (tmp_path / "kernel.py").write_text(
+        "import middle\nfrom middle import outer\nfrom runtime.policies.jit import compiled\n"
+        "@compiled(middle)\ndef run(x): return outer(x)\n"
+        "print(run(1), sum(run.stats.cache_hits.values()))\n"
+    )
+    root = Path(__file__).parent.parent
+    env = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{tmp_path}", "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+
+    def kernel() -> str:
+        return subprocess.run(
+            [sys.executable, str(tmp_path / "kernel.py")], env=env, check=True, capture_output=True, text=True
+        ).stdout
+
+    assert kernel().split() == ["20", "0"]
+    assert kernel().split() == ["20", "1"]
+    (tmp_path / "deep.py").write_text("from runtime.policies.jit import compiled\n@compiled()\ndef inner(x): return x + 2000\n")
+    assert kernel().split() == ["20010", "0"]

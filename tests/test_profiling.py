@@ -1,0 +1,187 @@
+"""Latency profiles: what the fit recovers, what the experiment measures, and which profile a tuning uses."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pairs import make_pair
+from synthetic import flat_profile
+
+import optimizer.profiles
+from optimizer.execute import Expected, Timings
+from optimizer.profiles import at_pace_of, doubts, prediction_spread, profile_for, served_contexts, usable_profile
+from runtime.costs import MeasuredRound, RoundKind
+from runtime.loading import LoadedPair, load_pair
+from runtime.pair import read_pair
+from runtime.profiling import ACCEPTED_ERROR, measure_profile, predicted_seconds, refit_scale
+from runtime.profiling.fit import Prefill, fit_profile
+from runtime.profiling.shapes import shapes_of
+from traces.latency import LatencyProfile
+from traces.schema import Sampling, Trajectory
+from traces.store import TraceStore
+
+TRUE = flat_profile("p", ["near"])
+
+
+def drawn_rounds(count: int, seed: int, *, noise: float = 0.03, slow: float = 0.1) -> list[MeasuredRound]:
+    """Rounds of many kinds as :data:`TRUE` has them, with noise, a share of them up to three times slower."""
+    rng = np.random.default_rng(seed)
+    rounds = []
+    for _ in range(count):
+        gamma, sampled = int(rng.integers(0, 9)), bool(rng.random() < 0.5)
+        kind, rows, drafted = RoundKind(sampled=sampled), (), 0
+        if gamma:
+            tree = rng.random() < 0.5
+            kind = RoundKind("near", "top_k" if tree else "", sampled)
+            width = int(rng.choice([1, 2, 4, 9])) if tree else 1
+            rows, drafted = (int(rng.choice([1, 2, 4])), *[width] * (gamma - 1)), gamma * width
+        rounds.append(MeasuredRound(kind, int(rng.integers(32, 512)), rows, drafted, 2, 0.0, 0.0, 0.0))
+    seconds = predicted_seconds(TRUE, rounds) * rng.normal(1.0, noise, (count, 3)) * np.where(rng.random((count, 1)) < slow, 3.0, 1.0)
+    return [
+        r._replace(draft_s=d, verify_s=v, round_s=d + v + 1e-4 * rng.normal(1.0, noise))
+        for r, (d, v, _) in zip(rounds, seconds.tolist(), strict=True)
+    ]
+
+
+def fitted_to(rounds: list[MeasuredRound]) -> LatencyProfile:
+    prefills = [Prefill("", n, 5e-3 + 9e-5 * (n - 8)) for n in (8, 64, 300)] * 3
+    empty = LatencyProfile("p", "cpu", "float32", {})
+    return fit_profile(empty, shapes_of(["near"], (32, 272, 512), rounds, prefills), rounds, prefills)
+
+
+def test_the_fit_recovers_rounds_through_noise_and_slow_moments() -> None:
+    """A tenth of the rounds take three times as long; the others' costs are found, also of rounds that were not fitted."""
+    profile = fitted_to(drawn_rounds(1200, 0))
+    assert all(s >= 0 for table in profile.terms.values() for s in table.seconds)
+    fresh = drawn_rounds(300, 1)
+    apart = predicted_seconds(profile, fresh)[:, 2] / predicted_seconds(TRUE, fresh)[:, 2] - 1
+    assert np.median(np.abs(apart)) < 0.015
+    assert np.quantile(np.abs(apart), 0.9) < 0.04
+    assert abs(np.median(apart)) < 0.01
+
+
+def test_near_ties_cost_as_often_as_they_come() -> None:
+    """Rounds with canonical passes, however long, tell how often near ties come and nothing else."""
+    rounds = drawn_rounds(400, 2, noise=0.0, slow=0.0)
+    tied = [r._replace(canonical=(0, 1), verify_s=1.0, round_s=2.0) if n % 20 == 0 else r for n, r in enumerate(rounds)]
+    profile = fitted_to(tied)
+    for name, sampled in (("near ties", False), ("sampled near ties", True)):
+        own = [r for r in tied if r.kind.sampled == sampled]
+        rate = sum(r.canonical[1] for r in own) / sum(r.emitted for r in own)
+        assert profile.seconds(name, context=272) == pytest.approx(rate * profile.seconds("prefill/target", rows=272))
+    plain = fitted_to([r for r in tied if r.canonical == (0, 0)])
+    assert profile.seconds("target", rows=4, context=100) == pytest.approx(plain.seconds("target", rows=4, context=100))
+
+
+def test_the_scale_is_refitted_by_a_robust_ratio() -> None:
+    predicted = [1.0, 2.0, 3.0, 4.0, 5.0]
+    again = refit_scale(TRUE, predicted, [1.3 * p for p in predicted[:4]] + [500.0])
+    assert again == TRUE.scaled(1.3)
+    assert refit_scale(TRUE, [], []) == TRUE
+    timings = Timings({"a": np.array([[2.2, np.nan], [4.0, 4.8]])}, Expected({"a": np.array([2.0, 4.0])}, {"a": 6.0}))
+    assert at_pace_of(TRUE, timings).terms["round"].seconds == pytest.approx((1.1e-4,))
+    assert at_pace_of(TRUE, Timings({})) == TRUE
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedPair]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    folder = make_pair(tmp_path_factory.mktemp("pair"))
+    yield load_pair(read_pair(str(folder)), device="cpu")
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def profile(pair: LoadedPair) -> LatencyProfile:
+    calls: list[tuple[int, int]] = []
+    measured = measure_profile(
+        pair,
+        gamma_max=4,
+        contexts=(16, 64, 5000),
+        repeats=1,
+        progress=lambda what, done, total: calls.append((done, total)),
+        clock=time.thread_time,  # so that a busy machine fails no test
+    )
+    assert calls == [(1, 2), (2, 2)]
+    return measured
+
+
+def test_every_cost_is_there(pair: LoadedPair, profile: LatencyProfile) -> None:
+    """Chains, trees, stops and shortlists of every draft; contexts that the models cannot hold are left out."""
+    assert (profile.pair_id, profile.terms["target"].knots[1]) == (pair.id, (16.0, 64.0))
+    assert set(profile.chain_drafts) == {"near", "far", "ngram"}
+    assert set(profile.tree_drafts) == {"near", "far"}
+    for name in ("target", "prefill/target", "pass/near", "pass/far", "prefill/near", "round"):
+        assert max(profile.terms[name].seconds) > 0, name
+    assert {"stop max_prob", "stop joint_prob", "stop entropy", "sampled target", "noise"} <= set(profile.terms)
+    assert {"top_k/near", "static/near", "classifier/near", "stratify/near", "tree stop/near"} <= set(profile.terms)
+    assert profile.shortlist_sizes("near", routed=True) == profile.shortlist_sizes("near", routed=False)
+    assert {"device", "torch", "threads", "dtype", "python"} <= set(profile.environment)
+    assert LatencyProfile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
+
+
+def test_predicted_rounds_are_checked_against_executed_ones(profile: LatencyProfile) -> None:
+    for check in (profile.check, profile.check["trees"]):
+        assert check["rounds"] > 20
+        assert 0 <= check["median_error"] <= check["p90_error"]
+        assert check["accepted"] == (check["median_error"] <= ACCEPTED_ERROR)
+        assert check["policy_spread"] >= 0
+    assert 0 <= profile.check["overhead_share"] < 1
+
+
+@pytest.mark.parametrize(
+    ("errors", "trees", "measured", "kept"),
+    [
+        ([(0.02, 0.3), (0.03, 0.04)], True, 2, 1),  # trees are off: measured again, and kept
+        ([(0.02, 0.3), (0.03, 0.2)], True, 2, 1),
+        ([(0.02, 0.2), (0.03, 0.3)], True, 2, 0),  # never right: the better of two
+        ([(0.3, 0.02), (0.02, 0.02)], True, 2, 1),
+        ([(0.02, 0.03)], True, 1, 0),
+        ([(0.02, 0.3)], False, 1, 0),  # nobody asks what trees cost
+    ],
+)
+def test_a_profile_whose_check_fails_is_measured_again(
+    pair: LoadedPair,
+    profile: LatencyProfile,
+    store: TraceStore,
+    monkeypatch: pytest.MonkeyPatch,
+    errors: list[tuple[float, float]],
+    trees: bool,
+    measured: int,
+    kept: int,
+) -> None:
+    """Of chains or of trees, and used again by the next tuning only where both were right; one that was never right is said to be so."""
+
+    def checked(error: float) -> dict[str, Any]:
+        return {"median_error": error, "policy_spread": error / 2, "accepted": error <= ACCEPTED_ERROR}
+
+    made = [replace(profile, check={**checked(chains), "trees": checked(of_trees)}) for chains, of_trees in errors]
+    left = iter(made)
+    monkeypatch.setattr(optimizer.profiles, "measure_profile", lambda *args, **kwargs: next(left))
+    stored = profile_for(store, pair, pair.draft_names, gamma_max=4, trees=trees)
+    assert stored.profile.check == made[kept].check
+    assert len(list(left)) == len(made) - measured
+    usable = usable_profile(store, pair, pair.draft_names, datetime.now(UTC), trees=trees)
+    worst = max(errors[kept][: 2 if trees else 1])
+    assert (usable.id if usable else None) == (stored.id if worst <= ACCEPTED_ERROR else None)
+    assert ("failed its check" in doubts(stored, trees=trees)) == (worst > ACCEPTED_ERROR)
+    assert prediction_spread(stored.profile, trees=trees) == max(0.01, worst / 2)
+
+
+def test_contexts_are_quantiles_of_what_is_served() -> None:
+    def text(prompt: int, output: int) -> Trajectory:
+        ids = np.zeros(prompt, np.int32), np.zeros(output, np.int32)
+        return Trajectory("r", "c", *ids, Sampling(), output, "length")
+
+    assert served_contexts([text(100, 101)]) == (105, 150, 195)
+    assert served_contexts([text(9, 1)]) == (9,)
+    assert served_contexts([]) == ()

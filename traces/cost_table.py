@@ -1,0 +1,82 @@
+"""A cost as a plain value: seconds that are piecewise linear over at most two axes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float64]
+
+AXES: Final = ("rows", "context", "passes", "batch")
+"""What a cost may depend on: rows in the pass (or tokens evaluated by an output head), tokens in
+the cache, passes of the round, requests."""
+
+
+def hats(knots: Sequence[float], at: npt.ArrayLike) -> FloatArray:
+    """Linear interpolation between ``knots`` as weights, float64 [n, knots]; outer slopes go on
+    beyond the knots."""
+    x, grid = np.atleast_1d(np.asarray(at, dtype=np.float64)), np.asarray(knots, dtype=np.float64)
+    if len(grid) == 1:
+        return np.ones((len(x), 1))
+    left = np.clip(np.searchsorted(grid, x, side="right") - 1, 0, len(grid) - 2)
+    share = (x - grid[left]) / (grid[left + 1] - grid[left])
+    out, n = np.zeros((len(x), len(grid))), np.arange(len(x))
+    out[n, left], out[n, left + 1] = 1.0 - share, share
+    return out
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Seconds of one term, linear between the knots of at most two of :data:`AXES`, with the outer
+    slopes beyond them.
+
+    ``seconds``: at every combination of knots, those of the last axis first; none is negative. A
+    table without axes is a constant.
+    """
+
+    seconds: tuple[float, ...]
+    axes: tuple[str, ...] = ()
+    knots: tuple[tuple[float, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        size = int(np.prod([len(k) for k in self.knots], initial=1))
+        if len(self.axes) != len(self.knots) or len(self.axes) > 2 or size != len(self.seconds):
+            raise ValueError(
+                f"a cost table of axes {self.axes} has {len(self.seconds)} seconds at {size} combinations of knots"
+            )
+
+    def weights(self, places: Mapping[str, npt.ArrayLike]) -> FloatArray:
+        """The share of each of ``seconds`` at n places, float64 [n, len(seconds)]; ``places``: [n]
+        by axis."""
+        out = np.ones((1, 1))
+        for axis, knots in zip(self.axes, self.knots, strict=True):
+            own = hats(knots, places[axis])
+            out = (out[:, :, None] * own[:, None, :]).reshape(len(own), out.shape[1] * len(knots))
+        return out
+
+    def at(self, **places: npt.ArrayLike) -> FloatArray:
+        """Seconds at places that broadcast together, in their shape; never negative. Places along
+        other axes only shape the result."""
+        arrays = (
+            dict(zip(places, np.broadcast_arrays(*places.values()), strict=True)) if places else {}
+        )
+        shape = next(iter(arrays.values())).shape if arrays else ()
+        seconds = self.weights({axis: arrays[axis].ravel() for axis in self.axes}) @ np.array(
+            self.seconds
+        )
+        return np.asarray(
+            np.broadcast_to(np.maximum(0.0, seconds), int(np.prod(shape, initial=1))).reshape(shape)
+        )
+
+    def grid(self, rows: FloatArray, contexts: FloatArray) -> FloatArray:
+        """Seconds at all combinations of ``contexts`` and ``rows``, float64 [contexts, rows]."""
+        if self.axes != ("rows", "context"):
+            return self.at(rows=rows[None], context=contexts[:, None])
+        seconds = np.array(self.seconds).reshape(len(self.knots[0]), -1)
+        return np.asarray(
+            np.maximum(0.0, hats(self.knots[1], contexts) @ seconds.T @ hats(self.knots[0], rows).T)
+        )

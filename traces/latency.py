@@ -1,0 +1,136 @@
+"""What the parts of a round cost on one device: a profile of named terms, each a piecewise-linear
+table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from traces.cost_table import CostTable, FloatArray
+from traces.latency_curves import terms_of_curves
+
+
+@dataclass(frozen=True)
+class LatencyProfile:
+    """What the terms of a round cost on one device, with the environment and the check of the fit.
+
+    ``terms`` by name; a term that is not there costs nothing. :mod:`runtime.costs` says which of
+    them a round consists of.
+
+    - The target: ``target`` (rows, context), ``tree target`` and ``sampled target`` (rows): what
+      its pass takes more for a tree, and at temperature > 0; ``noise``: per emitted token at
+      temperature > 0; ``near ties`` and ``sampled near ties`` (context): per emitted token.
+    - A draft D: ``pass/D`` (rows, context); ``phase/D`` (passes): once a round, not of a head;
+      ``after/D``: what the target's pass takes more after it; ``sampled pass/D`` (rows). ``stop
+      KIND`` per pass of a chain.
+    - Its trees: ``tree phase/D`` (passes), and per pass (rows) that grows by ``top_k/D``,
+      ``static/D`` or ``classifier/D``, with ``stratify/D`` and ``tree stop/D``.
+    - Its near ties (context), per distribution read: ``near ties/D`` of chains, ``tree near
+      ties/D``, and ``sampled`` before either.
+    - Its output head (rows: tokens evaluated): ``head/D`` whole or trimmed, ``gathered/D`` by a
+      router.
+    - ``round`` and ``tree round/D`` per round; ``request`` per request; ``prefill/target`` and
+      ``prefill/D`` (rows): a prompt's pass.
+
+    ``check``: predicted against executed rounds of policies that the fit has not seen.
+    """
+
+    pair_id: str
+    device: str
+    dtype: str
+    terms: Mapping[str, CostTable]
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    check: Mapping[str, Any] = field(default_factory=dict)
+
+    def seconds(self, term: str, **places: npt.ArrayLike) -> FloatArray:
+        """Seconds of a term at places, 0 where the profile does not have it."""
+        table = self.terms.get(term)
+        return (
+            np.zeros(np.broadcast_shapes(*(np.shape(p) for p in places.values())))
+            if table is None
+            else table.at(**places)
+        )
+
+    @property
+    def drafts(self) -> tuple[str, ...]:
+        """The drafts whose rounds it has costs of."""
+        return tuple(name.removeprefix("pass/") for name in self.terms if name.startswith("pass/"))
+
+    @property
+    def chain_drafts(self) -> tuple[str, ...]:
+        """The drafts whose chains it has costs of; a head's are trees of width 1."""
+        return tuple(
+            name.removeprefix("phase/") for name in self.terms if name.startswith("phase/")
+        )
+
+    @property
+    def usual_context(self) -> float:
+        """The context at which a window that wants one number per gamma reads costs: the middle
+        knot of the target's."""
+        contexts = self.terms["target"].knots[-1]
+        return contexts[len(contexts) // 2]
+
+    @property
+    def tree_drafts(self) -> tuple[str, ...]:
+        """The drafts whose trees it has costs of."""
+        return tuple(
+            name.removeprefix("top_k/") for name in self.terms if name.startswith("top_k/")
+        )
+
+    def prefill_seconds(self, draft: str | None, prompt_tokens: npt.ArrayLike) -> FloatArray:
+        """Seconds in which a draft (None: the target) reads prompts but for their last tokens, in
+        their shape."""
+        read = np.asarray(prompt_tokens) - 1
+        return np.where(read > 0, self.seconds(f"prefill/{draft or 'target'}", rows=read), 0.0)
+
+    def request_seconds(self, draft: str | None, prompt_tokens: npt.ArrayLike) -> FloatArray:
+        """Seconds before the first round of requests with these prompts, in their shape; ``draft``
+        None: nothing is drafted."""
+        seconds = self.seconds("request") + self.prefill_seconds(None, prompt_tokens)
+        return seconds if draft is None else seconds + self.prefill_seconds(draft, prompt_tokens)
+
+    def shortlist_sizes(self, draft: str, *, routed: bool) -> tuple[float, ...]:
+        """The sizes of a draft's shortlists that were measured, ascending; none where none was."""
+        table = self.terms.get(f"{'gathered' if routed else 'head'}/{draft}")
+        return () if table is None else table.knots[0]
+
+    def shortlist_seconds(self, draft: str, size: npt.ArrayLike, *, routed: bool) -> FloatArray:
+        """What a pass over a shortlist of ``size`` tokens takes more than one over the whole head,
+        usually less: negative."""
+        whole = self.shortlist_sizes(draft, routed=False)[-1]
+        own = self.seconds(
+            f"{'gathered' if routed else 'head'}/{draft}", rows=np.minimum(size, whole)
+        )
+        return np.asarray(own - self.seconds(f"head/{draft}", rows=whole))
+
+    def scaled(self, factor: float) -> LatencyProfile:
+        """The same profile of a device slower by ``factor``."""
+        terms = {
+            n: replace(t, seconds=tuple(factor * s for s in t.seconds))
+            for n, t in self.terms.items()
+        }
+        return replace(self, terms=terms)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dict; :meth:`from_json` is its inverse."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> LatencyProfile:
+        """Rebuilds a profile from :meth:`to_json`, or from a document of before profiles were terms
+        (:func:`traces.latency_curves.terms_of_curves`). Raises KeyError or TypeError on a malformed
+        document."""
+        known = ("pair_id", "device", "dtype", "environment", "check")
+        if "terms" not in data:
+            return cls(**{k: data[k] for k in known if k in data}, terms=terms_of_curves(data))
+        terms = {
+            name: CostTable(
+                tuple(t["seconds"]), tuple(t["axes"]), tuple(tuple(k) for k in t["knots"])
+            )
+            for name, t in data["terms"].items()
+        }
+        return cls(**{**data, "terms": terms})
