@@ -335,22 +335,22 @@ def test_what_is_settled_by_hand() -> None:
     table = confidences(1)
     assert doubtful(TreeRule(3, 3, confidence=table, beta_code=30000), far) == []
     assert doubtful(TreeRule(3, 3, confidence=table, beta_code=1), far) == [(0, 0)]
-    # An entropy on its border: nothing changes places and nothing is near beta; then beta lies between.
+    # An entropy on its border matters where one unit changes a confidence that may pass.
     open_law = rows_of([[1, 20, 40]], [[0, 0, 0]], [1])
     at = [int(table[0, e, 1]) for e in (15, 16, 17)]
-    assert doubtful(TreeRule(3, 3, confidence=table, beta_code=min(at) - 1), open_law) == []
+    assert doubtful(TreeRule(3, 3, confidence=table, beta_code=max(at)), open_law) == []
     assert doubtful(TreeRule(3, 3, confidence=table, beta_code=at[1] - 1), open_law) == [(0, 0)]
     # A static tree reads ranks: a code on its border is nothing to it, a neighbour that ties is.
     _, levels = static_levels([(0,), (1,), (2,), (0, 0)])
     static = TreeRule(3, 1, static=levels)
     assert doubtful(static, rows_of([[1, 20, 40]], [[1, 1, 0]], [1])) == []
     assert doubtful(static, rows_of([[1, 20, 21]], [[0, 1, 1]], [0])) == [(0, 0)]
-    # Its stop by joint probability reads the codes above, where they decide.
+    # Its stop by joint probability reads the codes above, others do not.
     below = rows_of([[3, 20, 40]], [[0, 0, 0]], [0])
     above = rows_of([[5, 20, 40]], [[1, 0, 0]], [0])
-    stop = {"reads_stop": True, "max_logp": INFINITE, "max_entropy": INFINITE}
-    for limit, expected in ((6, []), (7, [(0, 0)]), (8, [(0, 0)]), (9, [])):
-        assert doubtful(TreeRule(3, 1, static=levels, max_joint=limit, **stop), above, below) == expected
+    limits = {"reads_stop": True, "max_logp": INFINITE, "max_joint": INFINITE, "max_entropy": INFINITE}
+    for name, expected in (("max_joint", [(0, 0)]), ("max_logp", []), ("max_entropy", [])):
+        assert doubtful(TreeRule(3, 1, static=levels, **{**limits, name: 8}), above, below) == expected
     # Phi reads the entropies on the path of the most confident child alone.
     strata = TreeRule(2, 2, top_n=4, kept=(2,), thresholds=(40,), alpha=1)
     first, second = rows_of([[1, 9]], [[0, 0]], [1]), rows_of([[2, 30], [5, 30]], [[0, 0], [0, 0]], [0, 1])

@@ -66,8 +66,9 @@ def open_codes(rows: LawRows, *, perturbed: bool, filtered: bool) -> OpenCodes:
     exists = np.arange(k) < count[:, None]
     anything = np.asarray(near.any(1) & (near | ~exists).all(1) & filtered)[:, None]
     near = near | anything
-    beside = np.pad(near, ((0, 0), (1, 1)), constant_values=((False, False), (False, True)))
-    swapped = near & (beside[:, :-2] | beside[:, 2:])
+    tied = near[:, :-1] & near[:, 1:] & (np.abs(np.diff(gap)) <= 1) & (perturbed | (np.abs(np.diff(logp)) <= 1))
+    beside = np.pad(tied, ((0, 0), (1, 1)), constant_values=((False, False), (False, True)))
+    swapped = anything | (near & (beside[:, :-1] | beside[:, 1:]))
 
     def interval(code: IntArray, by_one: BoolArray, any_: BoolArray) -> Interval:
         low, high = np.maximum(code - by_one, 0), np.minimum(code + by_one, TREE_CODE_MAX)
