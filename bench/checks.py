@@ -23,7 +23,7 @@ from optimizer.execute import Comparison, DecodeOptions, Encoded, encode, race, 
 from optimizer.inputs import load_workload
 from optimizer.profiles import expected_seconds, profile_for, served_contexts
 from optimizer.record import RecordRequest, record, whole_texts
-from optimizer.replay import ReplayTrace, run_replay
+from optimizer.simulate.replay import ReplayTrace, run_replay
 from optimizer.tune import TuneOptions, tune
 from optimizer.verdict import finite
 from runtime.loading import LoadedPair, load_pair

@@ -20,15 +20,15 @@ from optimizer.fit.on_the_fly import read_prompts
 from optimizer.inputs import load_workload
 from optimizer.profiles import profile_for
 from optimizer.record import split
-from optimizer.replay import ReplayTrace, run_replay
+from optimizer.simulate.replay import ReplayTrace, run_replay
 from optimizer.verdict import finite
 from runtime.decoder import Decoded
 from runtime.loading import LoadedPair
 from runtime.loop import StaticSource
-from runtime.panorama import record_panorama
 from runtime.policies.document import AUTOREGRESSIVE, ChooserPolicy, Policy, parse_policy
 from runtime.policies.draft_choice import Chooser
 from runtime.policies.plan import prepare
+from runtime.recording.chains import record_panorama
 from traces.schema import LatencyProfile, Request, Sampling, Workload
 from traces.store import TraceStore
 

@@ -8,7 +8,7 @@ A random target of Llama's architecture and a draft of a few of such layers, in 
 that slow moments hit both alike.
 
 - verify: milliseconds (medians) of a chain of n tokens with logits behind ``--context`` tokens, for every rung of
-  ``runtime.graphs.RUNGS``, host and device together; ``apart`` is the largest difference of the logits, ``argmax`` the share of rows
+  ``runtime.cuda.graphs.RUNGS``, host and device together; ``apart`` is the largest difference of the logits, ``argmax`` the share of rows
   with the same best token.
 - rounds: milliseconds of a decoding round (medians over requests) under policies of each kind, and what capturing their passes took.
   Texts are compared token by token. In bfloat16 shapes differ in their last bits, so the first difference may be a near tie; ``gap`` is
@@ -36,13 +36,13 @@ from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from runtime.cuda.graphs import RUNGS, CudaRecorder, Kind, use_graphs
+from runtime.cuda.pass_sizes import prepare_graphs
 from runtime.decoder import Decoded, Decoder, prepare_for
-from runtime.graphs import RUNGS, CudaRecorder, Kind, use_graphs
 from runtime.loading import LoadedPair
 from runtime.loop import DecodeRequest, StaticSource
 from runtime.models import DTYPES, CausalModel, pick_device, pick_dtype
 from runtime.pair import PairSpec
-from runtime.pass_sizes import prepare_graphs
 from runtime.policies.artifacts import Fitted
 from runtime.policies.document import AUTOREGRESSIVE, parse_policy
 from runtime.policies.plan import prepare

@@ -24,8 +24,8 @@ from optimizer.fit.on_the_fly import read_prompts
 from optimizer.fit.tuning import fit_shortlists, fit_trees, ranks_for
 from optimizer.profiles import profile_for
 from optimizer.record import RecordRequest, record, split
-from optimizer.replay import ReplayTrace, run_replay
 from optimizer.search import TIE, Study, Trial, finalists, search
+from optimizer.simulate.replay import ReplayTrace, run_replay
 from optimizer.spaces import Kinds
 from optimizer.verdict import finite, weighed
 from runtime.loading import LoadedPair, load_pair

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from optimizer.replay import ReplayTrace, replay_many, run_replay
+from optimizer.simulate.replay import ReplayTrace, replay_many, run_replay
 from runtime.policies.document import Policy, parse_policy
 from traces.cost_table import CostTable
 from traces.latency import LatencyProfile

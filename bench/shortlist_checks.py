@@ -36,8 +36,8 @@ from optimizer.fit.frequency_ranks import frequency_ranks
 from optimizer.inputs import load_workload
 from optimizer.profiles import served_contexts
 from optimizer.record import cover_of, retrace_trees, whole_texts
-from optimizer.replay import ReplayTrace, run_replay
-from optimizer.shortlist_ranks import Ranks
+from optimizer.simulate.replay import ReplayTrace, run_replay
+from optimizer.simulate.shortlist_ranks import Ranks
 from runtime.loading import LoadedPair, load_pair
 from runtime.pair import read_pair
 from runtime.policies.artifacts import Artifacts

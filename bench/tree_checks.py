@@ -19,8 +19,8 @@ from optimizer.fit.tuning import fit_trees
 from optimizer.inputs import load_workload
 from optimizer.profiles import served_contexts
 from optimizer.record import RecordRequest, cover_of, record, retrace_trees, whole_texts
-from optimizer.replay import ReplayTrace, run_replay
-from optimizer.shortlist_ranks import RanksByPolicy
+from optimizer.simulate.replay import ReplayTrace, run_replay
+from optimizer.simulate.shortlist_ranks import RanksByPolicy
 from runtime.decoder import Decoded
 from runtime.loading import LoadedPair, load_pair
 from runtime.loop import StaticSource

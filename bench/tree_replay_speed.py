@@ -25,8 +25,8 @@ from optimizer.execute import DecodeOptions
 from optimizer.fit.sequoia import best_static_tree
 from optimizer.inputs import load_workload
 from optimizer.record import RecordRequest, record, retrace_trees
-from optimizer.replay import ReplayTrace, run_replay
-from optimizer.tree_outcomes import tabulate_growth
+from optimizer.simulate.forest import tabulate_growth
+from optimizer.simulate.replay import ReplayTrace, run_replay
 from runtime.loading import load_pair
 from runtime.loop import StaticSource
 from runtime.pair import read_pair

@@ -33,7 +33,7 @@ import torch
 import runtime.decoder
 import runtime.distributions
 import runtime.drafts.language_model
-import runtime.tree_drafts
+import runtime.trees.draft
 from optimizer.execute import DecodeOptions, encode, warm
 from optimizer.inputs import load_workload
 from runtime.decoder import Decoder
@@ -112,7 +112,7 @@ def watch(pair: LoadedPair, clock: Callable[[], float]) -> Parts:
     parts.wrap(runtime.distributions, "best_of", "vocabulary")
     parts.wrap(Noise, "row", "vocabulary")
     parts.wrap(Noise, "rows", "vocabulary")
-    parts.wrap(runtime.tree_drafts, "read_distributions", "codes")
+    parts.wrap(runtime.trees.draft, "read_distributions", "codes")
     parts.wrap(runtime.decoder, "grow", "tree")
     parts.wrap(runtime.drafts.language_model.LanguageModelReader, "root", "draft_tensors")
     parts.wrap(runtime.drafts.language_model.LanguageModelReader, "level", "draft_tensors")

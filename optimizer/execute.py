@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import stdtrit
 
+from runtime.cuda.pass_sizes import prepare_graphs
 from runtime.decoder import Decoded, Decoder, prepare_for
 from runtime.loading import LoadedPair
 from runtime.loop import DecodeRequest, PolicySource, StaticSource
-from runtime.pass_sizes import prepare_graphs
 from runtime.policies.artifacts import Artifacts
 from runtime.policies.document import Policy
 from runtime.policies.plan import prepare

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from optimizer.execute import DecodeOptions, counts_of
-from optimizer.tree_view import ACCEPTED, OWN, tree_json, tree_view
+from optimizer.report.drawn_trees import ACCEPTED, OWN, tree_json, tree_view
 from runtime.decoder import Decoder
 from runtime.loading import LoadedPair
 from runtime.loop import Round, StaticSource
@@ -33,7 +33,8 @@ def generate(
     the last one is drawn below, or with ``show_trees`` every one.
 
     Returns ``text``, ``token_ids``, ``rounds``, ``tau``, ``tokens_per_s`` and, with ``compare``, ``autoregressive_tokens_per_s`` and
-    whether the texts are equal; where trees were drafted also ``trees``, one per round (:func:`optimizer.tree_view.tree_json`). Raises
+    whether the texts are equal; where trees were drafted also ``trees``, one per round
+    (:func:`optimizer.report.drawn_trees.tree_json`). Raises
     WorkloadError when the prompt does not fit.
     """
     item = Request("prompt", "prompt", (prompt,))

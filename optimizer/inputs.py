@@ -13,8 +13,8 @@ from traces.schema import Workload
 from traces.workloads import Turns, make_workload, read_workload, take
 
 if TYPE_CHECKING:
-    from traces.catalog import StoredPolicy
-    from traces.publications import Publication
+    from traces.store.catalog import StoredPolicy
+    from traces.store.publications import Publication
 
 
 def load_workload(

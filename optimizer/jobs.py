@@ -18,9 +18,9 @@ from optimizer.verdict import Tuned
 from runtime.loading import LoadedPair, load_pair
 from runtime.pair import PairSpec
 from traces.errors import TraceError
-from traces.recordings import Appended
 from traces.schema import Sampling, Workload
 from traces.store import TraceStore
+from traces.store.recordings import Appended
 from traces.workloads import Turns
 
 SEARCHED = ("trials", "gamma_max", "tree_width", "tree_depth", "finalists")

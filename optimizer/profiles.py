@@ -11,7 +11,7 @@ import numpy as np
 
 from optimizer.execute import Expected, Timings
 from optimizer.record import whole_texts
-from optimizer.replay import ReplayTrace, replay
+from optimizer.simulate.replay import ReplayTrace, replay
 from runtime.loading import LoadedPair
 from runtime.policies.artifacts import Artifacts
 from runtime.policies.document import ChooserPolicy, Policy

@@ -16,17 +16,17 @@ from optimizer.processes import on_every_core
 from runtime.decoder import Decoder
 from runtime.loading import LoadedPair
 from runtime.loop import PolicySource
-from runtime.panorama import record_panorama
 from runtime.policies.artifacts import Artifacts, Fitted
 from runtime.policies.document import DEFAULT_TOP_N, GAMMA_LIMIT, POOL_LIMIT, WIDTH_LIMIT, Policy, parse_policy
-from runtime.policies.tree_rules import compile_tree
-from runtime.policies.trees import TreeRule
-from runtime.tree_panorama import Cover, base_covers, cover_name, record_tree_panorama
+from runtime.recording.chains import record_panorama
+from runtime.recording.trees import Cover, base_covers, cover_name, record_tree_panorama
+from runtime.trees.grow import TreeRule
+from runtime.trees.rules import compile_tree
 from traces.errors import PolicyError, TraceError
 from traces.recording import TREE_DEPTH, TREE_WIDTH
 from traces.schema import Proposals, Trajectory, TreePanorama, Workload
 from traces.store import RecordingInfo, TraceStore
-from traces.writer import TrafficWriter
+from traces.store.traffic import TrafficWriter
 
 Progress = Callable[[str, int, int], None]
 """Called with (phase, done, total)."""
@@ -410,7 +410,7 @@ def _chain_depth(name: str) -> int:
 
 
 def _stored_rule(name: str, draft: str, proposals: Proposals, sampled: bool, artifacts: Artifacts) -> TreeRule:
-    """The growth that a cover's name tells (:func:`runtime.tree_panorama.cover_name`). Raises PolicyError when its artifact is gone."""
+    """The growth that a cover's name tells (:func:`runtime.recording.trees.cover_name`). Raises PolicyError when its artifact is gone."""
     data = json.loads(name)
     growth: dict[str, Any] = {"kind": data["kind"], "proposals": proposals}
     if data["kind"] == "static":

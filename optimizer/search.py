@@ -15,7 +15,7 @@ from typing import Any
 
 import optuna
 
-from optimizer.replay import ReplayTrace, replay, run_replay
+from optimizer.simulate.replay import ReplayTrace, replay, run_replay
 from optimizer.spaces import (
     ALL_KINDS,
     GROWTH_ORDER,

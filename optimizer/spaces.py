@@ -21,7 +21,7 @@ from runtime.policies.document import (
     TopKGrowth,
     parse_policy,
 )
-from runtime.tree_panorama import SHARPNESSES
+from runtime.recording.trees import SHARPNESSES
 
 WINDOW_ORDER = ("fixed", "fsm", "heuristic", "cache_fsm", "analytic", "q_learning")
 """Windows from the simplest to the most elaborate."""

@@ -25,10 +25,10 @@ from optimizer.fit.tuning import fit_shortlists, fit_trees, ranks_for
 from optimizer.profiles import at_pace_of, doubts, expected_seconds, prediction_spread, profile_for
 from optimizer.publish import earlier_winners, incumbent_of, publish
 from optimizer.record import RecordRequest, cover_of, look_around, record, retrace_trees, split
-from optimizer.replay import ReplayTrace, replay
 from optimizer.search import Study, finalists, is_fixed, rivals, search, worth_trying
+from optimizer.simulate.replay import ReplayTrace, replay
+from optimizer.simulate.trace import Grown, open_trace
 from optimizer.spaces import ShortlistLimit, TreeLimit, transformers_heuristic
-from optimizer.trace import Grown, open_trace
 from optimizer.verdict import Tuned, candidates_of, fastest_of, verdict
 from runtime.loading import LoadedPair
 from runtime.loop import StaticSource
@@ -37,7 +37,7 @@ from runtime.policies.document import AUTOREGRESSIVE, ChooserPolicy, Policy, par
 from runtime.policies.draft_choice import Chooser
 from runtime.policies.plan import prepare
 from runtime.policies.prepared_chooser import PREDICTED, prompt_key, stored_chooser
-from runtime.tree_panorama import Cover
+from runtime.recording.trees import Cover
 from traces.errors import PolicyError, TraceError
 from traces.schema import Trajectory, Workload
 from traces.store import Publication, StoredProfile, TraceStore

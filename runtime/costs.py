@@ -21,8 +21,8 @@ from traces.errors import PolicyError
 from traces.latency import LatencyProfile
 
 if TYPE_CHECKING:
-    from runtime.policies.trees import TreeRule
     from runtime.shortlists import ShortlistRule
+    from runtime.trees.grow import TreeRule
 
 BUCKET: Final = 32
 """Context tokens that share one cost: that of their middle."""
@@ -352,7 +352,7 @@ def window_costs(
     )
     drafted, passes = list(gammas), None
     if kind.growth:
-        from runtime.policies.tree_rules import compile_tree  # torch is imported here alone
+        from runtime.trees.rules import compile_tree  # torch is imported here alone
 
         rule = compile_tree(policy, sampled=sampled) if rules is None else rules[sampled]
         levels = [rule.places(g) for g in gammas[1:]]

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from runtime.cuda.pass_sizes import prepare_graphs
 from runtime.drafts.eagle import EagleDraft, Features
 from runtime.drafts.language_model import LanguageModelDraft
 from runtime.drafts.ngram import NgramDraft
@@ -20,7 +21,6 @@ from runtime.generation_settings import Process, check, widening
 from runtime.loading import LoadedPair
 from runtime.loop import DecodeRequest, PolicySource, Round, Verified, decode_rounds
 from runtime.models import ids_tensor
-from runtime.pass_sizes import prepare_graphs
 from runtime.policies.artifacts import Artifacts
 from runtime.policies.document import NODE_LIMIT, Policy
 from runtime.policies.draft_choice import TARGET, keeps_reading
@@ -31,7 +31,7 @@ from runtime.prompts import log_perplexity
 from runtime.sampling import Noise
 from runtime.session import Sessions
 from runtime.shortlists import ShortlistRule, Shortlists
-from runtime.tree_drafts import GrownTree, ancestors
+from runtime.trees.draft import GrownTree, ancestors
 from runtime.verification import TargetText, verify_coupled, verify_rejection, verify_tree
 from traces.errors import PolicyError, WorkloadError
 from traces.schema import (

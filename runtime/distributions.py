@@ -12,8 +12,8 @@ import torch
 
 from runtime import near_ties
 from runtime.policies.jit import compiled
-from runtime.policies.trees import LawRows
 from runtime.sampling import kept, scaled
+from runtime.trees.grow import LawRows
 from traces.schema import TOP_ENTROPY, TREE_CODE_MAX, TREE_SCALE, Sampling
 
 _BLOCK: Final = 64

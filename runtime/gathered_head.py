@@ -10,7 +10,7 @@ Ways to do it:
 - ``full``: the product with all rows, of which the columns wanted are kept; pays for unions that
   are most of the vocabulary;
 - ``kernel`` (CUDA): a Triton kernel that selects and multiplies at once
-  (:mod:`runtime.gathered_kernel`).
+  (:mod:`runtime.cuda.kernel`).
 
 Which is fastest depends on the machine, the sizes and the union, so a head measures them
 (:meth:`GatheredHead.fastest`). Ways differ in the last bits, as batch shapes do; products made by a
@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from runtime.gathered_kernel import gathered_logits, kernel_runs, power_of_two
+from runtime.cuda.kernel import gathered_logits, kernel_runs, power_of_two
 from traces.errors import PairError, PolicyError
 
 Sums = Callable[

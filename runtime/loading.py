@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
+from runtime.cuda.graphs import CudaRecorder, use_graphs, wanted
 from runtime.drafts.eagle_formats import load_head
 from runtime.drafts.eagle_head import EagleHead
 from runtime.generation_settings import Process, Settings, processor
-from runtime.graphs import CudaRecorder, use_graphs, wanted
 from runtime.models import CausalModel, load_model, pick_device, pick_dtype
 from runtime.pair import PairSpec, check_threads, expanded, is_head, is_local, translated
 from traces.errors import PairError

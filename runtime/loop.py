@@ -17,7 +17,7 @@ from runtime.session import Session, Sessions
 from traces.schema import NO_BIN, Finish, Sampling, Step, Verifier
 
 if TYPE_CHECKING:
-    from runtime.tree_drafts import GrownTree
+    from runtime.trees.draft import GrownTree
 
 
 @dataclass(frozen=True)

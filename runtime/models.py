@@ -30,7 +30,7 @@ from runtime.shortlists import OutputHead
 from traces.errors import PairError
 
 if TYPE_CHECKING:
-    from runtime.graphs import Outputs, PassGraphs
+    from runtime.cuda.graphs import Outputs, PassGraphs
 
 CHUNK = 512
 """Longest pass over a prompt; longer ones are cut so that masks stay small."""
@@ -65,7 +65,7 @@ class _Tapped(threading.local):
 class CausalModel:
     """One loaded model. Logits are float32 whatever the weights' dtype.
 
-    ``graphs`` replays the passes that it has captured (:mod:`runtime.graphs`); None: all run eagerly. ``canonical_passes`` counts.
+    ``graphs`` replays the passes that it has captured (:mod:`runtime.cuda.graphs`); None: all run eagerly. ``canonical_passes`` counts.
     """
 
     graphs: PassGraphs | None = None

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from runtime.cuda.streams import forked
 from runtime.gathered_head import GatheredHead
 from runtime.near_ties import near_clusters, router_margin
 from runtime.policies.artifacts import FREQUENCIES, ROUTER, Artifacts, read_artifact
@@ -26,7 +27,6 @@ from runtime.policies.document import ClustersShortlist, FrequencyShortlist, Pol
 from runtime.policies.dynaspec import cluster_budget
 from runtime.policies.fr_spec import Frequencies, frequency_budget
 from runtime.policies.router import Routing, head_hash, top_clusters
-from runtime.streams import forked
 from traces.errors import PolicyError
 
 STATES_KEPT: Final = 160
@@ -296,7 +296,7 @@ class Shortlists:
         """:meth:`of` with the draft's ``core`` beside the router (algorithm 1, lines 3 to 12): what the core returns, and the shortlist.
 
         The router needs the current tokens and the states before them alone, so on CUDA the two overlap on two streams
-        (:func:`runtime.streams.forked`), and the host looks at the clusters behind both. ``canonical`` is called after the core.
+        (:func:`runtime.cuda.streams.forked`), and the host looks at the clusters behind both. ``canonical`` is called after the core.
         """
         if not self.routed:
             return core(), self.fixed(step)

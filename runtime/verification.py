@@ -19,7 +19,7 @@ from runtime.loop import Verified
 from runtime.models import CausalModel
 from runtime.near_ties import Choices
 from runtime.sampling import Noise, gumbel_row, log_distribution, stream_key, uniform
-from runtime.tree_drafts import GrownTree
+from runtime.trees.draft import GrownTree
 from traces.schema import Sampling
 
 

@@ -237,7 +237,7 @@ def main() -> None:
     pair, folder, count, seed, requests = sys.argv[1:]
     sys.path[:0] = [str(HERE.parent), str(HERE)]
     # Imported here once, and nothing computed: the children fork from a process without threads.
-    import optimizer.report
+    import optimizer.report.tables
     import optimizer.tune  # noqa: F401
     import runtime.profiling  # noqa: F401
 

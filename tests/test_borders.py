@@ -65,9 +65,9 @@ from traces.packing import (
     unpack_tokens,
     unpack_tree,
 )  # fmt: skip
-from traces.publications import Publication
-from traces.query import TraceFilter, acceptance_stats, executed_stats, list_recordings, request_rows
 from traces.store import TraceStore
+from traces.store.publications import Publication
+from traces.store.query import TraceFilter, acceptance_stats, executed_stats, list_recordings, request_rows
 
 FULL = os.environ.get("SPECTUNE_BORDERS") == "full"
 LONGEST_LINE = 4000

@@ -24,11 +24,11 @@ from optimizer.execute import DecodeOptions, encode, encode_recorded, race
 from optimizer.export import engine_settings
 from optimizer.fit.chooser_fits import ChooserSource, fit_chooser_artifact, keep_chooser
 from optimizer.fit.on_the_fly import Measured, evaluate, fit_chooser, fit_features, read_prompts
-from optimizer.oracle import replay_rounds
 from optimizer.profiles import expected_seconds
 from optimizer.record import RecordRequest, record
-from optimizer.replay import ReplayTrace, replay, run_replay
 from optimizer.serving import watch
+from optimizer.simulate.oracle import replay_rounds
+from optimizer.simulate.replay import ReplayTrace, replay, run_replay
 from runtime.decoder import Decoder, prepare_for
 from runtime.loading import LoadedPair, load_pair
 from runtime.loop import DecodeRequest, StaticSource

@@ -29,7 +29,7 @@ from optimizer.fit.on_the_fly import (
     r_squared,
     read_prompts,
 )
-from optimizer.replay import ReplayTrace, run_replay
+from optimizer.simulate.replay import ReplayTrace, run_replay
 from runtime.costs import window_costs
 from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from runtime.policies.draft_choice import ACC_MAX, Chooser, Option, theorem_3

@@ -16,14 +16,14 @@ from rich.console import Console
 from trace_values import PAIR, a_trajectory
 
 from optimizer.commands.outputs import write_text
-from optimizer.report import rows_table
+from optimizer.report.tables import rows_table
 from runtime.pair import identity
 from traces.errors import PairError, SpectuneError, TraceError, WorkloadError
-from traces.export import export_rows, write_rows
 from traces.files import why_not_writable
-from traces.query import RequestRow
 from traces.schema import Sampling
 from traces.store import TraceStore
+from traces.store.export import export_rows, write_rows
+from traces.store.query import RequestRow
 from traces.workloads import make_workload, read_workload
 
 NESTED = "[" * 50_000

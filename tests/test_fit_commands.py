@@ -25,8 +25,8 @@ from optimizer.fit.score import score_examples
 from optimizer.fit.sequoia import DEPTH as STATIC_DEPTH
 from optimizer.fit.sequoia import rank_acceptance
 from optimizer.record import split
-from optimizer.replay import ReplayTrace, run_replay
 from optimizer.serving import last_good, watch
+from optimizer.simulate.replay import ReplayTrace, run_replay
 from runtime.loading import LoadedPair, load_pair
 from runtime.pair import read_pair
 from runtime.policies.document import Policy, parse_policy

@@ -22,7 +22,7 @@ from optimizer.fit.score import (
     fit_sharpness,
     probability_loss,
 )
-from runtime.policies.trees import Codes, Growing, TreeRule
+from runtime.trees.grow import Codes, Growing, TreeRule
 
 
 def laws_of(gap: Any, taken: Any, *, count: Any = None, q: Any = None) -> ScoreExamples:

@@ -17,19 +17,19 @@ from db import CorruptedChunkError, open_database, upgrade
 from db.models import ArtifactRow
 from optimizer.artifacts import fitted
 from optimizer.fit.frequency_ranks import frequency_ranks
-from optimizer.replay import ReplayTrace, run_replay
-from optimizer.shortlist_ranks import FrequencyRanks, stored_ranks
+from optimizer.simulate.replay import ReplayTrace, run_replay
+from optimizer.simulate.shortlist_ranks import FrequencyRanks, stored_ranks
 from runtime import near_ties
 from runtime.decoder import Decoder
 from runtime.loading import LoadedPair, load_pair
 from runtime.loop import StaticSource
 from runtime.pair import read_pair
-from runtime.panorama import record_panorama
 from runtime.policies.artifacts import FREQUENCIES, ROUTER
 from runtime.policies.document import Policy, parse_policy
 from runtime.policies.fr_spec import Frequencies
 from runtime.policies.plan import prepare
-from runtime.tree_panorama import OFF_TEXT, record_tree_panorama
+from runtime.recording.chains import record_panorama
+from runtime.recording.trees import OFF_TEXT, record_tree_panorama
 from traces.errors import PolicyError, TraceError
 from traces.schema import Request, Sampling
 from traces.store import TraceStore

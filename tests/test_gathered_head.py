@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from runtime import gathered_head
-from runtime import gathered_kernel as kernels
+from runtime.cuda import kernel as kernels
+from runtime.cuda.kernel import Tile, gathered_kernel, gathered_logits, kernel_runs, tile_for
+from runtime.cuda.streams import forked
 from runtime.gathered_head import GatheredHead, quickest
-from runtime.gathered_kernel import Tile, gathered_kernel, gathered_logits, kernel_runs, tile_for
-from runtime.streams import forked
 from traces.errors import PairError, PolicyError
 
 CPU = torch.device("cpu")

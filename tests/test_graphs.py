@@ -17,14 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from optimizer.execute import DecodeOptions, encode, run
-from runtime import graphs
 from runtime.costs import RoundKind
+from runtime.cuda import graphs
+from runtime.cuda.graphs import RUNGS, Kind, bucket, use_graphs, views_up_to, wanted
+from runtime.cuda.pass_sizes import PassSizes, pass_sizes, prepare_graphs
 from runtime.decoder import Decoder, prepare_for
-from runtime.graphs import RUNGS, Kind, bucket, use_graphs, views_up_to, wanted
 from runtime.loading import LoadedPair, load_pair
 from runtime.loop import PolicySource, Round, StaticSource
 from runtime.pair import read_pair
-from runtime.pass_sizes import PassSizes, pass_sizes, prepare_graphs
 from runtime.policies.document import Policy, parse_policy
 from runtime.policies.plan import Plan, prepare
 from runtime.profiling.experiment import Cell, Experiment

@@ -15,7 +15,7 @@ from test_lossless import PROMPTS
 from test_tree_parity import artifacts, covers, decode, shape, tree_policies
 
 from optimizer.execute import DecodeOptions, encode, run
-from optimizer.replay import ReplayTrace, run_replay
+from optimizer.simulate.replay import ReplayTrace, run_replay
 from runtime.decoder import Decoder
 from runtime.drafts.eagle import CanonicalPasses
 from runtime.loading import LoadedPair, load_pair
@@ -23,7 +23,7 @@ from runtime.loop import StaticSource
 from runtime.pair import read_pair
 from runtime.policies.document import Policy, parse_policy
 from runtime.policies.plan import Plan, prepare
-from runtime.tree_panorama import record_tree_panorama
+from runtime.recording.trees import record_tree_panorama
 from traces.errors import PolicyError
 from traces.schema import Request, Sampling, Workload
 

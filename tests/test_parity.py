@@ -16,15 +16,15 @@ from test_lossless import PROMPTS, policies
 
 from db.database import open_database
 from optimizer.artifacts import fitted, keep_q_table
-from optimizer.oracle import replay_rounds
-from optimizer.replay import ReplayTrace, run_replay
+from optimizer.simulate.oracle import replay_rounds
+from optimizer.simulate.replay import ReplayTrace, run_replay
 from runtime.decoder import Decoder
 from runtime.loading import LoadedPair, load_pair
 from runtime.loop import StaticSource
 from runtime.pair import read_pair
-from runtime.panorama import record_panorama
 from runtime.policies.document import Policy, parse_policy
 from runtime.policies.plan import prepare
+from runtime.recording.chains import record_panorama
 from runtime.session import Sessions
 from traces.errors import PolicyError
 from traces.schema import ChainPanorama, Request, Sampling, Step, Trajectory
@@ -115,7 +115,7 @@ def test_replay_is_the_runtime_round_by_round(pair: LoadedPair, record: Record, 
 
 def test_panorama_is_the_drafts_own_chain(pair: LoadedPair, record: Record) -> None:
     """Every start's chain, as the panorama tells it, is what the draft proposes when asked there, one start at a time."""
-    from optimizer.oracle import TraceBackend
+    from optimizer.simulate.oracle import TraceBackend
     from runtime.drafts.language_model import LanguageModelDraft, canonical_codes
     from runtime.drafts.protocol import DraftContext
     from runtime.sampling import Noise

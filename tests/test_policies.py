@@ -15,7 +15,7 @@ from runtime.pair import PairSpec, read_pair
 from runtime.policies.artifacts import COMMANDS, Fitted
 from runtime.policies.document import AUTOREGRESSIVE, Policy, differences, parse_policy, policy_schema
 from runtime.policies.plan import check_verifier, prepare
-from runtime.policies.tree_rules import compile_tree
+from runtime.trees.rules import compile_tree
 from traces.errors import PolicyError
 from traces.schema import Sampling
 

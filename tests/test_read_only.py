@@ -21,7 +21,7 @@ from trace_values import a_recording
 from cli import main
 from db import DatabaseError, SchemaError, check, open_database, schema_of
 from traces.store import TraceStore
-from traces.transfer import export_recordings
+from traces.store.transfer import export_recordings
 
 NOBODY = 65534
 READS = (

@@ -21,14 +21,14 @@ from db.models import PanoramaChunkRow
 from optimizer import record as recorder
 from optimizer.artifacts import fitted
 from optimizer.record import cover_of, retrace, retrace_trees
-from optimizer.replay import ReplayTrace, run_replay
 from optimizer.search import search
+from optimizer.simulate.replay import ReplayTrace, run_replay
 from optimizer.tune import TuneOptions, record_beyond
 from runtime.loading import LoadedPair, load_pair
 from runtime.pair import read_pair
 from runtime.policies.document import ClassifierGrowth, StaticGrowth, TopKGrowth, parse_policy
-from runtime.policies.tree_rules import compile_tree
-from runtime.tree_panorama import cover_name
+from runtime.recording.trees import cover_name
+from runtime.trees.rules import compile_tree
 from traces.errors import PolicyError
 from traces.schema import Trajectory, TreePanorama
 from traces.store import TraceStore

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from synthetic import flat_profile, with_terms
 
-from optimizer.oracle import replay_rounds
-from optimizer.replay import ReplayTrace, replay, replay_many, run_replay
+from optimizer.simulate.oracle import replay_rounds
+from optimizer.simulate.replay import ReplayTrace, replay, replay_many, run_replay
 from runtime.costs import RoundKind, middles, round_costs, round_seconds
 from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from runtime.policies.plan import prepare

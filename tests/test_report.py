@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from optimizer.commands.shared import Meter, emit
-from optimizer.report import evidence_table, outcome_table, rows_table, score_table
+from optimizer.report.tables import evidence_table, outcome_table, rows_table, score_table
 from optimizer.verdict import Candidate, Tuned
 from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from traces.schema import Counts, Outcome, RequestOutcome

@@ -20,18 +20,18 @@ from db import CorruptedChunkError, open_database, upgrade
 from db.models import ArtifactRow
 from optimizer.artifacts import fitted
 from optimizer.fit.cluster_ranks import budget_grid, cluster_ranks
-from optimizer.replay import ReplayTrace, run_replay
-from optimizer.shortlist_ranks import ClusterRanks, digest, stored_ranks
+from optimizer.simulate.replay import ReplayTrace, run_replay
+from optimizer.simulate.shortlist_ranks import ClusterRanks, digest, stored_ranks
 from runtime import near_ties
 from runtime.decoder import Decoded, Decoder
 from runtime.loading import LoadedPair, load_pair
 from runtime.loop import StaticSource
 from runtime.pair import read_pair
-from runtime.panorama import record_panorama
 from runtime.policies.artifacts import ROUTER
 from runtime.policies.document import Policy, parse_policy
 from runtime.policies.plan import prepare
-from runtime.tree_panorama import record_tree_panorama
+from runtime.recording.chains import record_panorama
+from runtime.recording.trees import record_tree_panorama
 from traces.cost_table import CostTable
 from traces.errors import PolicyError, TraceError
 from traces.schema import LatencyProfile, Request, Sampling, Trajectory

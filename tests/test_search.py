@@ -10,8 +10,8 @@ from synthetic import flat_profile
 
 from optimizer.execute import Comparison, Timings
 from optimizer.record import split
-from optimizer.replay import ReplayTrace, replay
 from optimizer.search import TIE, complexity, finalists, search
+from optimizer.simulate.replay import ReplayTrace, replay
 from optimizer.spaces import TreeLimit, TreeSpace, enumerated, enumerated_trees
 from optimizer.verdict import Candidate, fastest_of, verdict
 from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy

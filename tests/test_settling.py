@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 import torch
 
-import runtime.tree_drafts
-from runtime.policies import near_tie_trees
+import runtime.trees.draft
 from runtime.policies.c2t import ClassifierWeights
-from runtime.policies.device_trees import DeviceGrowing
 from runtime.policies.heterospec import kept_nodes
-from runtime.policies.near_tie_trees import OpenCodes, undecided_nodes
 from runtime.policies.sequoia import static_levels
-from runtime.policies.trees import INFINITE, Growing, LawRows, Tree, TreeRule
 from runtime.sampling import Noise
-from runtime.tree_drafts import GrownTree, ModelLaws, TreeContext, grow
+from runtime.trees import near_ties as near_tie_trees
+from runtime.trees.device import DeviceGrowing
+from runtime.trees.draft import GrownTree, ModelLaws, TreeContext, grow
+from runtime.trees.grow import INFINITE, Growing, LawRows, Tree, TreeRule
+from runtime.trees.near_ties import OpenCodes, undecided_nodes
 from traces.schema import TREE_CODE_MAX, Sampling
 
 CPU = torch.device("cpu")
@@ -235,7 +235,7 @@ def test_what_is_left_undecided_changes_no_tree(kind: str, stop: str | None) -> 
 def test_tensor_operations_settle_alike(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same where trees grow by tensor operations, not by compiled loops."""
     monkeypatch.setattr(
-        runtime.tree_drafts, "growing_on", lambda device, rule, depth, complete: DeviceGrowing(rule, device, complete)
+        runtime.trees.draft, "growing_on", lambda device, rule, depth, complete: DeviceGrowing(rule, device, complete)
     )
     found = Grown(kind, None)
     found.run(20)

@@ -12,18 +12,18 @@ from synthetic import flat_profile, with_heads, with_terms
 from test_lossless import PROMPTS
 from test_tree_parity import plain_rounds, shape
 
-from optimizer.replay import ReplayTrace, run_replay
-from optimizer.shortlist_replay import shortlist_ranks
+from optimizer.simulate.replay import ReplayTrace, run_replay
+from optimizer.simulate.shortlists import shortlist_ranks
 from runtime.decoder import Decoder
 from runtime.loading import LoadedPair, load_pair
 from runtime.loop import StaticSource
 from runtime.pair import read_pair
-from runtime.panorama import record_panorama
 from runtime.policies.artifacts import FREQUENCIES, Artifacts, Fitted
 from runtime.policies.document import Policy, parse_policy
 from runtime.policies.fr_spec import Frequencies
 from runtime.policies.plan import prepare
-from runtime.tree_panorama import record_tree_panorama
+from runtime.recording.chains import record_panorama
+from runtime.recording.trees import record_tree_panorama
 from traces.cost_table import CostTable
 from traces.errors import PolicyError, TraceError
 from traces.schema import Request, Sampling, Trajectory

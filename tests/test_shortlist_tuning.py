@@ -25,8 +25,8 @@ from optimizer.fit.tuning import FOLDS, fit_shortlists, ranks_for
 from optimizer.inputs import load_workload
 from optimizer.profiles import expected_seconds
 from optimizer.record import RecordRequest, record
-from optimizer.replay import ReplayTrace, run_replay
 from optimizer.search import TIE, Study, Trial, complexity, search, shortlist_bounds, worth_trying
+from optimizer.simulate.replay import ReplayTrace, run_replay
 from optimizer.spaces import SHORTLIST_ORDER, Kinds, ShortlistLimit, ShortlistSpace, Space, TreeLimit, TreeSpace
 from optimizer.tune import TuneOptions, tune
 from runtime.loading import LoadedPair, load_pair

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 from runtime import distributions as runtime_distributions
 from runtime import gathered_head, near_ties
 from runtime import shortlists as shortlisting
+from runtime.cuda.streams import forked
 from runtime.decoder import Decoder, prepare_for
 from runtime.distributions import codes, read_distributions
 from runtime.drafts.language_model import LanguageModelDraft
@@ -39,7 +40,6 @@ from runtime.policies.plan import Plan, prepare
 from runtime.policies.router import Router, Routing
 from runtime.sampling import Noise, log_distribution
 from runtime.shortlists import Shortlists, head_hash
-from runtime.streams import forked
 from traces.errors import PolicyError
 from traces.schema import Request, Sampling, Step
 

@@ -18,10 +18,10 @@ from db import CorruptedChunkError, Database, NotFoundError, StaleVersionError, 
 from db.models import PanoramaChunkRow, RecordingRow, TrajectoryRow
 from db.urls import parse_url
 from traces.errors import TraceError
-from traces.prune import PruneReport, prune
 from traces.recording import RecordingInfo
 from traces.schema import Request, Sampling, Workload, policy_id
 from traces.store import TraceStore
+from traces.store.prune import PruneReport, prune
 
 WORKLOAD = Workload("w", (Request("a", "code", ("x", "y")), Request("b", "prose", ('žluťoučký \\ " kůň',))))
 GREEDY = Sampling()

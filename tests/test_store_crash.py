@@ -20,11 +20,11 @@ from trace_values import PAIR, a_panorama, a_recording, a_trajectory, steps_of
 from db import CorruptedChunkError, Database, UnavailableError, check, open_database
 from traces import codec
 from traces.errors import TraceError
-from traces.prune import prune
 from traces.recording import RecordedRequest
 from traces.schema import Sampling
 from traces.store import TraceStore
-from traces.writer import TrafficWriter
+from traces.store.prune import prune
+from traces.store.traffic import TrafficWriter
 
 KILLS = 6
 

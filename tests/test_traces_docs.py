@@ -12,8 +12,8 @@ from trace_values import PAIR, POLICY, POLICY_ID, a_recording, a_trajectory, a_t
 from db import Database, open_database
 from db.schedules import FireRow, JobRow, ScheduleRow
 from db.tables import PACKED, metadata
-from traces.query import acceptance_stats
 from traces.store import TraceStore
+from traces.store.query import acceptance_stats
 
 PAGE = Path(__file__).parent.parent / "docs" / "traces.md"
 BLOCKS = re.findall(r"^```(\w+) ?(\w*)\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)

@@ -20,12 +20,12 @@ from optimizer import schedule as schedules
 from optimizer.schedule import claims
 from traces.acceptance import Survival, keep_probability, step_survival, survival
 from traces.errors import TraceError
-from traces.export import export_rows
-from traces.prune import prune
-from traces.query import TraceFilter, acceptance_stats, executed_stats, list_recordings, request_rows
 from traces.schema import Sampling
 from traces.store import TraceStore
-from traces.transfer import export_recordings, import_recordings
+from traces.store.export import export_rows
+from traces.store.prune import prune
+from traces.store.query import TraceFilter, acceptance_stats, executed_stats, list_recordings, request_rows
+from traces.store.transfer import export_recordings, import_recordings
 
 DAY = timedelta(days=1)
 NOW = datetime(2026, 5, 4, tzinfo=UTC)

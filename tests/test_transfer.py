@@ -21,13 +21,12 @@ from trace_values import PAIR, POLICY, POLICY_ID, a_recording, a_trajectory, a_t
 from db import CorruptedChunkError, Database, DatabaseError, open_database
 from db.models import PolicyRow, TrajectoryRow, WorkloadRow
 from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
-from traces import transfer
 from traces.errors import TraceError
-from traces.foreign import check_trajectory
-from traces.query import list_recordings
 from traces.schema import policy_id
-from traces.store import TraceStore
-from traces.transfer import export_recordings, import_recordings
+from traces.store import TraceStore, transfer
+from traces.store.foreign import check_trajectory
+from traces.store.query import list_recordings
+from traces.store.transfer import export_recordings, import_recordings
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -230,7 +229,7 @@ def test_a_file_that_would_run_something_is_refused(exported: Path, fresh: Path,
     code = f"""
         from db import open_database
         from traces.errors import TraceError
-        from traces.transfer import import_recordings
+        from traces.store.transfer import import_recordings
         with open_database({str(shutil.copyfile(fresh, tmp_path / "receiver"))!r}) as database:
             for file in {[str(file) for file in files]}:
                 try:
@@ -347,7 +346,7 @@ def test_a_killed_import_leaves_nothing_behind(file: Path, tmp_path: Path) -> No
     code = f"""
         import os, signal
         from db import open_database
-        from traces.transfer import import_recordings
+        from traces.store.transfer import import_recordings
         database = open_database({str(tmp_path / "empty.db")!r})
         # Killed when the first recording is to be written: the file has been copied and looked through.
         database.write = lambda: os.kill(os.getpid(), signal.SIGKILL)

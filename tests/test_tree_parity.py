@@ -12,9 +12,9 @@ from pairs import make_pair
 from synthetic import flat_profile, with_terms
 from test_lossless import PROMPTS
 
-from optimizer.oracle import RecordedTrees, replay_rounds
-from optimizer.replay import ReplayTrace, run_replay
-from optimizer.tree_tabulation import ShortlistRanks
+from optimizer.simulate.oracle import RecordedTrees, replay_rounds
+from optimizer.simulate.replay import ReplayTrace, run_replay
+from optimizer.simulate.tree_tables import ShortlistRanks
 from runtime.decoder import Decoder
 from runtime.loading import LoadedPair, load_pair
 from runtime.loop import StaticSource
@@ -22,9 +22,9 @@ from runtime.pair import read_pair
 from runtime.policies.artifacts import Artifacts, Fitted
 from runtime.policies.document import Policy, parse_policy
 from runtime.policies.plan import prepare
-from runtime.policies.tree_rules import compile_tree
+from runtime.recording.trees import Cover, cover_name, record_tree_panorama
 from runtime.session import Sessions
-from runtime.tree_panorama import Cover, cover_name, record_tree_panorama
+from runtime.trees.rules import compile_tree
 from traces.errors import PolicyError, TraceError
 from traces.schema import LatencyProfile, Request, Sampling, Step, Trajectory
 

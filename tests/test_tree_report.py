@@ -20,10 +20,9 @@ from trace_values import a_trajectory
 
 from db import open_database
 from optimizer.fit.recorded_trees import child_probabilities
-from optimizer.replay import ReplayTrace, run_replay
-from optimizer.report_html import page, ticks
-from optimizer.tree_outcomes import join_trees
-from optimizer.tree_report import (
+from optimizer.report.drawn_trees import LINES, chosen_nodes, tree_json, tree_view
+from optimizer.report.page import page, ticks
+from optimizer.report.trees import (
     SHARES,
     Starts,
     Stored,
@@ -37,8 +36,9 @@ from optimizer.tree_report import (
     top_k,
     tree_report,
 )
-from optimizer.tree_tabulation import ABSENT, GrowthTable
-from optimizer.tree_view import LINES, chosen_nodes, tree_json, tree_view
+from optimizer.simulate.forest import join_trees
+from optimizer.simulate.replay import ReplayTrace, run_replay
+from optimizer.simulate.tree_tables import ABSENT, GrowthTable
 from runtime.decoder import Decoder
 from runtime.loading import load_pair
 from runtime.loop import Round, StaticSource
@@ -46,8 +46,8 @@ from runtime.pair import read_pair
 from runtime.policies.artifacts import Fitted
 from runtime.policies.document import Policy, parse_policy
 from runtime.policies.plan import prepare
-from runtime.tree_drafts import GrownTree, Pruned
-from runtime.tree_panorama import record_tree_panorama
+from runtime.recording.trees import record_tree_panorama
+from runtime.trees.draft import GrownTree, Pruned
 from traces.errors import PolicyError, TraceError
 from traces.schema import NO_BIN, Request, Sampling, Step, TreePanorama
 from traces.store import TraceStore

@@ -23,13 +23,13 @@ from db.urls import parse_url
 from traces.codec import CodecError, pack, unpack
 from traces.errors import TraceError
 from traces.packing import pack_chain, pack_tokens, pack_tree, unpack_chain, unpack_tree
-from traces.prune import prune
-from traces.query import TraceFilter, acceptance_stats, request_rows
 from traces.recording import TreeExtent
-from traces.recording_rows import spec_hash
 from traces.schema import Proposals, Sampling, TreePanorama
 from traces.store import TraceStore
-from traces.transfer import export_recordings, import_recordings
+from traces.store.prune import prune
+from traces.store.query import TraceFilter, acceptance_stats, request_rows
+from traces.store.recording_rows import spec_hash
+from traces.store.transfer import export_recordings, import_recordings
 
 BOTH: tuple[Proposals, ...] = ("coupled", "probability")
 

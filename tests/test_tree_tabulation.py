@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import tree_reference as reference
 
-from optimizer.tree_outcomes import Forest, tabulate_growth
-from optimizer.tree_tabulation import ABSENT, NO_UNION, ClusterUnion, GrowthTable, ShortlistRanks
+from optimizer.simulate.forest import Forest, tabulate_growth
+from optimizer.simulate.tree_tables import ABSENT, NO_UNION, ClusterUnion, GrowthTable, ShortlistRanks
 from runtime.policies.sequoia import static_levels
-from runtime.policies.trees import TreeRule
+from runtime.trees.grow import TreeRule
 
 STARTS = 60
 

@@ -16,16 +16,16 @@ import tree_reference as reference
 
 import runtime.distributions
 import runtime.sampling
-import runtime.tree_drafts
+import runtime.trees.draft
 from runtime import near_ties
 from runtime.distributions import read_distributions
 from runtime.models import CausalModel
-from runtime.policies.device_trees import DeviceGrowing
 from runtime.policies.heterospec import kept_nodes
 from runtime.policies.sequoia import static_levels
-from runtime.policies.trees import INFINITE, NONE, Codes, Growing, LawRows, Tree, TreeRule
 from runtime.sampling import Noise, filters
-from runtime.tree_drafts import AnyGrowing, GrownTree, ModelLaws, TreeContext, grow
+from runtime.trees.device import DeviceGrowing
+from runtime.trees.draft import AnyGrowing, GrownTree, ModelLaws, TreeContext, grow
+from runtime.trees.grow import INFINITE, NONE, Codes, Growing, LawRows, Tree, TreeRule
 from runtime.verification import TargetText, verify_tree
 from traces.schema import NO_BIN, Sampling
 
@@ -39,7 +39,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Grows by compiled loops (a CPU's) or by tensor operations (any device's)."""
     if request.param == "tensors":
         monkeypatch.setattr(
-            runtime.tree_drafts, "growing_on", lambda device, rule, depth, complete: DeviceGrowing(rule, device, complete)
+            runtime.trees.draft, "growing_on", lambda device, rule, depth, complete: DeviceGrowing(rule, device, complete)
         )
         monkeypatch.setattr(runtime.distributions, "fused", lambda _: False)
     return str(request.param)

@@ -235,7 +235,7 @@ class TreePanorama:
 
     ``shared``: laws are functions of the prefix, so the child of node i on the text is node i + 1; a head's laws depend on where its round
     began, and its drafted nodes on the text are nodes of their own. ``covers``: the growths (JSON, see
-    :func:`runtime.tree_panorama.cover_name`) whose every reachable law was recorded: those replay exactly.
+    :func:`runtime.recording.trees.cover_name`) whose every reachable law was recorded: those replay exactly.
     """
 
     draft: str

@@ -60,7 +60,7 @@ def profile(
         pair = load(kw, store)
         from optimizer.profiles import served_contexts
         from optimizer.record import texts_to_profile, whole_texts
-        from optimizer.report import profile_table
+        from optimizer.report.tables import profile_table
         from runtime.profiling import measure_profile
 
         texts: Sequence[Trajectory] = ()

@@ -89,7 +89,7 @@ def bins(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     Example:  cli.py fit bins --draft small --depth 5
     """
     from optimizer.fit.heterospec import fit_heterospec
-    from optimizer.report import bins_table
+    from optimizer.report.tables import bins_table
 
     _fit_trees(ctx, as_json, fit_heterospec, kw, bins_table)
 
@@ -122,7 +122,7 @@ def classifier(ctx: click.Context, as_json: bool, **kw: Any) -> None:
               cli.py fit classifier --draft medium --from 3f2a
     """
     from optimizer.fit.c2t import fit_c2t
-    from optimizer.report import classifier_table
+    from optimizer.report.tables import classifier_table
     from traces.errors import PolicyError
 
     if kw["fraction"] is not None and kw["carried"] is None:
@@ -144,7 +144,7 @@ def score(ctx: click.Context, as_json: bool, **kw: Any) -> None:
               cli.py fit score --recording latest --draft head --width 6
     """
     from optimizer.fit.score import fit_score
-    from optimizer.report import score_table
+    from optimizer.report.tables import score_table
 
     _fit_trees(ctx, as_json, fit_score, kw, score_table)
 
@@ -165,7 +165,7 @@ def static_tree(ctx: click.Context, as_json: bool, **kw: Any) -> None:
               cli.py fit static-tree --draft small --nodes 16 --depth 6
     """
     from optimizer.fit.sequoia import fit_sequoia
-    from optimizer.report import static_tree_table
+    from optimizer.report.tables import static_tree_table
 
     _fit_trees(ctx, as_json, fit_sequoia, kw, static_tree_table)
 
@@ -184,7 +184,7 @@ def _fit_shortlists(ctx: click.Context, as_json: bool, fit: Callable[..., Stored
             asked = kw.pop("recording")
             recording = ["" if asked is None else store.resolve_recording(asked)]
         pair = load(kw, store)
-        from optimizer.report import shortlist_fit_table
+        from optimizer.report.tables import shortlist_fit_table
 
         store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
         given = {key: value for key, value in kw.items() if value not in (None, ())}
@@ -222,7 +222,7 @@ def chooser(ctx: click.Context, as_json: bool, policies: tuple[str, ...], **kw: 
         recording = store.resolve_recording(kw.pop("recording"))
         pair = load(kw, store)
         from optimizer.fit.chooser_fits import fit_chooser_artifact
-        from optimizer.report import chooser_table
+        from optimizer.report.tables import chooser_table
 
         named = [policy_named(store, name, pair.id, pair.device.type, option="--policies") for name in policies]
         candidates = {policy.draft: policy for policy in named} or None

@@ -85,7 +85,7 @@ def policies_list(ctx: click.Context, as_json: bool, **kw: Any) -> None:
                 }
             )
         known = [{"policy": p.id, "label": p.label, "created_at": p.created_at.isoformat()} for p in store.list_policies()]
-    from optimizer.report import rows_table
+    from optimizer.report.tables import rows_table
 
     columns = ("version", "active", "policy", "label", "created_at", "actor", "applied", "refused", "reason")
     data = {"pair": spec.id, "device": device, "publications": rows, "policies": known}
@@ -144,7 +144,7 @@ def policies_diff(ctx: click.Context, as_json: bool, left: str, right: str, **kw
     pair_id, device = _pair_id(kw), _device(kw)
     with open_store(ctx) as store:
         one, other = (policy_named(store, name, pair_id, device) for name in (left, right))
-    from optimizer.report import rows_table
+    from optimizer.report.tables import rows_table
     from runtime.policies.document import differences
 
     rows = differences(one, other)

@@ -80,7 +80,7 @@ def run(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         from optimizer.execute import encode, outcome
         from optimizer.execute import run as execute
         from optimizer.record import record_served
-        from optimizer.report import outcome_table
+        from optimizer.report.tables import outcome_table
 
         encoded = encode(pair, workload, options)
         _, found = profile_of(store, kw["profile_id"], pair.id, pair.device.type)

@@ -123,7 +123,7 @@ def schedule_list(ctx: click.Context, as_json: bool) -> None:
     \b
     Example:  cli.py schedule list
     """
-    from optimizer.report import rows_table
+    from optimizer.report.tables import rows_table
     from optimizer.schedule import list_schedules
 
     with open_store(ctx) as store:
@@ -182,7 +182,7 @@ def schedule_history(ctx: click.Context, as_json: bool, name: str | None, limit:
     \b
     Example:  cli.py schedule history nightly
     """
-    from optimizer.report import rows_table
+    from optimizer.report.tables import rows_table
     from optimizer.schedule import history
 
     with open_store(ctx) as store:

@@ -50,9 +50,9 @@ def simulate(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         policy = policy_named(store, kw["policy_name"], info.pair_id, device)
         _, found = profile_of(store, kw["profile_id"], info.pair_id, device)
         from optimizer.artifacts import keep_q_table, q_table
-        from optimizer.chooser_replay import ChosenReplay
-        from optimizer.report import outcome_table
-        from optimizer.trace import simulate as do_simulate
+        from optimizer.report.tables import outcome_table
+        from optimizer.simulate.choosers import ChosenReplay
+        from optimizer.simulate.trace import simulate as do_simulate
         from runtime.policies.document import ChooserPolicy
         from traces.errors import PolicyError
 

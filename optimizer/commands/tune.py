@@ -61,7 +61,7 @@ def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     workload = None if kw["recording_id"] else workload_of(kw)
     with open_store(ctx) as store:
         pair = load(kw, store)
-        from optimizer.report import evidence_table
+        from optimizer.report.tables import evidence_table
         from optimizer.tune import TuneOptions, tune_recording
         from optimizer.tune import tune as do_tune
 

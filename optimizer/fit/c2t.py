@@ -22,11 +22,11 @@ from optimizer.fit import perceptron
 from optimizer.fit.perceptron import Weights
 from optimizer.fit.recorded_trees import CHUNK, RecordedTrees, TreeSource, unusual
 from optimizer.fit.shared import Progress, StoredFit, held_out, silent, stored
-from optimizer.tree_outcomes import Forest
+from optimizer.simulate.forest import Forest
 from runtime.policies.artifacts import CLASSIFIER
 from runtime.policies.c2t import ClassifierWeights, read_weights
 from runtime.policies.eagle2 import INFINITE
-from runtime.policies.trees import NONE, Growing, TreeRule
+from runtime.trees.grow import NONE, Growing, TreeRule
 from traces.errors import PolicyError, TraceError
 from traces.schema import TREE_SCALE
 

@@ -16,8 +16,8 @@ import numpy.typing as npt
 from optimizer.artifacts import fitted
 from optimizer.fit.on_the_fly import Ridge, fit_chooser, read_prompts
 from optimizer.fit.shared import Progress, StoredFit, keep, profile_of, recording_of, search_part
-from optimizer.replay import ReplayTrace, run_replay
-from optimizer.trace import open_trace
+from optimizer.simulate.replay import ReplayTrace, run_replay
+from optimizer.simulate.trace import open_trace
 from runtime.loading import LoadedPair
 from runtime.policies.artifacts import DRAFT_CHOOSER
 from runtime.policies.document import AUTOREGRESSIVE, ChooserPolicy, Policy
@@ -188,7 +188,7 @@ def best_by_draft(
 
 def _tried(store: TraceStore, info: RecordingInfo, pair: LoadedPair) -> dict[str, list[Policy]]:
     """The fastest few policies of each draft in the recording's studies. Heads have no chain panorama, so their chains are named here."""
-    from optimizer.tree_sources import tried_on
+    from optimizer.simulate.tree_sources import tried_on
 
     found = {draft: [policy for policy, _ in tried_on(store, info, draft)][:TRIED] for draft in pair.draft_names}
     for draft in found.keys() & info.trees.keys() - set(pair.chain_drafts):

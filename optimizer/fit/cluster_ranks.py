@@ -2,7 +2,7 @@
 
 A routed shortlist follows the draft's hidden states. Here the draft reads recorded texts, and the nodes of their tree panoramas, as
 it does while decoding; at each node the router orders the clusters, and of that order is kept what replays ask
-(:class:`optimizer.shortlist_ranks.ClusterRanks`). At prefixes of the text near ties are decided by canonical states, as in
+(:class:`optimizer.simulate.shortlist_ranks.ClusterRanks`). At prefixes of the text near ties are decided by canonical states, as in
 :mod:`runtime.shortlists`: the first k clusters of a canonical order are what the runtime selects at every k. Nodes off the text serve
 trees, whose replay under shortlists is approximate; their near ties stay.
 """
@@ -21,13 +21,13 @@ from torch.nn import functional
 from optimizer.artifacts import fitted
 from optimizer.fit.draft_distributions import States, WholeDistributions, states_over
 from optimizer.fit.shared import Progress
-from optimizer.shortlist_ranks import ClusterRanks, budget_grid, keep_ranks, wanted_ranks
+from optimizer.simulate.shortlist_ranks import ClusterRanks, budget_grid, keep_ranks, wanted_ranks
 from runtime.loading import LoadedPair
 from runtime.near_ties import near_cluster_places
 from runtime.policies.document import ClustersShortlist, Policy
 from runtime.policies.router import top_clusters
+from runtime.recording.trees import OFF_TEXT, ROWS
 from runtime.shortlists import Shortlists, compile_shortlist
-from runtime.tree_panorama import OFF_TEXT, ROWS
 from traces.schema import Proposals, Trajectory, TreePanorama
 from traces.store import TraceStore
 
@@ -48,7 +48,8 @@ def cluster_ranks(
     progress: Progress = lambda *_: None,
 ) -> ClusterRanks:
     """The cluster ranks of all of a recording's distributions of a draft under a stored router, for ``ranks`` of a
-    :class:`optimizer.replay.ReplayTrace`: stored ones where they hold every request, else made, the new requests alone, and stored.
+    :class:`optimizer.simulate.replay.ReplayTrace`: stored ones where they hold every request, else made, the new
+    requests alone, and stored.
 
     Nothing is fitted, so all requests are ranked. Raises TraceError for a recording of another pair or without trees of the draft,
     PolicyError where ``router`` is no router of this draft and head.

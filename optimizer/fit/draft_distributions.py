@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from optimizer.shortlist_ranks import UNKNOWN_CODE
+from optimizer.simulate.shortlist_ranks import UNKNOWN_CODE
 from runtime.drafts.eagle import columns
 from runtime.loading import LoadedPair
 from runtime.models import CHUNK
 from runtime.near_ties import near_rival
+from runtime.recording.trees import ROWS, HeadPasses, LanguageModelPasses
 from runtime.sampling import Noise, filters, log_distribution, scaled
-from runtime.tree_panorama import ROWS, HeadPasses, LanguageModelPasses
 from traces.schema import NAT_SCALE, Sampling, Trajectory, TreePanorama, request_seed
 
 
@@ -31,7 +31,7 @@ class States(Protocol):
     def node_states(
         self, ids: Tensor, positions: Tensor, numbers: list[int], above: list[list[int]], starts: list[int]
     ) -> Tensor:
-        """After drafted nodes, [n, d]; arguments as of the passes of :mod:`runtime.tree_panorama`."""
+        """After drafted nodes, [n, d]; arguments as of the passes of :mod:`runtime.recording.trees`."""
 
     def canonical_before(self, length: int) -> Tensor | None:
         """After the first ``length`` - 1 tokens of the text, by a canonical pass, [1, d]; None where the draft reads nothing there."""
@@ -98,7 +98,7 @@ def text_states(pair: LoadedPair, draft: str, text: list[int]) -> Tensor:
 
 
 class Codes(NamedTuple):
-    """``text_code``, ``mass_code`` and ``entropy_code`` of :class:`optimizer.shortlist_ranks.TextRanks`."""
+    """``text_code``, ``mass_code`` and ``entropy_code`` of :class:`optimizer.simulate.shortlist_ranks.TextRanks`."""
 
     text: npt.NDArray[np.uint16]
     mass: npt.NDArray[np.uint16]

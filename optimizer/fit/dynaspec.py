@@ -25,7 +25,7 @@ from optimizer.fit.fr_spec import count_tokens, frequency_order, shown_sizes, to
 from optimizer.fit.frequency_ranks import frequency_ranks
 from optimizer.fit.perceptron import Weights
 from optimizer.fit.shared import LeftOut, Progress, StoredFit, held_out, keep, search_texts, silent
-from optimizer.shortlist_ranks import CLUSTER_RANKS, FREQUENCY_RANKS, budget_grid
+from optimizer.simulate.shortlist_ranks import CLUSTER_RANKS, FREQUENCY_RANKS, budget_grid
 from runtime.loading import LoadedPair
 from runtime.policies.artifacts import ROUTER
 from runtime.policies.dynaspec import Clusters

@@ -11,11 +11,11 @@ import torch
 from db.errors import CorruptedChunkError
 from optimizer.fit.draft_distributions import WholeDistributions, states_over
 from optimizer.fit.shared import Progress
-from optimizer.shortlist_ranks import UNKNOWN_CODE, FrequencyRanks, budget_grid, keep_ranks, wanted_ranks
+from optimizer.simulate.shortlist_ranks import UNKNOWN_CODE, FrequencyRanks, budget_grid, keep_ranks, wanted_ranks
 from runtime.loading import LoadedPair
 from runtime.policies.artifacts import FREQUENCIES
 from runtime.policies.fr_spec import Frequencies
-from runtime.tree_panorama import OFF_TEXT, ROWS
+from runtime.recording.trees import OFF_TEXT, ROWS
 from traces.errors import PolicyError
 from traces.schema import Proposals, Trajectory, TreePanorama
 from traces.store import TraceStore
@@ -32,7 +32,8 @@ def frequency_ranks(
     proposals: Proposals = "coupled",
     progress: Progress = lambda *_: None,
 ) -> FrequencyRanks:
-    """The ranks of a recording's texts under a stored frequency order, for ``ranks`` of a :class:`optimizer.replay.ReplayTrace`: stored
+    """The ranks of a recording's texts under a stored frequency order, for ``ranks`` of a
+    :class:`optimizer.simulate.replay.ReplayTrace`: stored
     ones where they hold every request, else made and stored.
 
     The draft reads the texts again, once. Only chains of language-model drafts ask for such ranks. Raises TraceError for a recording of

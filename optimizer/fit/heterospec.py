@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from optimizer.fit.recorded_trees import CHUNK, RecordedTrees, TreeSource, unusual
 from optimizer.fit.shared import Progress, StoredFit, silent
-from optimizer.tree_outcomes import tabulate_growth
-from optimizer.tree_tabulation import NEVER, GrowthTable
+from optimizer.simulate.forest import tabulate_growth
+from optimizer.simulate.tree_tables import NEVER, GrowthTable
 from runtime.policies.artifacts import BINS
 from runtime.policies.document import DEFAULT_TOP_N, NODE_LIMIT
 from traces.errors import PolicyError, TraceError

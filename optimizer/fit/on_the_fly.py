@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from optimizer.record import split
-from optimizer.replay import Replay, ReplayTrace, run_replay
+from optimizer.simulate.replay import Replay, ReplayTrace, run_replay
 from runtime.loading import LoadedPair
 from runtime.policies.artifacts import Artifacts
 from runtime.policies.document import Policy

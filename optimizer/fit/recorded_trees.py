@@ -11,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from optimizer.fit.shared import Arrays, keep, search_part
-from optimizer.replay import ReplayTrace
-from optimizer.trace import open_trace
-from optimizer.tree_outcomes import Forest
+from optimizer.simulate.forest import Forest
+from optimizer.simulate.replay import ReplayTrace
+from optimizer.simulate.trace import open_trace
 from runtime.policies.document import parse_policy
-from runtime.policies.tree_rules import compile_tree
-from runtime.policies.trees import TreeRule
+from runtime.trees.grow import TreeRule
+from runtime.trees.rules import compile_tree
 from traces.errors import PolicyError, TraceError
 from traces.recording import TREE_DEPTH, TREE_WIDTH
 from traces.schema import TREE_SCALE, Proposals

@@ -2,7 +2,7 @@
 estimate is near the chance of a child.
 
 The estimate of a child, given that its parent was accepted, is softmax(-sharpness * gap) over the k
-children of a distribution (:func:`runtime.policies.trees.grow_level`); here it is that very ratio
+children of a distribution (:func:`runtime.trees.grow.grow_level`); here it is that very ratio
 of whole weights before its -log is rounded to 1/16 nat.
 
 It is judged by binary log loss: of each child by itself, "is it the text's next token", over all
@@ -25,7 +25,7 @@ import numpy.typing as npt
 from optimizer.fit.recorded_trees import RecordedTrees, TreeSource, child_probabilities, unusual
 from optimizer.fit.shared import Progress, StoredFit, held_out, silent
 from runtime.policies.document import DEFAULT_TOP_N, TopKGrowth
-from runtime.policies.trees import gap_weights
+from runtime.trees.grow import gap_weights
 from traces.errors import TraceError
 
 FloatArray = npt.NDArray[np.float64]

@@ -13,10 +13,10 @@ import numpy.typing as npt
 
 from db.errors import CorruptedChunkError, NotFoundError
 from optimizer.record import split
-from traces.catalog import Artifact
 from traces.errors import PolicyError, TraceError
 from traces.schema import LatencyProfile, Trajectory
 from traces.store import RecordingInfo, TraceStore
+from traces.store.catalog import Artifact
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 Progress = Callable[[str, int, int], None]

@@ -18,12 +18,12 @@ from optimizer.fit.recorded_trees import TreeSource, tree_source
 from optimizer.fit.score import fit_score
 from optimizer.fit.sequoia import fit_sequoia
 from optimizer.fit.shared import LeftOut, Progress, search_texts, silent
-from optimizer.shortlist_ranks import Ranks
+from optimizer.simulate.shortlist_ranks import Ranks
 from optimizer.spaces import Fold, ShortlistLimit, TreeLimit
 from runtime.loading import LoadedPair
 from runtime.policies.artifacts import ROUTER
 from runtime.policies.document import Policy
-from runtime.tree_panorama import SHARPNESSES
+from runtime.recording.trees import SHARPNESSES
 from traces.errors import PolicyError, TraceError
 from traces.store import TraceStore
 

@@ -15,7 +15,7 @@ from runtime.drafts.passes import Places, TreeReader, propose_tree, shortlisted
 from runtime.drafts.protocol import DraftContext, Drafted
 from runtime.models import CHUNK, CausalModel
 from runtime.shortlists import Shortlists, States
-from runtime.tree_drafts import GrownTree, Pruned
+from runtime.trees.draft import GrownTree, Pruned
 
 
 class Features:

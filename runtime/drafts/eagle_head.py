@@ -27,7 +27,7 @@ from runtime.models import CausalModel, view_of
 from runtime.shortlists import OutputHead
 
 if TYPE_CHECKING:
-    from runtime.graphs import PassGraphs
+    from runtime.cuda.graphs import PassGraphs
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, query [1, H, n, D], key and value [1, Hkv, n, D]) -> [1, n, H, D]: attention, with whatever memory the caller keeps."""
@@ -157,7 +157,7 @@ class EagleHead:
 
     ``taps`` are the target's hidden states that it reads (``CausalModel.taps``), ``feature_size`` their width together. Where a head's
     training stopped (``max_position_embeddings``, 2048 in most configurations whatever the target's) limits nothing: positions are
-    relative, so ``max_positions`` is the target's. ``graphs`` replays the passes that it has captured (:mod:`runtime.graphs`).
+    relative, so ``max_positions`` is the target's. ``graphs`` replays the passes that it has captured (:mod:`runtime.cuda.graphs`).
     """
 
     graphs: PassGraphs | None = None

@@ -15,7 +15,7 @@ from runtime.drafts.protocol import DraftContext, Drafted
 from runtime.models import view_of
 from runtime.sampling import filters
 from runtime.shortlists import Beam, Shortlists, Support
-from runtime.tree_drafts import ModelLaws, TreeContext, grow
+from runtime.trees.draft import ModelLaws, TreeContext, grow
 
 
 class Places(NamedTuple):
@@ -28,7 +28,7 @@ class Places(NamedTuple):
 
 
 class TreeReader(ABC):
-    """A draft's passes over one tree (:class:`runtime.tree_drafts.Reader`): each level in one pass,
+    """A draft's passes over one tree (:class:`runtime.trees.draft.Reader`): each level in one pass,
     nodes apart under a mask.
 
     ``ids`` are the tokens that the last pass's logits are of, int64 [size], where there are

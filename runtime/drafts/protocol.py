@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from runtime.policies.plan import Plan
     from runtime.sampling import Noise
     from runtime.shortlists import Shortlists
-    from runtime.tree_drafts import GrownTree
+    from runtime.trees.draft import GrownTree
     from traces.schema import Sampling
 
 TREE_SLOTS: Final = EXPANDED_LIMIT

@@ -1,5 +1,5 @@
 """EAGLE-2: trees that grow where the draft is confident (section 4.1) and are pruned to the best
-nodes (section 4.2). Both choose the :func:`cheapest`; growing is :mod:`runtime.policies.trees`."""
+nodes (section 4.2). Both choose the :func:`cheapest`; growing is :mod:`runtime.trees.grow`."""
 
 from __future__ import annotations
 

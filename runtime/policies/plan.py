@@ -18,8 +18,8 @@ from traces.schema import LatencyProfile, Sampling, Verifier
 
 if TYPE_CHECKING:
     from runtime.policies.prepared_chooser import PreparedChooser
-    from runtime.policies.trees import TreeRule
     from runtime.shortlists import ShortlistRule, Shortlists
+    from runtime.trees.grow import TreeRule
 
 @dataclass(frozen=True, eq=False)
 class Plan:
@@ -114,7 +114,7 @@ def _rules(policy: Policy, artifacts: Artifacts | None) -> tuple[TreeRule, TreeR
     """The trees of a policy at temperature 0 and above; torch is imported here alone, since chains over a trace need none."""
     if not policy.speculates:
         return None
-    from runtime.policies.tree_rules import compile_tree
+    from runtime.trees.rules import compile_tree
 
     return compile_tree(policy, sampled=False, artifacts=artifacts), compile_tree(policy, sampled=True, artifacts=artifacts)
 

@@ -1,0 +1,164 @@
+"""The jump loop for chains: a round is a look-up in a packed outcome (:mod:`optimizer.simulate.chain_tables`)
+and one in a table of costs."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+import runtime.costs as costs_module
+import runtime.policies.windows as windows
+from optimizer.simulate.chain_tables import Index, Words
+from runtime.costs import RoundCosts, round_seconds
+from runtime.policies.jit import compiled
+from runtime.policies.windows import CompiledWindow, WindowState, advance, reset
+from traces.cost_table import FloatArray
+from traces.schema import NO_BIN
+
+ROUND_COLUMNS: Final = (
+    "request",
+    "start",
+    "drafted",
+    "verified",
+    "accepted",
+    "emitted",
+    "draft_steps",
+    "lag",
+    "depth",
+    "bin",
+)
+"""Columns of :attr:`Sums.rounds`; ``request`` is the place in the replayed order."""
+
+
+class Texts(NamedTuple):
+    """What a kernel reads of a trace: the requests in replayed ``order``, and by request where it
+    begins among all positions, its prompt's tokens, its budget, and whether it is sampled (1) or
+    greedy (0)."""
+
+    order: Index
+    offsets: Index
+    prompts: Index
+    budgets: Index
+    sampled: Index
+
+
+class Sums(NamedTuple):
+    """What a kernel adds to, by replayed request: ``counts`` int64 [requests, 7] (rounds, emitted,
+    accepted, drafted, draft steps, verified, and rounds that read a distribution which was not
+    recorded) and ``seconds``; and, if ``per_round``, rows of :data:`ROUND_COLUMNS` and three kinds
+    of seconds."""
+
+    counts: npt.NDArray[np.int64]
+    seconds: FloatArray
+    per_round: bool
+    rounds: npt.NDArray[np.int32]
+    round_s: FloatArray
+
+
+Total = tuple[int, int, int, int, float]
+"""Rounds of a request, accepted tokens, drafted ones, passes of the draft, seconds. (A tuple:
+compiled code keeps it in registers.)"""
+
+
+@compiled(inline=True)
+def add_request(sums: Sums, i: int, length: int, total: Total) -> None:
+    """Adds the i-th request, of ``length`` tokens."""
+    rounds, accepted, drafted, passes, seconds = total
+    sums.counts[i, 0] += rounds
+    sums.counts[i, 1] += length
+    sums.counts[i, 2] += accepted
+    sums.counts[i, 3] += drafted
+    sums.counts[i, 4] += passes
+    sums.counts[i, 5] += drafted + rounds
+    sums.seconds[i] += seconds
+
+
+@compiled(inline=True)
+def write_round(
+    sums: Sums, used: int, i: int, start: int, drafted: int, accepted: int, emitted: int, passes: int, lag: int, depth: int, bin_: int,
+    seconds: tuple[float, float, float],
+) -> int:  # fmt: skip
+    """Writes a round of the i-th request after ``used`` others; how many there are now."""
+    row = sums.rounds[used]
+    row[0], row[1], row[2], row[3], row[4], row[5] = (
+        i,
+        start,
+        drafted,
+        drafted + 1,
+        accepted,
+        emitted,
+    )
+    row[6], row[7], row[8], row[9] = passes, lag, depth, bin_
+    sums.round_s[used, 0], sums.round_s[used, 1], sums.round_s[used, 2] = seconds
+    return used + 1
+
+
+@compiled(windows, costs_module)
+def replay_chains(
+    window: CompiledWindow,
+    state: WindowState,
+    texts: Texts,
+    words: Words,
+    costs: RoundCosts,
+    sums: Sums,
+) -> int:
+    """Replays every request of ``texts.order``; adds to ``sums`` in place and returns how many
+    rounds were written."""
+    used = 0
+    for i in range(len(texts.order)):
+        r = texts.order[i]
+        begin, length, budget, context = (
+            texts.offsets[r],
+            texts.offsets[r + 1] - texts.offsets[r],
+            texts.budgets[r],
+            texts.prompts[r] - 1,
+        )
+        reset(window, state)
+        start, lag, total = 0, 1, (0, 0, 0, 0, 0.0)
+        while start < length:
+            word = int(words[begin + start])
+            gamma = max(0, min(int(state.gamma[0]), budget - start - 1))
+            drafted, passes = min(gamma, (word >> 8) & 255), min(gamma, (word >> 16) & 255)
+            accepted = min(word & 255, drafted)
+            emitted = min(accepted + 1, length - start)
+            accepted = min(accepted, emitted)
+            seconds = round_seconds(
+                costs,
+                texts.sampled[r],
+                context + start,
+                begin + start,
+                lag,
+                passes,
+                drafted,
+                emitted,
+            )
+            cached = 1 if (word >> 24) < accepted else 0
+            advance(window, state, drafted, accepted, cached, seconds[0], seconds[1])
+            if sums.per_round:
+                used = write_round(
+                    sums,
+                    used,
+                    i,
+                    start,
+                    drafted,
+                    accepted,
+                    emitted,
+                    passes,
+                    lag,
+                    drafted,
+                    NO_BIN,
+                    seconds,
+                )
+            total = (
+                total[0] + 1,
+                total[1] + accepted,
+                total[2] + drafted,
+                total[3] + passes,
+                total[4] + seconds[2],
+            )
+            lag = emitted - min(accepted, passes - 1) if passes > 0 else lag + emitted
+            start += emitted
+        add_request(sums, i, length, total)
+    return used

@@ -1,0 +1,170 @@
+"""What every start of a trace would grow under one growth, tabulated once and shared by every window, selection and stratification.
+
+What is kept of a grown tree is what any policy asks of it: for each depth gamma and each node on the text its *rank* among the candidates
+of gamma levels. Under a selection of N a node is kept iff its rank is below N, so one table answers every N, every fraction and every
+window. The trees grow by the function that decodes (:mod:`optimizer.simulate.tree_tables`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from optimizer.simulate.tree_tables import ABSENT, NO_SHORTLIST, GrowthTable, Scratch, ShortlistRanks, Trie, tabulate
+from runtime.trees.grow import Codes, Tree, TreeRule
+from traces.errors import TraceError
+from traces.schema import Trajectory, TreePanorama
+
+OFF_TEXT: Final = 255
+
+@dataclass(frozen=True, eq=False)
+class Forest:
+    """One draft's tree panoramas over a trace, joined: nodes of all trajectories follow one another.
+
+    ``root`` int64 [positions]: the node of each start. ``child`` int32 [nodes, K] (-1: not recorded), ``text_slot`` uint8
+    [nodes], and the laws'
+    codes: ``logp``, ``gap`` uint8 [nodes, K]; ``entropy``, ``top_entropy``, ``count`` uint8 [nodes]; ``tokens`` int32 [nodes, K] their ids.
+    ``limit`` int64
+    [positions]: the deepest
+    level the token budget allows. ``full``: no filter of the sampling can leave a law with fewer children than are read.
+    """
+
+    draft: str
+    width: int
+    depth: int
+    shared: bool
+    covers: frozenset[str]
+    full: bool
+    root: npt.NDArray[np.int64]
+    limit: npt.NDArray[np.int64]
+    child: npt.NDArray[np.int32]
+    text_slot: npt.NDArray[np.uint8]
+    logp: npt.NDArray[np.uint8]
+    gap: npt.NDArray[np.uint8]
+    count: npt.NDArray[np.uint8]
+    entropy: npt.NDArray[np.uint8]
+    top_entropy: npt.NDArray[np.uint8]
+    tokens: npt.NDArray[np.int32]
+
+    @property
+    def codes(self) -> Codes:
+        """The distributions of all nodes."""
+        return Codes(self.tokens, self.logp, self.gap, self.entropy, self.top_entropy, self.count)
+
+    @property
+    def trie(self) -> Trie:
+        return Trie(self.root, self.limit, self.child, self.text_slot)
+
+
+def join_trees(trajectories: Sequence[Trajectory], panoramas: Sequence[TreePanorama]) -> Forest:
+    """Joins one draft's tree panoramas, one per trajectory in the same order. Raises TraceError where they do not match.
+
+    Where they were recorded to different limits the smallest count, and a growth counts as covered where all cover it.
+    """
+    if not panoramas or len(panoramas) != len(trajectories):
+        raise TraceError(f"tree panoramas for {len(panoramas)} of {len(trajectories)} requests; retrace the recording")
+    first = panoramas[0]
+    width = min(p.width for p in panoramas)
+    roots, limits, children, offset = [], [], [], 0
+    for t, p in zip(trajectories, panoramas, strict=True):
+        if p.draft != first.draft or p.shared != first.shared or p.proposals != first.proposals:
+            raise TraceError(f"request {t.request_id!r}: a tree panorama of another draft or kind among those of {first.draft!r}")
+        length = len(t.output_ids)
+        if p.positions != length:
+            raise TraceError(
+                f"request {t.request_id!r}: the tree panorama of {p.draft!r} covers {p.positions} positions, the text has {length}"
+            )
+        nodes = len(p.text_slot)
+        child = np.full((nodes, p.width), -1, np.int32)
+        child[p.parent, p.slot] = np.arange(length + 1, nodes, dtype=np.int32) + offset
+        if p.shared:
+            on = np.flatnonzero(p.text_slot[:length] < p.width)
+            child[on, p.text_slot[on]] = on + 1 + offset
+        children.append(child[:, :width])
+        roots.append(np.arange(length, dtype=np.int64) + offset)
+        limits.append(t.max_new_tokens - np.arange(length, dtype=np.int64) - 1)
+        offset += nodes
+
+    def joined(name: str) -> npt.NDArray[np.uint8]:
+        parts = [getattr(p, name) for p in panoramas]
+        return np.ascontiguousarray(np.concatenate([x[:, :width] if x.ndim == 2 else x for x in parts]))
+
+    return Forest(
+        draft=first.draft,
+        width=width,
+        depth=min(p.depth for p in panoramas),
+        shared=first.shared,
+        covers=frozenset.intersection(*(frozenset(p.covers) for p in panoramas)),
+        full=all(t.sampling.greedy or (t.sampling.top_k == 0 and t.sampling.top_p >= 1.0) for t in trajectories),
+        root=np.concatenate(roots),
+        limit=np.concatenate(limits),
+        child=np.concatenate(children),
+        text_slot=joined("text_slot"),
+        logp=joined("logp"),
+        gap=joined("gap"),
+        count=np.minimum(joined("count"), width),
+        entropy=joined("entropy"),
+        top_entropy=joined("top_entropy"),
+        tokens=np.ascontiguousarray(np.concatenate([p.tokens[:, :width] for p in panoramas])),
+    )
+
+
+def tabulate_growth(
+    forest: Forest,
+    rules: Sequence[tuple[TreeRule, npt.NDArray[np.int64]]],
+    depth: int,
+    shortlist: ShortlistRanks | None = None,
+) -> GrowthTable:
+    """Grows the trees of starts ``depth`` levels deep and keeps what policies ask of them.
+
+    ``rules``: each rule with the starts (positions of the trace) that it grows; one per temperature class. Selection, stop and bins of the
+    rules are ignored. ``shortlist`` leaves out the children beyond it; those that stay keep their codes, and a law has no more of them than
+    were recorded, so trees under a shortlist are approximate (docs/shortlists.md). Raises TraceError when a rule reads more children than
+    were recorded.
+    """
+    rule = rules[0][0]
+    if rule.width > forest.width:
+        raise TraceError(
+            f"the policy reads {rule.width} children of a node of draft {forest.draft!r}, the recording holds {forest.width}: "
+            f"`record --resume ID --tree-width {rule.width}` widens it"
+        )
+    count = len(forest.root)
+    depth = min(depth, len(rule.static)) if rule.static else depth
+    table = GrowthTable.empty(count, depth, routed=shortlist is not None and len(shortlist.union.order) > 0)
+    if rule.static and forest.shared and forest.full and not rule.reads_stop and shortlist is None:
+        _tabulate_static(forest, rule, table)
+        return table
+    shortlist = NO_SHORTLIST if shortlist is None else shortlist
+    for one, starts in rules:
+        tree, scratch = Tree.empty(one, depth, 1).one(0), Scratch.of(forest.codes, one, shortlist, depth)
+        tabulate(starts.astype(np.int64), one.compiled, forest.codes, forest.trie, shortlist, tree, scratch, table)
+    return table
+
+
+def _tabulate_static(forest: Forest, rule: TreeRule, table: GrowthTable) -> None:
+    """Static trees on a draft that is a function of its prefix: the ranks of the text's own tokens say everything, at any depth."""
+    below = [np.full(256, -1)]  # of each node of the tree, the root's first: its child of each rank
+    frontier = [0]
+    for level in rule.static:
+        numbers = []
+        for place in level.places:
+            parent, rank = divmod(place, rule.width)
+            numbers.append(len(below))
+            below[frontier[parent]][rank] = len(below)
+            below.append(np.full(256, -1))
+        frontier = [numbers[i] for i in level.expanded]
+    child = np.array(below)
+    expanded = np.asarray((child >= 0).any(1))
+    at = np.zeros(len(forest.root), np.int64)
+    for depth, level in enumerate(rule.static[: table.depth]):
+        # The node of the text's own prefix at this depth; the last prefix of a text has no following token, which ends the walk.
+        slot = forest.text_slot[np.minimum(forest.root + depth, len(forest.text_slot) - 1)]
+        at = np.where(at >= 0, child[at, slot], -1)
+        table.rank[:, depth:, depth] = np.where(at >= 0, 0, ABSENT)[:, None]
+        table.read[:, depth] = (at >= 0) & expanded[at]
+        table.width[:, depth] = len(level.expanded)
+    table.pool[:] = np.cumsum([len(level.places) for level in rule.static[: table.depth]])

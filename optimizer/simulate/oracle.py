@@ -1,0 +1,203 @@
+"""The plain loop over a recorded trace: slow, obvious, and what the fast replay must agree with round by round."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from optimizer.simulate.forest import Forest
+from optimizer.simulate.tree_tables import ShortlistRanks
+from runtime.drafts.protocol import Drafted
+from runtime.loop import DecodeRequest, Round, StaticSource, Verified, decode_rounds
+from runtime.policies.document import Policy
+from runtime.policies.plan import Plan
+from runtime.policies.stops import STOP_NONE, should_stop
+from runtime.session import Sessions
+from runtime.trees.draft import AnyGrowing, grow
+from runtime.trees.grow import LawRows
+from runtime.verification import walk
+from traces.errors import TraceError
+from traces.schema import AGREE_NO, AGREE_NONE, AGREE_YES, ChainPanorama, Trajectory, request_seed
+
+
+class RecordedTrees(NamedTuple):
+    """The trees of one text: a draft's ``forest``, the ``first`` of the text's positions in it, and what a ``shortlist`` leaves."""
+
+    forest: Forest
+    first: int
+    shortlist: ShortlistRanks | None = None
+
+
+class _RecordedTree:
+    """The distributions of one start, looked up node by node. Raises TraceError for one that was not recorded."""
+
+    def __init__(self, trees: RecordedTrees, start: int) -> None:
+        self.forest, self.shortlist, self.level = trees.forest, trees.shortlist, 0
+        self.nodes = [int(trees.forest.root[trees.first + start])]
+
+    def root(self) -> LawRows:
+        return self._rows()
+
+    def expand(self, growing: AnyGrowing, width: int) -> LawRows:
+        tree, level, nodes = growing.tree(), growing.depth, []
+        for place, above, rank in zip(*(x[level, :width].tolist() for x in (tree.place, tree.above, tree.rank)), strict=True):
+            nodes.append(int(self.forest.child[self.nodes[above], self.slots[above][rank]]) if place >= 0 else -1)
+            if place >= 0 > nodes[-1] and self.shortlist is None:
+                draft = self.forest.draft
+                raise TraceError(f"the recording does not hold all distributions of draft {draft!r}; `record --cover POLICY` makes them")
+        self.nodes = nodes
+        return self._rows()
+
+    def settle(self, growing: AnyGrowing, *, reads_phi: bool) -> None:
+        """Recorded codes have no near ties left."""
+
+    def _held(self, node: int) -> list[int]:
+        """The slots of a node's children, under a shortlist of those that it holds at this level."""
+        slots, shortlist = range(int(self.forest.count[node])) if node >= 0 else range(0), self.shortlist
+        if shortlist is None:
+            return list(slots)
+        budget, union = int(shortlist.budgets[self.level]), shortlist.union
+        added = {c for n in self.nodes if n >= 0 for c in union.order[n, :budget].tolist()} if len(union.order) else set()
+        return [s for s in slots if shortlist.ranks[node, s] < budget or int(union.cluster[node, s] if added else -1) in added]
+
+    def _rows(self) -> LawRows:
+        f = self.forest
+        self.slots = [self._held(node) for node in self.nodes]
+        self.level += 1
+        codes = np.zeros((3, len(self.nodes), f.width), dtype=np.int64)
+        of_nodes = np.zeros((3, len(self.nodes)), dtype=np.int64)
+        for row, (node, slots) in enumerate(zip(self.nodes, self.slots, strict=True)):
+            if slots:
+                gap = f.gap[node, slots].astype(np.int64)
+                codes[:, row, : len(slots)] = f.tokens[node, slots], f.logp[node, slots], gap - gap[0]
+                of_nodes[:, row] = f.entropy[node], f.top_entropy[node], len(slots)
+        tokens, logp, gaps = torch.from_numpy(codes)
+        entropy, top_entropy, count = torch.from_numpy(of_nodes)
+        return LawRows(tokens, logp, gaps, entropy, top_entropy, count, None, None)
+
+
+class TraceBackend:
+    """The loop's backend over one trajectory and one draft's panorama: proposals and verdicts are looked up, not computed.
+
+    Chains are read from ``panorama``, trees (a head's chains are trees too) from ``trees``. Raises TraceError when a stop would read
+    beyond the window that was recorded, a tree beyond what was.
+    """
+
+    canonical_passes = 0
+
+    def __init__(
+        self, trajectory: Trajectory, panorama: ChainPanorama | None, trees: RecordedTrees | None = None
+    ) -> None:
+        self.output, self.trees = trajectory.output_ids.tolist(), trees
+        self.panorama = panorama
+        self._at = 0
+        self._lag = 1
+        self._accepted = 0
+        if panorama is not None:
+            self._branch = np.cumsum(panorama.agree == AGREE_NO) - 1
+
+    def choose(self, request: DecodeRequest, prepared: Plan) -> Plan:
+        assert prepared.chooser is not None
+        return prepared.chooser.of_recorded(request.prompt_ids, request.max_new_tokens, request.sampling)
+
+    def begin(self, request: DecodeRequest, prepared: Plan) -> None:
+        self._sampling = request.sampling
+        self._at, self._lag = 0, 1
+
+    def _codes(self, start: int, j: int, reads: bool) -> tuple[int, int, int]:
+        """(agreement, -log q code, entropy code) of the j-th proposal of the chain from ``start``; agreement counts along the chain."""
+        view = self.panorama
+        assert view is not None
+        length = len(self.output)
+        run = 0
+        while start + run < length and view.agree[start + run] == AGREE_YES:
+            run += 1
+        position = start + j
+        if j < run:
+            return AGREE_YES, int(view.logp[position]), int(view.entropy[position])
+        if start + run < length:
+            if j == run:
+                return int(view.agree[position]), int(view.logp[position]), int(view.entropy[position])
+            row, entry = int(self._branch[start + run]), j - run - 1
+        else:
+            row, entry = len(view.branch_len) - 1, j - run
+        recorded = view.gamma_max - int(start + run < length)
+        if entry >= recorded and view.branch_len[row] == recorded:
+            if reads or view.draft == "ngram":
+                raise TraceError(
+                    f"the panorama of draft {view.draft!r} holds windows up to {view.gamma_max}; record with --gamma-max {j + 1}"
+                )
+            return AGREE_NO, 0, 0
+        if entry >= view.branch_len[row]:
+            return AGREE_NONE, 0, 0
+        return AGREE_NO, int(view.branch_logp[row, entry]), int(view.branch_entropy[row, entry])
+
+    def draft(self, prepared: Plan, gamma: int, limit: int | None = None) -> Drafted:
+        if self.trees is not None:
+            source, deepest = _RecordedTree(self.trees, self._at), gamma if limit is None else limit
+            tree = grow(prepared.rule(self._sampling), gamma, deepest, source, torch.device("cpu"))
+            return Drafted(len(tree.tokens), tree.steps, self._lag, tree.tokens, tree)
+        if self.panorama is None or self.panorama.draft != prepared.policy.draft:
+            raise TraceError(f"this recording has no panorama of draft {prepared.policy.draft!r}")
+        stop = prepared.stop
+        count = steps = joint = accepted = 0
+        for j in range(gamma):
+            steps += 1
+            agree, logp, entropy = self._codes(self._at, j, stop.kind != STOP_NONE)
+            if agree == AGREE_NONE:
+                break
+            joint += logp
+            ended = should_stop(stop.kind, stop.max_logp_code, stop.max_joint_code, stop.max_entropy_code, logp, joint, entropy)
+            if ended and not stop.keep_last:
+                break
+            count += 1
+            accepted += int(agree == AGREE_YES and accepted == j)
+            if ended:
+                break
+        self._accepted = accepted
+        return Drafted(count, steps, self._lag)
+
+    def verify(self, drafted: Drafted | None) -> Verified:
+        if drafted is not None and drafted.tree is not None:
+            assert self.trees is not None
+            verdict = walk(drafted.tree, lambda _, emitted: [*self.output, -1][self._at + len(emitted)])
+            self._read = (verdict.read or 0) if self.trees.forest.shared else 0  # a head reads all emitted tokens again
+            return replace(verdict, read=self._read)
+        accepted = self._accepted if drafted else 0
+        return Verified(accepted, self.output[self._at : self._at + accepted + 1])
+
+    def commit(self, emitted: list[int], accepted: int, drafted: Drafted | None) -> None:
+        if drafted is not None and drafted.steps:
+            self._lag = len(emitted) - (min(accepted, drafted.steps - 1) if drafted.tree is None else self._read)
+        else:
+            self._lag += len(emitted)
+        self._at += len(emitted)
+
+
+def replay_rounds(
+    trajectory: Trajectory,
+    panorama: ChainPanorama | None,
+    policy: Policy,
+    prepared: Plan,
+    sessions: Sessions | None = None,
+    trees: RecordedTrees | None = None,
+) -> list[Round]:
+    """Every round of one request under one policy, by the plain loop. ``sessions`` hold what windows carry on."""
+    length = len(trajectory.output_ids)
+
+    def ends_at(output: list[int], new: list[int]) -> int | None:
+        return length - len(output) if len(output) + len(new) >= length else None
+
+    request = DecodeRequest(
+        id=trajectory.request_id,
+        prompt_ids=trajectory.prompt_ids.tolist(),
+        sampling=trajectory.sampling,
+        seed=request_seed(trajectory.sampling.seed, trajectory.request_id),
+        max_new_tokens=trajectory.max_new_tokens,
+        ends_at=ends_at,
+    )
+    backend = TraceBackend(trajectory, panorama if policy.speculates else None, trees)
+    return list(decode_rounds(backend, request, StaticSource(prepared), sessions=sessions))

@@ -1,0 +1,168 @@
+"""Opening traces: the one place where what policies are replayed from is taken from a recording and put together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from optimizer.artifacts import fitted
+from optimizer.simulate.replay import Replay, ReplayTrace, run_replay
+from optimizer.simulate.shortlist_ranks import Ranks, how_to_rank, stored_ranks
+from runtime.policies.artifacts import Artifacts
+from runtime.policies.document import ChooserPolicy, FullShortlist, Policy
+from runtime.policies.prepared_chooser import stored_chooser
+from runtime.shortlists import compile_shortlist
+from traces.errors import PolicyError, TraceError
+from traces.recording import Skipped
+from traces.schema import LatencyProfile, Proposals, TreePanorama
+from traces.store import RecordingInfo, TraceStore
+
+Grown = tuple[str, Proposals]
+"""Trees of a draft, by how they rank children."""
+
+
+class Opened(NamedTuple):
+    """A recording's trace, and the damaged chunks that were left out of it."""
+
+    trace: ReplayTrace
+    info: RecordingInfo
+    skipped: tuple[Skipped, ...]
+
+
+def open_trace(
+    store: TraceStore,
+    recording: str,
+    policies: Iterable[Policy] = (),
+    *,
+    chains: Iterable[str] = (),
+    trees: Iterable[Grown] = (),
+    ranks: Mapping[tuple[str, str], Ranks] | None = None,
+    skip_corrupted: bool = False,
+) -> Opened:
+    """What ``policies`` are replayed from, the candidates of choosers among them, and the drafts' ``chains`` and ``trees`` beside.
+
+    ``ranks`` of shortlists are added to those that are stored for the policies. With ``skip_corrupted`` the trace has the requests of
+    which nothing is damaged or missing; otherwise CorruptedChunkError and TraceError name the first. Raises NotFoundError for an unknown
+    recording, PolicyError for the first policy whose draft was not recorded, TraceError where no request is left.
+    """
+    info = store.get_recording(recording)
+    wanted_chains, grown, found = set(chains), set(trees), dict(ranks or {})
+    for policy in _candidates(store, info, policies):
+        own = proposals_of(policy)
+        as_tree = replayed_as_tree(policy, info)
+        _check_recorded(policy, info, as_tree)
+        if as_tree or policy.shortlisted:
+            grown.add((policy.draft, own))
+        if not as_tree:
+            wanted_chains.add(policy.draft)
+        if (ranked := ranks_of(store, info.id, policy)) is not None:
+            found[policy.draft, ranked.fitted] = ranked
+    drafts = sorted({*wanted_chains, *(draft for draft, _ in grown)})
+    loaded = store.load(info.id, drafts, trees=bool(grown), skip_corrupted=skip_corrupted)
+    whole = loaded.having(wanted_chains) if skip_corrupted else loaded
+    for draft, proposals in grown if skip_corrupted else ():
+        whole = whole.having(trees=[draft], proposals=proposals)
+    if not whole.requests:
+        raise TraceError(f"recording {info.id} has no usable request")
+    panoramas = {draft: whole.panoramas(draft) for draft in sorted(wanted_chains)}
+    forests: dict[tuple[str, str], Sequence[TreePanorama]] = {key: whole.trees(*key) for key in sorted(grown)}
+    return Opened(ReplayTrace(whole.trajectories, panoramas, trees=forests, ranks=found or None), info, loaded.skipped)
+
+
+def _candidates(store: TraceStore, info: RecordingInfo, policies: Iterable[Policy]) -> Iterable[Policy]:
+    """The policies that draft, a chooser replaced by those it chooses from."""
+    for policy in policies:
+        if isinstance(policy, ChooserPolicy):
+            yield from _candidates(store, info, stored_chooser(policy, fitted(store, info.pair_id))[0].used.values())
+        elif policy.speculates:
+            yield policy
+
+
+def proposals_of(policy: Policy) -> Proposals:
+    """How the trees that a policy is replayed from rank children."""
+    return getattr(policy.growth, "proposals", "coupled")
+
+
+def replayed_as_tree(policy: Policy, info: RecordingInfo) -> bool:
+    """Whether a policy is replayed from trees: where it grows them, or its draft is a head, whose chains are recorded so."""
+    grown = info.trees if proposals_of(policy) == "coupled" else info.trees_q
+    return policy.is_tree or (policy.draft in grown and policy.draft not in info.drafts)
+
+
+def _check_recorded(policy: Policy, info: RecordingInfo, as_tree: bool) -> None:
+    """Raises PolicyError where the recording has not what the policy is replayed from."""
+    proposals = proposals_of(policy)
+    grown = info.trees if proposals == "coupled" else info.trees_q
+    if (as_tree or policy.shortlisted) and policy.draft not in grown:  # a shortlist looks at the draft's distributions
+        flag = "" if proposals == "coupled" else f" --tree-proposals {proposals}"
+        raise PolicyError(
+            f"draft: recording {info.id} has no trees of draft {policy.draft!r} (it has: {info.trees_shown() or 'none'}); "
+            f"`record --resume {info.id} --tree-width 8 --tree-depth {max(8, policy.depth_max)}{flag}` makes them"
+        )
+    if not as_tree and policy.draft not in info.drafts:
+        raise PolicyError(
+            f"draft: recording {info.id} has no panorama of draft {policy.draft!r}; it has: "
+            f"{', '.join(sorted(info.drafts)) or 'none'}; `record --resume {info.id}` makes those of every draft of its pair"
+        )
+
+
+def ranks_of(store: TraceStore, recording: str, policy: Policy) -> Ranks | None:
+    """What is stored of a shortlisted policy's order over a recording. Raises NotFoundError where its artifact is unknown."""
+    shortlist = policy.shortlist
+    if not policy.speculates or isinstance(shortlist, FullShortlist):
+        return None
+    return stored_ranks(store, recording, policy.draft, shortlist.artifact, proposals_of(policy))
+
+
+class Simulated(NamedTuple):
+    """One policy replayed. ``approximate`` says why its rounds are not exactly the runtime's, "" where they are."""
+
+    replay: Replay
+    skipped: tuple[Skipped, ...]
+    approximate: str
+
+
+def simulate(
+    store: TraceStore,
+    recording: str,
+    policy: Policy,
+    profile: LatencyProfile | None,
+    *,
+    limit: int | None = None,
+    per_round: bool = False,
+    skip_corrupted: bool = False,
+) -> Simulated:
+    """Replays a recording, or its first ``limit`` requests, under any policy. Raises as :func:`open_trace` does, and PolicyError for a
+    router's shortlist that was not ranked over the recording."""
+    trace, info, skipped = open_trace(store, recording, [policy], skip_corrupted=skip_corrupted)
+    if limit:
+        trace = trace.select(range(min(limit, len(trace.trajectories))))
+    find = fitted(store, info.pair_id)
+    if policy.shortlisted:
+        _check_ranked(store, info, policy, find)
+    replayed = run_replay(trace, policy, profile, per_round=per_round, artifacts=find)
+    return Simulated(replayed, skipped, _why_approximate(replayed, info))
+
+
+def _check_ranked(store: TraceStore, info: RecordingInfo, policy: Policy, find: Artifacts) -> None:
+    """Raises PolicyError where the shortlist's router was not ranked over the recording."""
+    rule = compile_shortlist(policy, find)
+    assert rule is not None
+    if rule.routed and ranks_of(store, info.id, policy) is None:
+        order = rule.block.artifact
+        raise PolicyError(
+            f"shortlist: recording {info.id} has no cluster ranks of router {order}; "
+            + how_to_rank(info.id, order, policy.draft, proposals_of(policy))
+        )
+
+
+def _why_approximate(replayed: Replay, info: RecordingInfo) -> str:
+    policy, forests = replayed.policy, replayed.trace.forests.values()
+    renormalised = replayed_as_tree(policy, info) or policy.stop.kind != "none" or not all(f.full for f in forests)
+    if policy.shortlisted and renormalised:
+        return "trees, stops and filters under a shortlist read renormalised probabilities (docs/shortlists.md)"
+    if not replayed.missing:
+        return ""
+    artifact = getattr(policy.shortlist, "artifact", "ID")
+    rank = how_to_rank(info.id, artifact, policy.draft, proposals_of(policy), "frequencies")
+    return f"in {replayed.missing} rounds the shortlist holds none of the recorded children; {rank}, with which it is exact"

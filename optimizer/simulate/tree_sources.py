@@ -1,0 +1,155 @@
+"""What a tree report reads from the database: a recording's trees, what was fitted to the draft, and the policies tried on it before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from optimizer.artifacts import fitted
+from optimizer.inputs import stored_policy
+from optimizer.report.trees import Point, Stored, TreeReport, point_of, tree_report
+from optimizer.simulate.trace import open_trace
+from runtime.policies.artifacts import BINS, CLASSIFIER, STATIC_TREE
+from runtime.policies.document import Policy, parse_policy
+from traces.errors import PolicyError, TraceError
+from traces.recording import TREE_DEPTH, TREE_WIDTH
+from traces.schema import Proposals
+from traces.store import RecordingInfo, TraceStore
+
+TRIED = 200
+"""Policies of a recording's studies that are replayed again: the fastest that draft with the report's draft."""
+FITTED = 3
+"""Newest artifacts of a kind whose policies are replayed."""
+
+
+def report_of(
+    store: TraceStore,
+    recording: str,
+    draft: str | None = None,
+    *,
+    top_n: int,
+    width: int | None = None,
+    depth: int | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> tuple[TreeReport, str]:
+    """The report on a stored recording, and the recording's id; ``width`` and ``depth`` are those of the recorded trees by default.
+
+    Raises TraceError, saying how to record them, where the recording has no such trees.
+    """
+    info = store.get_recording(recording)
+    name, proposals = _draft(info, draft)
+    extent = (info.trees if proposals == "coupled" else info.trees_q)[name]
+    wide, deep = extent.width if width is None else width, extent.depth if depth is None else depth
+    if wide > extent.width or deep > extent.depth:
+        more = "" if proposals == "coupled" else f" --tree-proposals {proposals}"
+        raise TraceError(
+            f"recording {info.id} holds trees of draft {name!r} of width {extent.width} and depth {extent.depth}, not {wide} and {deep}; "
+            f"`record --resume {info.id} --tree-width {max(wide, extent.width)} --tree-depth {max(deep, extent.depth)}{more}` makes them"
+        )
+    trace = open_trace(store, info.id, chains=[name] if name in info.drafts else [], trees=[(name, proposals)]).trace
+    profile = store.latest_profile(info.pair_id, str(info.options.get("device", "cpu")))
+    report = tree_report(
+        trace,
+        name,
+        top_n=top_n,
+        width=wide,
+        depth=deep,
+        proposals=proposals,
+        stored=stored_for(store, info.pair_id, name),
+        tried=tried_on(store, info, name),
+        points=list(ran_on(store, info, name)),
+        artifacts=fitted(store, info.pair_id),
+        profile=None if profile is None else profile.profile,
+        about=_about(store, info),
+        progress=progress,
+    )
+    return report, info.id
+
+
+def _draft(info: RecordingInfo, wanted: str | None) -> tuple[str, Proposals]:
+    """The draft meant and how its children are ranked: coupled trees before those by probability."""
+    kinds: tuple[Proposals, ...] = ("coupled", "probability")
+    whole: list[tuple[str, Proposals]] = []
+    for kind in kinds:
+        extents = info.trees if kind == "coupled" else info.trees_q
+        whole += [(name, kind) for name, extent in sorted(extents.items()) if extent.count >= info.n_requests > 0]
+    found = next((w for w in whole if wanted in (None, w[0])), None)
+    if found is not None:
+        return found
+    of = "no trees" if wanted is None else f"no trees of draft {wanted!r}"
+    have = ", ".join(sorted({n for n, _ in whole}))
+    raise TraceError(
+        f"recording {info.id} has {of} of all its requests{f' (it has those of: {have})' if have else ''}; "
+        f"`record --resume {info.id} --tree-width {TREE_WIDTH} --tree-depth {TREE_DEPTH}` makes them"
+    )
+
+
+def stored_for(store: TraceStore, pair_id: str, draft: str) -> list[Stored]:
+    """What was fitted to a draft of a pair, the newest of each kind first."""
+    found = []
+    for kind in (BINS, CLASSIFIER, STATIC_TREE):
+        mine = 0
+        for name, _, pair, _ in store.list_artifacts(kind):
+            if mine == FITTED or pair not in (None, pair_id):
+                continue
+            document = store.get_artifact(name).document
+            if document.get("draft", draft) != draft:
+                continue
+            mine += 1
+            thresholds = tuple(int(t) for t in document.get("thresholds", ()))
+            found.append(Stored(name, kind, thresholds, int(document.get("depth", 1)) if kind == BINS else 1))
+    return found
+
+
+def tried_on(store: TraceStore, info: RecordingInfo, draft: str) -> list[tuple[Policy, str]]:
+    """The fastest trials of the studies of a recording that draft with ``draft``; documents of other versions are passed over."""
+    best: dict[str, tuple[float, Policy]] = {}
+    for name, *_ in store.list_studies(info.pair_id):
+        study = store.get_study(name)
+        if study.recording_id != info.id:
+            continue
+        for trial in study.trials:
+            document = trial.get("policy")
+            if not isinstance(document, dict) or document.get("draft") != draft:
+                continue
+            try:
+                policy = parse_policy(document)
+            except PolicyError:
+                continue
+            value = float(trial.get("value") or 0.0)
+            if policy.speculates and policy.replays_exactly and (policy.id not in best or value > best[policy.id][0]):
+                best[policy.id] = (value, policy)
+    fastest = sorted(best.values(), key=lambda b: (-b[0], b[1].id))[:TRIED]
+    return [(policy, "study") for _, policy in fastest]
+
+
+def ran_on(store: TraceStore, info: RecordingInfo, draft: str) -> Iterator[Point]:
+    """What executed and replayed runs of a recording came to, newest first; one run per policy and kind."""
+    seen: set[tuple[str, str]] = set()
+    for run in store.list_runs(info.pair_id):
+        counts = run.outcome.total
+        key = (run.policy_id, run.outcome.kind)
+        if run.recording_id != info.id or key in seen or not counts.rounds:
+            continue
+        seen.add(key)
+        try:
+            policy = stored_policy(store.get_policy(run.policy_id))
+        except PolicyError:
+            continue
+        if policy.draft == draft and policy.speculates:
+            yield point_of(policy, counts, "run")
+
+
+def _about(store: TraceStore, info: RecordingInfo) -> list[tuple[str, str]]:
+    """The head of the page."""
+    s = info.sampling
+    filters = (f", top-k {s.top_k}" if s.top_k else "") + (f", top-p {s.top_p:g}" if s.top_p < 1 else "")
+    sampling = "greedy" if s.greedy else f"temperature {s.temperature:g}{filters}, seed {s.seed}"
+    return [
+        ("recording", f"{info.id} ({info.state})"),
+        ("pair", f"{store.get_pair(info.pair_id).name} ({info.pair_id})"),
+        ("sampling", f"{sampling}, {info.verifier} verifier"),
+        ("requests", f"{info.n_requests}, {info.n_output_tokens} tokens, at most {info.max_new_tokens} each"),
+        ("trees", info.trees_shown()),
+        ("recorded", f"{info.created_at:%Y-%m-%d %H:%M} UTC"),
+        ("decoded on", f"{info.options.get('device', 'cpu')}, {info.options.get('dtype', 'float32')}"),
+    ]

@@ -1,0 +1,260 @@
+"""What every start of a trace grows, in one compiled loop: its tree grows by the function that decodes (:func:`grow_level` of
+:mod:`runtime.trees.grow`), then the ranks of the text's nodes are read off."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+import runtime.trees.grow as trees
+from runtime.policies.eagle2 import INFINITE
+from runtime.policies.jit import compiled
+from runtime.trees.grow import NONE, ROOT, Codes, Index, LevelRule, Tree, TreeRule, grow_level
+
+ABSENT: Final = 65535
+"""Rank of a node that is not among the candidates."""
+NEVER: Final = 255
+"""Level of something that does not happen."""
+
+
+class Trie(NamedTuple):
+    """How recorded nodes hang together: ``root`` and ``limit`` int64 [positions], ``child`` int32 [nodes, K] and ``text_slot`` uint8
+    [nodes], as in :class:`optimizer.simulate.forest.Forest`."""
+
+    root: Index
+    limit: Index
+    child: npt.NDArray[np.int32]
+    text_slot: npt.NDArray[np.uint8]
+
+
+class ClusterUnion(NamedTuple):
+    """What nodes of one level add to each other's routed shortlists: ``cluster`` uint16 [nodes, K] of every child, ``order`` uint16
+    [nodes, C], each node's first clusters, and ``sizes`` int64 [M + 1], their tokens; cluster M holds none and is never in."""
+
+    cluster: npt.NDArray[np.uint16]
+    order: npt.NDArray[np.uint16]
+    sizes: Index
+
+
+NO_UNION: Final = ClusterUnion(np.zeros((0, 1), np.uint16), np.zeros((0, 0), np.uint16), np.zeros(0, np.int64))
+
+
+class ShortlistRanks(NamedTuple):
+    """A shortlist over a forest: a child is in it at level l where its ``ranks`` int32 [nodes, K] lies below ``budgets`` int64 [depth]
+    [l - 1], or, with a ``union``, where the level's other nodes add its cluster."""
+
+    ranks: npt.NDArray[np.int32]
+    budgets: Index
+    union: ClusterUnion = NO_UNION
+
+
+NO_SHORTLIST: Final = ShortlistRanks(np.zeros((0, 1), np.int32), np.zeros(0, np.int64))
+
+
+class GrowthTable(NamedTuple):
+    """What each start grows under one growth, D levels deep.
+
+    With P starts: ``rank`` uint16 [P, D, D]: entry (gamma - 1, l - 1) is the rank, among the candidates of gamma levels, of the node on
+    the text at level l (ABSENT: not a candidate). ``pool`` uint16 [P, D]: candidates of gamma levels. ``width`` uint8 [P, D]: nodes of
+    level l that the next pass reads; ``read`` bool [P, D]: the node on the text is among them. ``phi`` uint16 [P, D]: HeteroSpec's Phi
+    after level l. ``best`` uint16 [P, D, 3]: what a stop reads of level l (``Tree.stop``). ``end`` uint8 [P]: the level at which no node
+    passes the classifier; ``missing``: the first level that needs a distribution which was not recorded (NEVER for none). ``size`` int32
+    [P, D]: tokens of a routed shortlist at level l, as far as they are known; [0, D] without one.
+    """
+
+    rank: npt.NDArray[np.uint16]
+    pool: npt.NDArray[np.uint16]
+    width: npt.NDArray[np.uint8]
+    read: npt.NDArray[np.bool_]
+    phi: npt.NDArray[np.uint16]
+    best: npt.NDArray[np.uint16]
+    end: npt.NDArray[np.uint8]
+    missing: npt.NDArray[np.uint8]
+    size: npt.NDArray[np.int32]
+
+    @property
+    def depth(self) -> int:
+        return int(self.rank.shape[1])
+
+    @classmethod
+    def empty(cls, starts: int, depth: int, *, routed: bool = False) -> GrowthTable:
+        """A table of starts that grow nothing."""
+        per_level = (starts, depth)
+        return cls(
+            rank=np.full((*per_level, depth), ABSENT, np.uint16),
+            pool=np.zeros(per_level, np.uint16),
+            width=np.zeros(per_level, np.uint8),
+            read=np.zeros(per_level, np.bool_),
+            phi=np.zeros(per_level, np.uint16),
+            best=np.zeros((*per_level, 3), np.uint16),
+            end=np.full(starts, NEVER, np.uint8),
+            missing=np.full(starts, NEVER, np.uint8),
+            size=np.zeros((starts if routed else 0, depth), np.int32),
+        )
+
+    def stops(self, rule: TreeRule) -> npt.NDArray[np.uint8]:
+        """The level at which a rule's stop triggers at each start, uint8 [P]; NEVER where it does not."""
+        triggered: npt.NDArray[np.bool_] = rule.stops(self.best)
+        return np.where(triggered.any(1), triggered.argmax(1) + 1, NEVER).astype(np.uint8)
+
+
+class Scratch(NamedTuple):
+    """Working memory for one start: ``front`` and ``following`` int64 [F], the nodes of this frontier and the next (-1: not recorded);
+    what a shortlist leaves of them: ``codes``, in ``rows`` [F], and each child's recorded slot, ``slots`` [F, k]; ``added`` int64
+    [M + 1] marks clusters; ``text`` int64 [D]: the candidate on the text."""
+
+    front: Index
+    following: Index
+    codes: Codes
+    rows: Index
+    slots: Index
+    added: Index
+    text: Index
+
+    @classmethod
+    def of(cls, codes: Codes, rule: TreeRule, shortlist: ShortlistRanks, depth: int) -> Scratch:
+        widest = max(1, rule.frontier)
+
+        def zeros(*size: int) -> Index:
+            return np.zeros(size, np.int64)
+
+        few = Codes(*(np.zeros((widest, rule.width)[: x.ndim], x.dtype) for x in codes))
+        slots = zeros(widest, rule.width)
+        return cls(zeros(widest), zeros(widest), few, zeros(widest), slots, zeros(len(shortlist.union.sizes)), zeros(depth))
+
+
+@compiled(trees)
+def tabulate(
+    starts: Index,
+    rule: LevelRule,
+    codes: Codes,
+    trie: Trie,
+    shortlist: ShortlistRanks,
+    tree: Tree,
+    scratch: Scratch,
+    table: GrowthTable,
+) -> None:
+    """Fills the rows ``starts`` of an empty table; ``tree`` has room for its depth."""
+    depth = table.rank.shape[1]
+    for i in range(starts.shape[0]):
+        s = starts[i]
+        front = scratch.front
+        front[0], node, above, candidates = trie.root[s], int(trie.root[s]), ROOT, 0
+        for level in range(1, depth + 1):
+            if shortlist.budgets.shape[0] > 0:
+                size = _restrict(rule, codes, shortlist, tree.frontier[level - 1], i * depth + level, level, scratch)
+                if table.size.shape[0] > 0:
+                    table.size[s, level - 1] = size
+                grow_level(rule, scratch.codes, scratch.rows, level, tree)
+            else:
+                grow_level(rule, codes, front, level, tree)
+            if node >= 0:
+                slot = int(trie.text_slot[node])
+                above = _candidate(rule, shortlist, scratch.slots, level, tree, above, slot)
+                node = int(trie.child[node, slot]) if above != NONE else -1
+            else:
+                above = NONE
+            scratch.text[level - 1] = above
+            for at in range(tree.size[level - 1], tree.size[level]):
+                candidates += tree.cost[at] < INFINITE
+            table.pool[s, level - 1] = min(candidates, 65535)
+            table.width[s, level - 1] = tree.width[level]
+            table.phi[s, level - 1] = min(tree.level_phi[level], 65535)
+            for j in range(3):
+                table.best[s, level - 1, j] = min(tree.stop[level, j], 65535)
+            if rule.confidence.size > 0 and tree.width[level] == 0 and table.end[s] == NEVER:
+                table.end[s] = level
+            lost = _follow(trie, shortlist, level, tree, scratch, above, s, table)
+            if lost and table.missing[s] == NEVER and trie.limit[s] > level:
+                table.missing[s] = level + 1
+        _rank(depth, tree, scratch.text, s, table)
+
+
+@compiled(inline=True)
+def _candidate(
+    rule: LevelRule, shortlist: ShortlistRanks, slots: Index, level: int, tree: Tree, above: int, slot: int
+) -> int:
+    """The candidate of a level that is the child in the recorded ``slot`` of candidate ``above``; NONE: there is none."""
+    begin = tree.size[level - 1]
+    for at in range(begin, tree.size[level]):
+        if tree.parent[at] == above and tree.cost[at] < INFINITE:
+            own = rule.listed[level - 1, at - begin] if rule.listed.shape[0] > 0 else at - begin
+            parent = own // rule.width
+            rank = own - parent * rule.width
+            if (slots[parent, rank] if shortlist.budgets.shape[0] > 0 else rank) == slot:
+                return at
+    return NONE
+
+
+@compiled(inline=True)
+def _follow(
+    trie: Trie, shortlist: ShortlistRanks, level: int, tree: Tree, scratch: Scratch, text: int, s: int, table: GrowthTable
+) -> bool:
+    """Goes down to the nodes of a level's frontier; whether one of them was not recorded."""
+    lost = False
+    for j in range(tree.frontier[level]):
+        scratch.following[j] = -1
+        if tree.place[level, j] == NONE:
+            continue
+        above, rank = tree.above[level, j], tree.rank[level, j]
+        if shortlist.budgets.shape[0] > 0:
+            rank = scratch.slots[above, rank]
+        scratch.following[j] = trie.child[scratch.front[above], rank]
+        lost |= scratch.following[j] < 0
+        table.read[s, level - 1] |= tree.place[level, j] == text
+    for j in range(tree.frontier[level]):
+        scratch.front[j] = scratch.following[j]
+    return lost
+
+
+@compiled(inline=True)
+def _rank(depth: int, tree: Tree, text: Index, s: int, table: GrowthTable) -> None:
+    """Writes the ranks of the text's candidates: how many are cheaper, or as cheap and earlier, among those of each depth."""
+    for level in range(depth):
+        at = text[level]
+        if at == NONE:
+            continue
+        before = 0
+        for deepest in range(depth):
+            for other in range(tree.size[deepest], tree.size[deepest + 1]):
+                before += tree.cost[other] < tree.cost[at] or (tree.cost[other] == tree.cost[at] and other < at)
+            if deepest >= level:
+                table.rank[s, deepest, level] = min(before, ABSENT - 1)
+
+
+@compiled(inline=True)
+def _restrict(
+    rule: LevelRule, codes: Codes, shortlist: ShortlistRanks, frontier: int, stamp: int, level: int, scratch: Scratch
+) -> int:
+    """Writes what a shortlist leaves of a frontier's distributions: the first k children in it, their codes as they are but for the
+    gaps, which are to the first of them. How many tokens a union over the level holds, as far as the nodes' orders go; of a budget
+    beyond them as many more as it exceeds them. ``stamp`` marks this union's clusters."""
+    union, budget = shortlist.union, shortlist.budgets[level - 1]
+    reach, tokens, every = union.order.shape[1], 0, 0
+    if reach > 0:
+        for f in range(frontier):
+            for c in range(min(budget, reach) if scratch.front[f] >= 0 else 0):
+                if scratch.added[union.order[scratch.front[f], c]] != stamp:
+                    scratch.added[union.order[scratch.front[f], c]] = stamp
+                    tokens += union.sizes[union.order[scratch.front[f], c]]
+        for c in range(union.sizes.shape[0]):
+            every += union.sizes[c]
+        tokens = min(tokens * max(budget, reach) // reach, every)
+    few = scratch.codes
+    for f in range(frontier):
+        node, there = scratch.front[f], 0
+        scratch.rows[f] = f if node >= 0 else -1
+        for slot in range(codes.count[node] if node >= 0 else 0):
+            if there == rule.width:
+                break
+            if shortlist.ranks[node, slot] < budget or (reach > 0 and scratch.added[union.cluster[node, slot]] == stamp):
+                scratch.slots[f, there] = slot
+                few.tokens[f, there], few.logp[f, there] = codes.tokens[node, slot], codes.logp[node, slot]
+                few.gap[f, there] = codes.gap[node, slot] - codes.gap[node, scratch.slots[f, 0]]
+                there += 1
+        few.count[f] = there
+        if node >= 0:
+            few.entropy[f], few.top_entropy[f] = codes.entropy[node], codes.top_entropy[node]
+    return tokens

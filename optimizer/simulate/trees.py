@@ -1,0 +1,187 @@
+"""The jump loop for trees: a round is a few look-ups in a growth table
+(:mod:`optimizer.simulate.forest`), whatever the window, the selection and the bins are. It shares
+rounds, lags and clipping with :mod:`optimizer.simulate.chains`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+import optimizer.simulate.chains as chain_replay
+import optimizer.simulate.tree_tables as tree_tabulation
+import runtime.policies.heterospec as heterospec
+import traces.schema as schema
+from optimizer.simulate.chains import Sums, Texts, add_request, write_round
+from optimizer.simulate.tree_tables import ABSENT, NEVER, GrowthTable
+from runtime.costs import RoundCosts, round_seconds
+from runtime.policies.heterospec import bin_of
+from runtime.policies.jit import compiled
+from runtime.policies.windows import CompiledWindow, WindowState, advance, reset
+from runtime.trees.grow import TreeRule
+from traces.schema import NO_BIN
+
+Index = npt.NDArray[np.int64]
+
+ALL = 1 << 30
+"""A selection that keeps everything."""
+
+
+class Grown(NamedTuple):
+    """What a kernel reads of a growth table, with ``stop`` uint8 [positions]: the level at which
+    the stop triggers; and ``first_seen`` int32 [positions]: where each token of a text occurred
+    first."""
+
+    rank: npt.NDArray[np.uint16]
+    pool: npt.NDArray[np.uint16]
+    read: npt.NDArray[np.bool_]
+    phi: npt.NDArray[np.uint16]
+    stop: npt.NDArray[np.uint8]
+    end: npt.NDArray[np.uint8]
+    missing: npt.NDArray[np.uint8]
+    first_seen: npt.NDArray[np.int32]
+
+
+class TreeLimits(NamedTuple):
+    """A rule as a kernel reads it: N, whether a stopped level is kept, HeteroSpec's fitted depth
+    and alpha, the levels of a static tree; whether there are bins, their ``thresholds``, and N' of
+    each low one (``low`` of them). ``rereads``: the draft reads all emitted tokens again, as a head
+    does."""
+
+    top_n: int
+    keep_last: bool
+    fitted_depth: int
+    alpha: int
+    static: int
+    stratified: bool
+    thresholds: Index
+    low: int
+    kept: Index
+    rereads: bool
+
+    @classmethod
+    def of(cls, rule: TreeRule, *, rereads: bool) -> TreeLimits:
+        return cls(
+            top_n=ALL if rule.top_n is None or rule.static else rule.top_n,
+            keep_last=rule.keep_last,
+            fitted_depth=rule.fitted_depth,
+            alpha=rule.alpha,
+            static=len(rule.static) if rule.static else ALL,
+            stratified=rule.stratified,
+            thresholds=np.array(rule.thresholds, dtype=np.int64),
+            low=len(rule.kept),
+            kept=np.array([*rule.kept, 0], dtype=np.int64),
+            rereads=rereads,
+        )
+
+
+@compiled(inline=True)
+def _levels(wanted: int, stop: int, end: int, keep_last: bool) -> tuple[int, int]:
+    """(levels drafted, passes made) of ``wanted`` levels, by the level at which the stop triggers
+    and that at which nothing passes."""
+    if end <= wanted and end <= stop:
+        return end - 1, end
+    if stop <= wanted:
+        return (stop if keep_last else stop - 1), stop
+    return wanted, wanted
+
+
+@compiled(chain_replay, heterospec, tree_tabulation, schema)
+def replay_trees(
+    window: CompiledWindow,
+    state: WindowState,
+    texts: Texts,
+    grown: Grown,
+    limits: TreeLimits,
+    costs: RoundCosts,
+    sums: Sums,
+) -> int:
+    """Replays every request of ``texts.order``; adds to ``sums`` in place and returns how many
+    rounds were written."""
+    used, deepest = 0, grown.rank.shape[1]
+    for i in range(len(texts.order)):
+        r = texts.order[i]
+        begin, length, budget, context = (
+            texts.offsets[r],
+            texts.offsets[r + 1] - texts.offsets[r],
+            texts.budgets[r],
+            texts.prompts[r] - 1,
+        )
+        reset(window, state)
+        start, lag, total = 0, 1, (0, 0, 0, 0, 0.0)
+        while start < length:
+            s, limit = begin + start, budget - start - 1
+            gamma = max(0, min(int(state.gamma[0]), limit))
+            levels, passes, bin_, keep = 0, 0, NO_BIN, limits.top_n
+            if gamma > 0:
+                stop, end, wanted = int(grown.stop[s]), int(grown.end[s]), min(gamma, limits.static)
+                levels, passes = _levels(wanted, stop, end, limits.keep_last)
+                if limits.stratified and wanted == gamma and min(stop, end) > wanted:
+                    phi, extra = int(grown.phi[s, gamma - 1]), 0
+                    bin_ = bin_of(phi, gamma, limits.thresholds, limits.fitted_depth)
+                    if bin_ < limits.low:
+                        keep, extra = limits.kept[bin_], max(0, limits.alpha - bin_)
+                    levels, passes = _levels(min(limit, gamma + extra), stop, end, limits.keep_last)
+            accepted, drafted, reads = 0, 0, 0
+            if levels > 0:
+                at = min(levels, deepest) - 1
+                drafted = min(int(grown.pool[s, at]), keep)
+                while (
+                    accepted <= at
+                    and int(grown.rank[s, at, accepted]) != ABSENT
+                    and int(grown.rank[s, at, accepted]) < keep
+                ):
+                    accepted += 1
+            if passes > grown.missing[s] - 1 and grown.missing[s] != NEVER:
+                sums.counts[i, 6] += 1
+            emitted = min(accepted + 1, length - start)
+            accepted = min(accepted, emitted)
+            while reads < min(accepted, passes - 1) and grown.read[s, reads]:
+                reads += 1
+            cached = 0
+            for level in range(accepted):
+                if grown.first_seen[s + level] < start:
+                    cached = 1
+                    break
+            seconds = round_seconds(
+                costs, texts.sampled[r], context + start, s, lag, passes, drafted, emitted
+            )
+            advance(window, state, levels, accepted, cached, seconds[0], seconds[1])
+            if sums.per_round:
+                used = write_round(
+                    sums,
+                    used,
+                    i,
+                    start,
+                    drafted,
+                    accepted,
+                    emitted,
+                    passes,
+                    lag,
+                    levels,
+                    bin_,
+                    seconds,
+                )
+            total = (
+                total[0] + 1,
+                total[1] + accepted,
+                total[2] + drafted,
+                total[3] + passes,
+                total[4] + seconds[2],
+            )
+            if passes > 0:
+                lag = emitted if limits.rereads else emitted - reads
+            else:
+                lag += emitted
+            start += emitted
+        add_request(sums, i, length, total)
+    return used
+
+
+def stop_levels(
+    growth: GrowthTable, rules: tuple[TreeRule, TreeRule], sampled: npt.NDArray[np.bool_]
+) -> npt.NDArray[np.uint8]:
+    """The level at which the stop triggers, uint8 [positions]; ``sampled`` bool [positions]."""
+    cold, hot = (growth.stops(rule) for rule in rules)
+    return np.where(sampled, hot, cold).astype(np.uint8)

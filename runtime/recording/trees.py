@@ -1,0 +1,438 @@
+"""The panorama pass for trees: every law that covered growths can read, from every start of a recorded text.
+
+The growths are *run*, all starts at once, by the functions that decode with them (:class:`runtime.trees.grow.Growing`); what any of
+them expands is read once. A law is a function of its prefix (a head's: of its start and prefix), so starts share nodes: what one
+start reads off the text, the next one finds read. Codes that rounding could change are settled by the canonical pass, all of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from runtime.distributions import read_distributions
+from runtime.drafts.eagle import CanonicalPasses, columns
+from runtime.drafts.eagle_head import EagleHead
+from runtime.loading import LoadedPair
+from runtime.models import CHUNK, CausalModel, view_of
+from runtime.policies.document import ChainGrowth, ClassifierGrowth, Growth, StaticGrowth, TopKGrowth
+from runtime.sampling import Noise
+from runtime.trees.grow import NONE, Codes, Growing, LawRows, TreeRule
+from traces.schema import Proposals, Trajectory, TreePanorama, request_seed
+
+GROUP = 8
+"""Starts of a head grown together."""
+ROWS = 256
+"""Nodes read in one pass."""
+OFF_TEXT = 255
+SHARPNESSES = (1.5, 3.0)
+"""Sharpnesses of the coupled score that every recording covers."""
+
+
+class Cover:
+    """One growth whose every law is to be recorded, to its ``depth``: its name, and its rule."""
+
+    def __init__(self, name: str, rule: TreeRule, depth: int) -> None:
+        self.name, self.rule, self.depth = name, rule, depth
+
+
+def cover_name(growth: Growth, *, sampled: bool) -> str:
+    """What tells one covered growth from another: everything that decides which laws it reads."""
+    data: dict[str, Any] = {"kind": growth.kind}
+    if isinstance(growth, ChainGrowth):
+        data = {"kind": "top_k", "width": 1}
+    elif isinstance(growth, StaticGrowth):
+        data["paths"] = [list(p) for p in growth.paths] or growth.artifact
+    else:
+        coupled = growth.score == "coupled" or (growth.score == "auto" and sampled and growth.proposals == "coupled")
+        data["width"] = growth.width
+        data["score"] = f"coupled({growth.sharpness:g})" if coupled and growth.width > 1 else "probability"
+        if isinstance(growth, ClassifierGrowth):
+            # Its expansion follows the classifier alone; the score only selects.
+            data = {"kind": "classifier", "width": growth.width, "cap": growth.cap, "artifact": growth.artifact, "beta": growth.beta}
+        elif growth.width == 1:
+            data = {"kind": "top_k", "width": 1}
+    return json.dumps(data, sort_keys=True, separators=(",", ":"))
+
+
+def base_covers(width: int, depth: int, *, sampled: bool, proposals: Proposals, chain_depth: int = 0) -> list[Cover]:
+    """EAGLE-2's growth at every width up to ``width``: ranked by probability where that is the default score, and by the coupled score
+    at each of ``SHARPNESSES``; chains to ``chain_depth`` if that is deeper."""
+    by_probability = proposals == "probability"
+    found = [
+        Cover(
+            cover_name(TopKGrowth(width=1, proposals=proposals), sampled=sampled),
+            TreeRule(width=1, frontier=1, by_probability=by_probability),
+            max(depth, chain_depth),
+        )
+    ]
+    scores: list[float | None] = [] if sampled and not by_probability else [None]
+    scores += [] if by_probability else list(SHARPNESSES)
+    for w in range(2, width + 1):
+        for sharpness in scores:
+            if sharpness is None:
+                growth = TopKGrowth(width=w, score="probability", proposals=proposals)
+                rule = TreeRule(width=w, frontier=w, by_probability=by_probability)
+            else:
+                growth = TopKGrowth(width=w, score="coupled", sharpness=sharpness, proposals=proposals)
+                rule = TreeRule(width=w, frontier=w, coupled=True, sharpness=sharpness)
+            found.append(Cover(cover_name(growth, sampled=sampled), rule, depth))
+    return found
+
+
+class _Passes(Protocol):
+    """A draft's passes over a recorded text and its off-text nodes."""
+
+    shared: bool
+    device: torch.device
+
+    def roots(self) -> torch.Tensor:
+        """Float32 logits [L + 1, vocab] after the prompt and each output token; in chunks if long."""
+
+    def nodes(
+        self, ids: torch.Tensor, positions: torch.Tensor, numbers: list[int], above: list[list[int]], starts: list[int]
+    ) -> torch.Tensor:
+        """Float32 logits after drafted nodes. ``numbers`` count off-text nodes in the order they are read; ``above[i]`` lists the drafted
+        ancestors of node i, nearest last; ``starts[i]`` is the text position they hang from."""
+
+    def canonical(self, start: int, path: list[int]) -> torch.Tensor:
+        """Float32 logits [vocab] after the first ``start`` output tokens and the drafted ``path``."""
+
+
+class _SlotPasses:
+    """The text's keys and values are shared under a mask, drafted nodes lie behind them."""
+
+    first_slot = 0
+
+    def __init__(self, model: CausalModel | EagleHead, text: list[int], prompt: int) -> None:
+        self.cached, self.text, self.prompt, self.device = model, text, prompt, model.device
+        self._room = 0
+
+    def _reserve(self, nodes: int) -> None:
+        self.cached.reserve(len(self.text) + nodes)
+        self._room = self.cached.cache.capacity - len(self.text)
+
+    def _place(self, numbers: list[int], above: list[list[int]], starts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Slots int64 [n] of nodes, and what they see: bool [n, view]."""
+        base = len(self.text)
+        if numbers[-1] >= self._room:
+            self._grow(numbers[-1] + 1)
+        slots = torch.tensor(numbers, device=self.device) + base
+        view = min(self.cached.cache.capacity, view_of(base + numbers[-1] + 1))
+        mask = torch.zeros(len(numbers), view, dtype=torch.bool, device=self.device)
+        known = torch.tensor(starts, device=self.device) + self.prompt
+        mask[:, :base] = torch.arange(base, device=self.device)[None] < known[:, None]
+        mask[:, : self.first_slot] = False
+        rows = [i for i, a in enumerate(above) for _ in a]
+        if rows:
+            mask[torch.tensor(rows, device=self.device), torch.tensor([base + x for a in above for x in a], device=self.device)] = True
+        mask[torch.arange(len(numbers), device=self.device), slots] = True
+        return slots, mask
+
+    def _grow(self, nodes: int) -> None:
+        """More room for nodes: what is cached is carried over."""
+        cache = self.cached.cache
+        old = [(layer.keys, layer.values) for layer in cache.layers]
+        self._reserve(max(2 * self._room, nodes))
+        for layer, (keys, values) in zip(cache.layers, old, strict=True):
+            layer.lazy_initialization(keys, values)
+            layer.keys[:, :, : keys.shape[2]] = keys
+            layer.values[:, :, : values.shape[2]] = values
+
+
+class LanguageModelPasses(_SlotPasses):
+    """A language model's passes: its laws are functions of the prefix."""
+
+    shared = True
+
+    def __init__(self, model: CausalModel, text: list[int], prompt: int) -> None:
+        super().__init__(model, text, prompt)
+        self.model = model
+
+    def roots(self) -> torch.Tensor:
+        self._reserve(2048)
+        ids = torch.tensor(self.text, device=self.device)
+        self.model.read(ids[: self.prompt - 1], 0)
+        parts = []
+        for at in range(self.prompt - 1, len(self.text), CHUNK):
+            part = ids[at : at + CHUNK]
+            parts.append(self.model.chain(part, at, logits=part.shape[0]))
+        return torch.cat(parts)
+
+    def nodes(
+        self, ids: torch.Tensor, positions: torch.Tensor, numbers: list[int], above: list[list[int]], starts: list[int]
+    ) -> torch.Tensor:
+        slots, mask = self._place(numbers, above, starts)
+        return self.model.scattered(ids, positions.clamp_max(self.model.max_positions - 1), slots, mask)
+
+    def canonical(self, start: int, path: list[int]) -> torch.Tensor:
+        return self.model.canonical(self.text[: self.prompt + start] + path)
+
+
+class HeadPasses(_SlotPasses):
+    """A head's passes: the text with the target's features, drafted nodes with the head's own outputs."""
+
+    shared = False
+    first_slot = 1
+
+    def __init__(self, target: CausalModel, head: EagleHead, text: list[int], prompt: int) -> None:
+        super().__init__(head, text, prompt)
+        self.target, self.head = target, head
+        self._canonical = CanonicalPasses(target, head, text)
+        self._root_hidden = torch.zeros(0)
+        self._hidden = torch.zeros(0)
+
+    def roots(self) -> torch.Tensor:
+        head, ids = self.head, torch.tensor(self.text, device=self.device)
+        self.target.reserve(len(self.text) + 1)
+        self.target.read(ids, 0)
+        features = self.target.tapped[:, columns(self.target, head)]
+        self._reserve(2048)
+        logits, outputs = [], []
+        for at in range(1, len(self.text), CHUNK):
+            part = ids[at : at + CHUNK]
+            found, out = head.chain(part, features[at - 1 : at - 1 + part.shape[0]], at, logits=part.shape[0])
+            logits.append(found)
+            outputs.append(out)
+        # Row p - 1 belongs to token p. A prompt of one token has nothing to read: a head drafts nothing there.
+        rows, hidden = torch.cat(logits), torch.cat(outputs)
+        if self.prompt == 1:
+            rows, hidden = torch.cat([rows[:1], rows]), torch.cat([hidden[:1], hidden])
+        else:
+            rows, hidden = rows[self.prompt - 2 :], hidden[self.prompt - 2 :]
+        self._root_hidden, self._hidden = hidden, hidden.new_zeros(2048, hidden.shape[1])
+        return rows
+
+    def nodes(
+        self, ids: torch.Tensor, positions: torch.Tensor, numbers: list[int], above: list[list[int]], starts: list[int]
+    ) -> torch.Tensor:
+        slots, mask = self._place(numbers, above, starts)
+        if numbers[-1] >= self._hidden.shape[0]:
+            more = self._hidden.new_zeros(max(numbers[-1] + 1, 2 * self._hidden.shape[0]) - self._hidden.shape[0], self._hidden.shape[1])
+            self._hidden = torch.cat([self._hidden, more])
+        hidden = torch.stack([self._hidden[a[-1]] if a else self._root_hidden[s] for a, s in zip(above, starts, strict=True)])
+        logits, out = self.head.scattered(ids, hidden, positions.clamp_max(self.head.max_positions - 1), slots, mask)
+        self._hidden[numbers[0] : numbers[-1] + 1] = out
+        return logits
+
+    def canonical(self, start: int, path: list[int]) -> torch.Tensor:
+        return self._canonical.law(self.prompt + start, path)
+
+
+def record_tree_panorama(
+    pair: LoadedPair,
+    trajectory: Trajectory,
+    draft: str,
+    width: int,
+    depth: int,
+    *,
+    proposals: Proposals = "coupled",
+    covers: Sequence[Cover] = (),
+    chain_depth: int = 0,
+) -> TreePanorama:
+    """The laws of one draft over one trajectory: for EAGLE-2's growth at every width up to ``width`` and ``depth`` levels,
+    for the growths of ``covers`` besides, and for chains of ``chain_depth``."""
+    return _Recorder(pair, trajectory, draft, width, depth, proposals, covers, chain_depth).run()
+
+
+class _Recorder:
+    def __init__(
+        self,
+        pair: LoadedPair,
+        trajectory: Trajectory,
+        draft: str,
+        width: int,
+        depth: int,
+        proposals: Proposals,
+        covers: Sequence[Cover],
+        chain_depth: int,
+    ) -> None:
+        self.trajectory, self.draft, self.width, self.depth, self.proposals = trajectory, draft, width, depth, proposals
+        self.sampling = trajectory.sampling
+        self.output = trajectory.output_ids.tolist()
+        self.prompt = len(trajectory.prompt_ids)
+        self.exact = pair.exact
+        text = [*trajectory.prompt_ids.tolist(), *self.output]
+        self.passes: _Passes = passes_of(pair, draft, text, self.prompt)
+        sampled = not self.sampling.greedy
+        target = pair.target
+        self.noise = Noise(request_seed(self.sampling.seed, trajectory.request_id), target.vocab_size, target.device) if sampled else None
+        self.covers = [*base_covers(width, depth, sampled=sampled, proposals=proposals, chain_depth=chain_depth), *covers]
+        self.limit = min(m for m in (target.max_positions, pair.max_positions))
+        length = len(self.output)
+        self.roots = length + 1
+        capacity = self.roots * 16
+        self.n = self._first = self.roots
+        k = width
+        self.cols: dict[str, np.ndarray] = {
+            "tokens": np.zeros((capacity, k), np.int32),
+            "logp": np.zeros((capacity, k), np.uint8),
+            "gap": np.zeros((capacity, k), np.uint8),
+            "count": np.zeros(capacity, np.uint8),
+            "entropy": np.zeros(capacity, np.uint8),
+            "top_entropy": np.zeros(capacity, np.uint8),
+            "text_slot": np.full(capacity, OFF_TEXT, np.uint8),
+            "parent": np.full(capacity, -1, np.int32),
+            "slot": np.zeros(capacity, np.uint8),
+            "position": np.zeros(capacity, np.int32),
+            "child": np.full((capacity, k), -1, np.int32),
+        }
+
+    def run(self) -> TreePanorama:
+        logits = self.passes.roots()
+        for at in range(0, self.roots, ROWS):
+            part = logits[at : at + ROWS]
+            numbers = np.arange(at, at + part.shape[0])
+            self.cols["position"][numbers] = numbers
+            self._store(numbers, self._laws(part, numbers, None), on_text=np.ones(len(numbers), bool))
+        if self.passes.shared:
+            rows = np.flatnonzero(self.cols["text_slot"][: self.roots - 1] != OFF_TEXT)
+            self.cols["child"][rows, self.cols["text_slot"][rows]] = rows + 1
+        self._grow_all()
+        n, c = self.n, self.cols
+        off = slice(self.roots, n)
+        return TreePanorama(
+            draft=self.draft,
+            width=self.width,
+            depth=self.depth,
+            proposals=self.proposals,
+            shared=self.passes.shared,
+            covers=tuple(sorted({x.name for x in self.covers})),
+            parent=c["parent"][off].copy(),
+            slot=c["slot"][off].copy(),
+            **{name: c[name][:n].copy() for name in ("tokens", "logp", "gap", "count", "entropy", "top_entropy", "text_slot")},
+        )
+
+    def _grow_all(self) -> None:
+        """Grows from every start. Starts that share no nodes are taken a few at a time, so that what a pass sees stays short."""
+        starts = np.arange(len(self.output))
+        group = max(1, len(starts)) if self.passes.shared else GROUP
+        for at in range(0, len(starts), group):
+            self._first = self.n
+            self._grow_some(starts[at : at + group])
+
+    def _grow_some(self, starts: np.ndarray) -> None:
+        """Runs every cover over some starts, level by level, reading what none has read."""
+        budget = np.minimum(self.trajectory.max_new_tokens - starts - 1, self.limit - self.prompt - starts)
+        growing = [(c, Growing(c.rule, c.depth, len(starts))) for c in self.covers]
+        fronts = [starts[:, None]] * len(growing)
+        codes = ("tokens", "logp", "gap", "entropy", "top_entropy", "count")
+        for level in range(1, 1 + max(c.depth for c in self.covers)):
+            keys: dict[int, np.ndarray] = {}
+            for i, (cover, grown) in enumerate(growing):
+                if level > cover.depth or (cover.rule.static and level > len(cover.rule.static)):
+                    continue
+                grown.add_from(Codes(*(self.cols[name] for name in codes)), fronts[i])
+                trees, places = grown.trees, grown.trees.frontier[0, level]
+                place, above, rank = (x[:, level, :places] for x in (trees.place, trees.above, trees.rank))
+                # The laws of this frontier are read only if another level follows within the cover and the token budget.
+                live = (place != NONE) & (budget > level)[:, None] & (level < cover.depth)
+                keys[i] = np.where(live, np.take_along_axis(fronts[i], above, 1) * self.width + rank, -1)
+            if keys:
+                wanted = np.unique(np.concatenate([k.ravel() for k in keys.values()]))
+                self._read(wanted[wanted >= 0])
+            for i, key in keys.items():
+                fronts[i] = np.where(key >= 0, self.cols["child"][key // self.width, key % self.width], -1).astype(np.int64)
+
+    def _read(self, keys: np.ndarray) -> None:
+        """Reads the nodes (parent * width + slot) that have not been read."""
+        parents, slots = keys // self.width, keys % self.width
+        new = self.cols["child"][parents, slots] < 0
+        parents, slots = parents[new], slots[new]
+        for at in range(0, len(parents), ROWS):
+            self._read_batch(parents[at : at + ROWS], slots[at : at + ROWS])
+
+    def _read_batch(self, parents: np.ndarray, slots: np.ndarray) -> None:
+        count = len(parents)
+        self._ensure(self.n + count)
+        c = self.cols
+        numbers = np.arange(self.n, self.n + count)
+        tokens = c["tokens"][parents, slots]
+        c["parent"][numbers], c["slot"][numbers] = parents, slots
+        c["position"][numbers] = c["position"][parents] + 1
+        c["child"][parents, slots] = numbers
+        on_text = (c["text_slot"][parents] == slots) & (c["text_slot"][parents] != OFF_TEXT)
+        above, starts = [], []
+        for number in numbers.tolist():
+            chain, at = self._above(number)
+            above.append([x - self._first for x in chain])
+            starts.append(at)
+        device = self.passes.device
+        positions = torch.from_numpy(c["position"][numbers].astype(np.int64) + self.prompt - 1).to(device)
+        ids = torch.from_numpy(tokens.astype(np.int64)).to(device)
+        self.n += count
+        logits = self.passes.nodes(ids, positions, (numbers - self._first).tolist(), above, starts)
+        self._store(numbers, self._laws(logits, numbers, starts), on_text)
+
+    def _above(self, node: int) -> tuple[list[int], int]:
+        """The drafted ancestors of a node, root side first, and the start they hang from."""
+        chain: list[int] = []
+        at = int(self.cols["parent"][node])
+        while at >= self.roots:
+            chain.append(at)
+            at = int(self.cols["parent"][at])
+        return chain[::-1], at
+
+    def _laws(self, logits: torch.Tensor, numbers: np.ndarray, starts: list[int] | None) -> LawRows:
+        noise = None
+        positions = (self.cols["position"][numbers] + self.prompt).tolist()
+        if self.noise is not None:
+            known = {p: self.noise.row(p) for p in set(positions)}
+            noise = torch.stack([known[p] for p in positions])
+        rows = self._rows(logits, noise, self.exact)
+        if rows.unsure is None or rows.unsure_entropy is None:
+            return rows
+        for i in (rows.unsure.any(1) | rows.unsure_entropy).nonzero()[:, 0].tolist():
+            number = int(numbers[i])
+            path: list[int] = []
+            start = number
+            while start >= self.roots:
+                above = int(self.cols["parent"][start])
+                path.append(int(self.cols["tokens"][above, self.cols["slot"][start]]))
+                start = above
+            one = self._rows(self.passes.canonical(start, path[::-1])[None], None if noise is None else noise[i], False)
+            for name in ("tokens", "logp", "gap", "entropy", "top_entropy", "count"):
+                getattr(rows, name)[i] = getattr(one, name)[0]
+        return rows
+
+    def _rows(self, logits: torch.Tensor, noise: torch.Tensor | None, exact: bool) -> LawRows:
+        return read_distributions(
+            logits,
+            self.sampling,
+            noise,
+            self.width,
+            by_probability=self.proposals == "probability",
+            entropy=True,
+            top_entropy=True,
+            exact=exact,
+        )
+
+    def _store(self, numbers: np.ndarray, rows: LawRows, on_text: np.ndarray) -> None:
+        c = self.cols
+        for name in ("tokens", "logp", "gap", "count", "entropy", "top_entropy"):
+            c[name][numbers] = getattr(rows, name).cpu().numpy()
+        position = c["position"][numbers]
+        follows = on_text & (position < len(self.output))
+        following = np.array([self.output[p] if f else -1 for p, f in zip(position.tolist(), follows.tolist(), strict=True)])
+        hit = (c["tokens"][numbers] == following[:, None]) & (np.arange(self.width) < c["count"][numbers][:, None])
+        c["text_slot"][numbers] = np.where(hit.any(1), hit.argmax(1), OFF_TEXT)
+
+    def _ensure(self, wanted: int) -> None:
+        size = len(self.cols["count"])
+        if wanted <= size:
+            return
+        more = max(wanted, 2 * size) - size
+        for name, column in self.cols.items():
+            fill = {"text_slot": OFF_TEXT, "parent": -1, "child": -1}.get(name, 0)
+            self.cols[name] = np.concatenate([column, np.full((more, *column.shape[1:]), fill, column.dtype)])
+
+
+def passes_of(pair: LoadedPair, draft: str, text: list[int], prompt: int) -> _Passes:
+    """The passes behind a draft's name."""
+    if draft in pair.heads:
+        return HeadPasses(pair.target, pair.heads[draft], text, prompt)
+    return LanguageModelPasses(pair.drafts[draft], text, prompt)

@@ -1,0 +1,261 @@
+"""Drafting trees with models: distributions come from a draft's passes, everything else from :mod:`runtime.trees.grow`.
+
+:func:`grow` is the one driver of a tree, level by level: it asks a :class:`LawSource` for distributions and applies stop, early end and
+HeteroSpec's extension. A model's passes stand behind it when decoding, a recorded panorama in the oracle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from runtime.distributions import read_distributions
+from runtime.policies.eagle2 import INFINITE
+from runtime.policies.heterospec import bin_of
+from runtime.sampling import Noise
+from runtime.trees.device import DeviceGrowing, growing_on
+from runtime.trees.grow import ROOT, Growing, LawRows, Tree, TreeRule, select
+from runtime.trees.near_ties import undecided_nodes
+from traces.schema import NO_BIN, Sampling
+
+AnyGrowing = Growing | DeviceGrowing
+"""A tree while it grows, compiled or by tensor operations."""
+
+
+class LawSource(Protocol):
+    """Where the distributions of one tree come from."""
+
+    def root(self) -> LawRows:
+        """The distribution after the text, one row."""
+
+    def expand(self, growing: AnyGrowing, width: int) -> LawRows:
+        """The distributions after the last frontier's first ``width`` nodes, [width, k]."""
+
+    def settle(self, growing: AnyGrowing, *, reads_phi: bool) -> None:
+        """Decides near ties of the level just added; ``reads_phi``: Phi is read of it."""
+
+
+class Pruned(NamedTuple):
+    """What one drafting phase drafted and did not send to verification: the candidates that selection left and those of a level that the
+    stop dropped, in creation order.
+
+    ``tokens``, ``depths`` (from 1) and ``parents`` (-1: the root; numbers count the kept nodes first, then these).
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    depths: list[int]
+
+
+@dataclass
+class GrownTree:
+    """What one drafting phase grew and chose.
+
+    ``tokens``, ``parents`` (index among the kept nodes, -1: the root), ``depths`` (from 1) of the kept nodes in creation order; ``place``:
+    their places in the pool; ``slots``: where the draft cached them, -1 if it did not read them. ``levels`` kept of the growth, ``steps``
+    passes made, ``widths`` the nodes each pass read (1 for the first). ``bin`` is HeteroSpec's, ``phi`` in 1/16 nat. ``pruned`` is None
+    unless it was asked for.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)
+    place: list[int] = field(default_factory=list)
+    expanded: list[int] = field(default_factory=list)
+    levels: int = 0
+    steps: int = 0
+    widths: list[int] = field(default_factory=list)
+    phi: int = 0
+    bin: int = NO_BIN
+    pool: int = 0
+    pruned: Pruned | None = None
+
+
+def grow(
+    rule: TreeRule,
+    depth: int,
+    limit: int,
+    source: LawSource,
+    device: torch.device,
+    *,
+    whole: bool = False,
+    keep_pruned: bool = False,
+) -> GrownTree:
+    """Grows one tree of at most ``depth`` levels (the window's; HeteroSpec may extend it up to ``limit``) and selects its nodes.
+
+    ``whole`` promises that every distribution has ``rule.width`` children (nothing is filtered).
+    ``keep_pruned``: what was drafted and not selected is read out too.
+    """
+    growing = growing_on(device, rule, limit if rule.stratified else depth, whole)
+    grown = GrownTree()
+    wanted = min(depth, len(rule.static)) if rule.static else depth
+    width, dropped = 1, 0
+    while growing.depth < wanted:
+        rows = source.expand(growing, width) if growing.depth else source.root()
+        grown.widths.append(width)
+        growing.add(rows)
+        reads_phi = rule.stratified and growing.depth == depth
+        source.settle(growing, reads_phi=reads_phi)
+        width = growing.width
+        if rule.confidence is not None and width == 0:
+            growing.undo()
+            break
+        if rule.reads_stop and growing.stops:
+            if not rule.keep_last:
+                growing.undo()
+                dropped = 1
+            break
+        if reads_phi:
+            grown.phi = growing.phi
+            grown.bin = bin_of(grown.phi, depth, np.array(rule.thresholds, dtype=np.int64), rule.fitted_depth)
+            wanted = min(limit, depth + rule.extension(grown.bin))
+    grown.levels, grown.steps = growing.depth, len(grown.widths)
+    if growing.depth or dropped:
+        tree = growing.tree()
+        grown.pool = int(tree.size[grown.levels])
+        grown.tokens, grown.parents, grown.depths, grown.place, grown.expanded = select(
+            tree, grown.levels, grown.steps, rule.top_n_of(grown.bin)
+        )
+        if keep_pruned:
+            grown.pruned = _pruned(tree, grown.levels + dropped, grown.place)
+    elif keep_pruned:
+        grown.pruned = Pruned([], [], [])
+    return grown
+
+
+def _pruned(tree: Tree, levels: int, kept: list[int]) -> Pruned:
+    """The candidates of the first ``levels`` beside those in the places ``kept``."""
+    size = int(tree.size[levels])
+    left = tree.cost[:size] < INFINITE
+    left[kept] = False
+    places = left.nonzero()[0]
+    number = np.empty(size + 1, dtype=np.int64)
+    number[[*kept, *places]] = np.arange(len(kept) + len(places))
+    number[ROOT] = -1
+    depths = 1 + np.searchsorted(tree.size[1 : levels + 1], places, side="right")
+    return Pruned(tree.token[places].tolist(), number[tree.parent[places]].tolist(), depths.tolist())
+
+
+def ancestors(tree: GrownTree) -> npt.NDArray[np.bool_]:
+    """Which of the root (0) and the kept nodes (from 1) are each one's ancestors, itself included: bool [1 + nodes, 1 + nodes]."""
+    n = len(tree.tokens)
+    found = np.eye(n + 1, dtype=np.bool_)
+    found[:, 0] = True
+    parents = np.array(tree.parents, dtype=np.int64) + 1
+    begin = 0
+    for width in np.bincount(tree.depths)[1:].tolist() if n else []:  # creation order is level by level
+        level = slice(begin, begin + width)
+        found[begin + 1 : begin + width + 1] |= found[parents[level]]
+        begin += width
+    return found
+
+
+@dataclass(frozen=True)
+class TreeContext:
+    """What drafting a tree may read of the request."""
+
+    sampling: Sampling
+    noise: Noise | None
+    exact: bool
+
+
+class Reader(Protocol):
+    """A draft's passes over a tree, for :class:`ModelLaws`."""
+
+    device: torch.device
+    length: int
+    ids: torch.Tensor | None
+    """The tokens that the last pass's logits are of, int64 [size], where the draft has a shortlist; None: all, [vocab]."""
+
+    def root(self) -> torch.Tensor:
+        """Float32 logits [1, vocab or size] after the text; reads what the draft has not read of it."""
+
+    def level(
+        self, tokens: torch.Tensor, parents: torch.Tensor | None, depth: int, exists: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Float32 logits [n, vocab or size] after n tokens at ``depth``, children of the nodes that pass depth - 1 read in these places
+        (None: of the root). ``exists`` bool [n]: the tokens that are nodes of the tree; None: all."""
+
+    def canonical(self, path: list[int]) -> torch.Tensor:
+        """Float32 logits [vocab or size] after the text and ``path``: one answer whatever the batch."""
+
+
+class ModelLaws:
+    """Distributions from a draft's passes; near ties that could change what is drafted are decided by the canonical pass."""
+
+    def __init__(self, rule: TreeRule, reader: Reader, context: TreeContext) -> None:
+        self.rule, self.reader, self.context = rule, reader, context
+        self.rows: list[LawRows] = []
+        self._ids: list[torch.Tensor | None] = []
+        reader.ids = None  # no pass was made
+        self._reading = {
+            "by_probability": rule.by_probability,
+            "entropy": rule.reads_entropy,
+            "top_entropy": rule.stratified,
+            "reads_logp": not rule.coupled or rule.reads_q,
+            "reads_gap": rule.coupled,
+        }
+
+    def _laws(self, logits: torch.Tensor, depth: int, exact: bool) -> LawRows:
+        """Codes of distributions whose children stand at ``depth``."""
+        context = self.context
+        noise = None if context.noise is None else context.noise.row(self.reader.length + depth - 1)
+        return read_distributions(logits, context.sampling, noise, self.rule.width, exact=exact, ids=self.reader.ids, **self._reading)
+
+    def root(self) -> LawRows:
+        self.rows = [self._laws(self.reader.root(), 1, self.context.exact)]
+        self._ids = [self.reader.ids]
+        return self.rows[0]
+
+    def expand(self, growing: AnyGrowing, width: int) -> LawRows:
+        depth = growing.depth
+        tokens, parents, exists = growing.following(width)
+        # A static tree reads its places whether or not there is a node; shortlists are for nodes.
+        logits = self.reader.level(tokens, parents, depth, exists if self.rule.static else None)
+        self.rows.append(self._laws(logits, depth + 1, self.context.exact))
+        self._ids.append(self.reader.ids)
+        return self.rows[-1]
+
+    def settle(self, growing: AnyGrowing, *, reads_phi: bool) -> None:
+        sampling = self.context.sampling
+        perturbed = self.context.noise is not None and not self.rule.by_probability
+        filtered = not sampling.greedy and (sampling.top_p < 1.0 or sampling.top_k > 0)
+        while nodes := undecided_nodes(
+            self.rule, growing.tree, self.rows, perturbed=perturbed, filtered=filtered, reads_phi=reads_phi
+        ):
+            tree = growing.tree()
+            for level, node in nodes:
+                self.rows[level] = self._decided(tree, level, node)
+            while growing.depth > nodes[0][0]:
+                growing.undo()
+            for rows in self.rows[growing.depth :]:
+                growing.add(rows)
+
+    def _decided(self, tree: Tree, level: int, node: int) -> LawRows:
+        """The rows of ``level`` (from 0) with one node's distribution taken from the canonical pass."""
+        path: list[int] = []
+        place = int(tree.place[level, node])
+        while place != ROOT:
+            path.append(int(tree.token[place]))
+            place = int(tree.parent[place])
+        one = self._canonical(path[::-1])
+        fields: list[torch.Tensor | None] = []
+        for name, old in self.rows[level]._asdict().items():
+            new = None if old is None else old.clone()
+            if new is not None:
+                new[node] = False if name in ("unsure", "unsure_entropy") else getattr(one, name)[0]
+            fields.append(new)
+        return LawRows(*fields)  # type: ignore[arg-type]  # None only where the field may be
+
+    def _canonical(self, path: list[int]) -> LawRows:
+        """The distribution after a drafted ``path`` by the canonical pass."""
+        reader, last = self.reader, self.reader.ids
+        reader.ids = self._ids[len(path)]
+        logits = reader.canonical(path)[None]
+        rows = self._laws(logits, len(path) + 1, False)
+        reader.ids = last
+        return rows

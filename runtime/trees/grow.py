@@ -1,0 +1,452 @@
+"""Growing draft trees on whole numbers: one level at a time, and the choice of what is verified.
+
+:func:`grow_level` is the one place where candidates are made: while decoding on a CPU, while recording panoramas and in replay. Its
+rules are the papers': EAGLE-2's expansion and rerank (:mod:`runtime.policies.eagle2`), C2T's classifier (:mod:`runtime.policies.c2t`),
+static trees (:mod:`runtime.policies.sequoia`), HeteroSpec's Phi (:mod:`runtime.policies.heterospec`). Other devices grow alike by
+:mod:`runtime.trees.device`. docs/trees.md defines codes and costs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+import runtime.policies.c2t as c2t
+import runtime.policies.eagle2 as eagle2
+from runtime.policies.c2t import CONFIDENCE_SCALE, confidence_code
+from runtime.policies.eagle2 import INFINITE, cheapest
+from runtime.policies.jit import compiled
+from runtime.policies.sequoia import StaticLevel
+from traces.schema import TREE_CODE_MAX, TREE_SCALE
+
+Index = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+
+ROOT: Final = -1
+"""The parent of a candidate of the first level."""
+NONE: Final = -2
+"""A place of a frontier without a node."""
+_WEIGHT_BITS = 24
+
+
+class Codes(NamedTuple):
+    """What a draft says after n prefixes, as whole numbers of any dtype (docs/trees.md): ``tokens``, ``logp`` and ``gap`` of the
+    children [n, k], best first; ``entropy``, ``top_entropy`` and ``count`` (children that exist) [n]."""
+
+    tokens: npt.NDArray[Any]
+    logp: npt.NDArray[Any]
+    gap: npt.NDArray[Any]
+    entropy: npt.NDArray[Any]
+    top_entropy: npt.NDArray[Any]
+    count: npt.NDArray[Any]  # type: ignore[assignment]  # hides tuple.count
+
+
+class LawRows(NamedTuple):
+    """:class:`Codes` as a draft's pass gives them, int64 tensors on its device, and their near ties: ``unsure`` bool [n, k] by child,
+    ``unsure_entropy`` bool [n]; None: not asked for, or none."""
+
+    tokens: torch.Tensor
+    logp: torch.Tensor
+    gap: torch.Tensor
+    entropy: torch.Tensor
+    top_entropy: torch.Tensor
+    count: torch.Tensor  # type: ignore[assignment]  # hides tuple.count
+    unsure: torch.Tensor | None
+    unsure_entropy: torch.Tensor | None
+
+    def codes(self) -> Codes:
+        return Codes(*(np.ascontiguousarray(x.cpu().numpy()) for x in self[:6] if x is not None))
+
+
+class LevelRule(NamedTuple):
+    """What compiled code reads of a :class:`TreeRule`. ``weights`` int64 and ``logs`` float64 [256]: :func:`gap_weights`.
+    ``confidence`` int32 [depth, entropy, joint]: C2T's table, else empty. ``listed`` and ``expanded`` int64 [levels, most]: a static
+    tree's places, filled up with -1, else empty."""
+
+    width: int
+    frontier: int
+    coupled: bool
+    weights: Index
+    logs: FloatArray
+    confidence: npt.NDArray[np.int32]
+    beta_code: int
+    listed: Index
+    expanded: Index
+
+
+@dataclass(frozen=True, eq=False)
+class TreeRule:
+    """A policy's growth, stop, selection and bins, compiled for one sampling temperature (``coupled``: above 0).
+
+    ``width``: children read of a distribution (k); ``frontier``: nodes expanded per level at most (F). ``confidence`` int32 [depth,
+    entropy, joint] codes of 1/65535 and ``beta_code`` make it C2T's. ``static`` levels make it static. Limits of the stop are those
+    of :class:`runtime.policies.stops.CompiledStop`, in 1/16 nat. ``thresholds``, ``fitted_depth``, ``alpha`` and ``kept`` (N' of each
+    low bin) are HeteroSpec's.
+    """
+
+    width: int
+    frontier: int
+    coupled: bool = False
+    sharpness: float = 1.5
+    by_probability: bool = False
+    top_n: int | None = None
+    confidence: npt.NDArray[np.int32] | None = None
+    beta_code: int = 0
+    static: tuple[StaticLevel, ...] = ()
+    reads_stop: bool = False
+    max_logp: int = 0
+    max_joint: int = 0
+    max_entropy: int = 0
+    keep_last: bool = True
+    thresholds: tuple[int, ...] = ()
+    fitted_depth: int = 1
+    alpha: int = 0
+    kept: tuple[int, ...] = ()
+    key: tuple[object, ...] = field(default=(), compare=False)
+
+    @property
+    def stratified(self) -> bool:
+        return bool(self.kept)
+
+    @property
+    def reads_entropy(self) -> bool:
+        """Whether a distribution's entropy is looked at."""
+        return self.confidence is not None or (self.reads_stop and self.max_entropy < INFINITE)
+
+    @property
+    def reads_q(self) -> bool:
+        """Whether q itself is looked at beside the score."""
+        return self.confidence is not None or self.reads_stop or self.stratified
+
+    @cached_property
+    def compiled(self) -> LevelRule:
+        weights, logs = gap_weights(self.sharpness)
+        table = np.zeros((0, 0, 0), np.int32) if self.confidence is None else np.ascontiguousarray(self.confidence, np.int32)
+        listed, expanded = (_padded([getattr(x, name) for x in self.static]) for name in ("places", "expanded"))
+        return LevelRule(self.width, self.frontier, self.coupled, weights, logs, table, self.beta_code, listed, expanded)
+
+    def places(self, level: int) -> int:
+        """Candidates of a level, counted from 1."""
+        if self.static:
+            return len(self.static[level - 1].places) if level <= len(self.static) else 0
+        return self.step_width(level) * self.width
+
+    def pool(self, depth: int) -> int:
+        """Candidates of all levels up to ``depth``."""
+        return sum(self.places(level) for level in range(1, depth + 1))
+
+    def step_width(self, level: int) -> int:
+        """Nodes that the pass for a level reads (beside the lag for level 1, where it is 1)."""
+        if level == 1:
+            return 1
+        if self.static:
+            return len(self.static[level - 2].expanded) if level - 1 <= len(self.static) else 0
+        return min(self.frontier, int(self.width ** (level - 1)))
+
+    def stops(self, read: npt.NDArray[Any]) -> Any:
+        """Whether the stop triggers where it reads these codes int [..., 3] (:attr:`Tree.stop`), bool [...]."""
+        return (read > np.array([self.max_logp, self.max_joint, self.max_entropy])).any(-1) & self.reads_stop
+
+    def extension(self, bin_: int) -> int:
+        """HeteroSpec's alpha - i, 0 outside the low bins."""
+        return max(0, self.alpha - bin_) if bin_ < len(self.kept) else 0
+
+    def top_n_of(self, bin_: int) -> int | None:
+        """N or, in a low bin, N' (equation in section 4.3)."""
+        return self.kept[bin_] if 0 <= bin_ < len(self.kept) else self.top_n
+
+
+def _padded(rows: list[tuple[int, ...]]) -> Index:
+    found = np.full((len(rows), 1 + max(map(len, rows), default=0)), -1, dtype=np.int64)
+    for row, values in zip(found, rows, strict=True):
+        row[: len(values)] = values
+    return found
+
+
+@lru_cache(maxsize=64)
+def gap_weights(sharpness: float) -> tuple[Index, FloatArray]:
+    """Whole weights 2**24 exp(-sharpness gap) of each gap code, int64 [256], and their logarithms, float64 [256]."""
+    whole = [max(1, math.floor(2**_WEIGHT_BITS * math.exp(-sharpness * g / TREE_SCALE) + 0.5)) for g in range(TREE_CODE_MAX + 1)]
+    return np.array(whole), np.array([math.log(w) for w in whole])
+
+
+class Tree(NamedTuple):
+    """One tree while it grows, or B of them with an axis more in front; int64, levels counted from 1.
+
+    Of each candidate, in creation order [P]: its ``token``, joint ``cost`` (INFINITE: it may not be chosen), ``q_cost`` (-log of the
+    product of q), ``parent`` (a candidate or ROOT) and ``key``, by which a classifier orders. Of each place of the frontiers
+    [D + 1, F], the root's in row 0: its candidate (``place``, or NONE), the place ``above`` it in the frontier before, its ``rank``
+    among siblings, and ``phi``, the sum of top entropies above it. Of each level [D + 1]: where its candidates end (``size``), places
+    of its ``frontier``, how many the next pass reads (``width``), and HeteroSpec's ``level_phi``; [D + 1, 3]: what a ``stop`` reads of
+    the cheapest candidate (of a static tree the first): -log q, -log of the product of q, entropy of the distribution it comes from.
+    """
+
+    token: Index
+    cost: Index
+    q_cost: Index
+    parent: Index
+    key: Index
+    place: Index
+    above: Index
+    rank: Index
+    phi: Index
+    size: Index
+    frontier: Index
+    width: Index
+    level_phi: Index
+    stop: Index
+
+    @classmethod
+    def empty(cls, rule: TreeRule, depth: int, batch: int) -> Tree:
+        """``batch`` trees of no level, with room for ``depth``."""
+        pool, level, front = rule.pool(depth), (batch, depth + 1), (batch, depth + 1, max(1, rule.frontier))
+        shapes = [(batch, pool)] * 5 + [front] * 4 + [level] * 4 + [(*level, 3)]
+        found = cls(*[np.empty(shape, np.int64) for shape in shapes])
+        found.place[:, 0, 0], found.phi[:, 0, 0], found.size[:, 0], found.frontier[:, 0], found.width[:, 0] = ROOT, 0, 0, 1, 1
+        return found
+
+    def one(self, number: int) -> Tree:
+        """One of a batch."""
+        return Tree(*(x[number] for x in self))
+
+
+@compiled(eagle2, c2t)
+def grow_level(rule: LevelRule, codes: Codes, front: Index, level: int, tree: Tree) -> None:
+    """Makes a level of one tree: its candidates, the frontier that is expanded next, and what a stop and HeteroSpec read of it.
+
+    ``front`` [frontier]: the rows of ``codes`` that the nodes of the frontier above have; a row that is not there has no children.
+    """
+    k, begin, at, listed = rule.width, tree.size[level - 1], tree.size[level - 1], rule.listed
+    static, most_confident = listed.shape[0] > 0, np.int64(INFINITE)
+    tree.level_phi[level] = 0
+    for f in range(tree.frontier[level - 1]):
+        above, row, there = tree.place[level - 1, f], front[f], 0
+        cost = q_cost = np.int64(0)
+        if above != NONE and 0 <= row < codes.count.shape[0]:
+            there = min(int(codes.count[row]), k)
+            if above != ROOT:
+                cost, q_cost = tree.cost[above], tree.q_cost[above]
+        log_total = _log_of_weights(rule, codes.gap, row, there) if rule.coupled else 0.0
+        for rank in range(there):
+            own = np.int64(codes.logp[row, rank])
+            if own < most_confident:
+                most_confident = own
+                tree.level_phi[level] = tree.phi[level - 1, f] + codes.top_entropy[row]
+            if static and listed[level - 1, at - begin] != f * k + rank:
+                continue
+            tree.parent[at] = above
+            tree.token[at] = codes.tokens[row, rank]
+            tree.q_cost[at] = q_cost + own
+            if rule.coupled:
+                own = np.int64(math.floor((log_total - rule.logs[codes.gap[row, rank]]) * TREE_SCALE + 0.5))
+            tree.cost[at] = cost + own
+            at += 1
+        for rank in range(there, k):
+            if not static or listed[level - 1, at - begin] == f * k + rank:
+                tree.token[at], tree.cost[at], tree.q_cost[at], tree.parent[at] = 0, INFINITE, INFINITE, above
+                at += 1
+    tree.size[level] = at
+    _expand(rule, codes, front, level, tree)
+    _read_stop(rule, codes, front, level, tree)
+
+
+@compiled(inline=True)
+def _log_of_weights(rule: LevelRule, gap: npt.NDArray[Any], row: int, there: int) -> float:
+    """log of the siblings' sum of weights, the normaliser of the coupled score."""
+    total = 0
+    for rank in range(there):
+        total += rule.weights[gap[row, rank]]
+    return math.log(max(total, 1))
+
+
+@compiled(inline=True)
+def _expand(rule: LevelRule, codes: Codes, front: Index, level: int, tree: Tree) -> None:
+    """Writes the frontier of a level."""
+    k, begin, end = rule.width, tree.size[level - 1], tree.size[level]
+    place, static = tree.place[level], rule.listed.shape[0] > 0
+    if static:
+        count = 0
+        while rule.expanded[level - 1, count] >= 0:
+            place[count] = begin + rule.expanded[level - 1, count]
+            count += 1
+        tree.width[level] = tree.frontier[level] = count
+    else:
+        tree.frontier[level] = min(rule.frontier, end - begin)
+        if rule.confidence.size > 0:
+            count = _classify(rule, codes, front, level, tree)
+        else:
+            count = cheapest(tree.cost, begin, end, place[: tree.frontier[level]])
+        tree.width[level] = count
+    for j in range(tree.frontier[level]):
+        if j >= count:
+            place[j] = NONE
+            tree.above[level, j] = tree.rank[level, j] = tree.phi[level, j] = 0
+            continue
+        own = rule.listed[level - 1, place[j] - begin] if static else place[j] - begin
+        above = own // k
+        tree.above[level, j], tree.rank[level, j] = above, own - above * k
+        if tree.cost[place[j]] >= INFINITE:
+            place[j] = NONE
+        else:
+            tree.phi[level, j] = tree.phi[level - 1, above] + codes.top_entropy[front[above]]
+
+
+@compiled(inline=True)
+def _classify(rule: LevelRule, codes: Codes, front: Index, level: int, tree: Tree) -> int:
+    """C2T, section 4.2: of a level's candidates leaves those above beta, the most confident first and at most F; how many."""
+    begin, end = tree.size[level - 1], tree.size[level]
+    for at in range(begin, end):
+        tree.key[at] = INFINITE
+        if tree.cost[at] < INFINITE:
+            entropy = codes.entropy[front[(at - begin) // rule.width]]
+            confidence = confidence_code(rule.confidence, level, entropy, tree.q_cost[at])
+            if confidence > rule.beta_code:
+                tree.key[at] = CONFIDENCE_SCALE - confidence
+    place = tree.place[level, : tree.frontier[level]]
+    count = cheapest(tree.key, begin, end, place)
+    for j in range(count):
+        tree.key[place[j]] = -1
+    for at in range(begin, end):
+        if tree.key[at] != -1:
+            tree.cost[at] = INFINITE
+    return count
+
+
+@compiled(inline=True)
+def _read_stop(rule: LevelRule, codes: Codes, front: Index, level: int, tree: Tree) -> None:
+    """Writes what a stop reads of a level; zeros where it has no node, which trigger none."""
+    begin, static = tree.size[level - 1], rule.listed.shape[0] > 0
+    first = np.int64(NONE) if static or rule.confidence.size > 0 or tree.frontier[level] == 0 else tree.place[level, 0]
+    if first == NONE:
+        for at in range(begin, tree.size[level]):
+            if tree.cost[at] < INFINITE and (first == NONE or (not static and tree.cost[at] < tree.cost[first])):
+                first = np.int64(at)
+    tree.stop[level, 0] = tree.stop[level, 1] = tree.stop[level, 2] = 0
+    if first != NONE:
+        above = tree.parent[first]
+        own = rule.listed[level - 1, first - begin] if static else first - begin
+        tree.stop[level, 0] = tree.q_cost[first] - (0 if above == ROOT else tree.q_cost[above])
+        tree.stop[level, 1] = tree.q_cost[first]
+        tree.stop[level, 2] = codes.entropy[front[own // rule.width]]
+
+
+@compiled()
+def _grow_levels(rule: LevelRule, codes: Codes, front: Index, level: int, trees: Tree) -> None:
+    """:func:`grow_level` of each tree of a batch; ``front`` [B, at least their frontier]."""
+    for b in range(front.shape[0]):
+        tree = Tree(
+            trees.token[b], trees.cost[b], trees.q_cost[b], trees.parent[b], trees.key[b], trees.place[b], trees.above[b],
+            trees.rank[b], trees.phi[b], trees.size[b], trees.frontier[b], trees.width[b], trees.level_phi[b], trees.stop[b],
+        )  # fmt: skip
+        grow_level(rule, codes, front[b], level, tree)
+
+
+@lru_cache(maxsize=64)
+def _in_order(count: int) -> Index:
+    return np.arange(count, dtype=np.int64)[None]
+
+
+class Growing:
+    """Trees while they grow on a CPU, level by level, of ``depth`` levels at most. The other members are for one tree alone."""
+
+    def __init__(self, rule: TreeRule, depth: int, batch: int = 1) -> None:
+        self.rule, self.trees = rule, Tree.empty(rule, depth, batch)
+        self.depth = 0
+        """Levels so far."""
+
+    def add_from(self, codes: Codes, front: Index) -> None:
+        """Makes the next level of each tree; ``front`` int64 [B, F]: the row of ``codes`` of each place of the frontier, -1: none."""
+        self.depth += 1
+        _grow_levels(self.rule.compiled, codes, front, self.depth, self.trees)
+
+    def add(self, rows: LawRows) -> None:
+        """Makes the next level from the distributions after the frontier's first nodes, in order."""
+        self.add_from(rows.codes(), _in_order(max(1, self.rule.frontier)))
+
+    def undo(self) -> None:
+        """Forgets the last level."""
+        self.depth -= 1
+
+    @property
+    def width(self) -> int:
+        """Nodes that the next pass reads; a static tree reads its places, whether or not there is a node."""
+        return int(self.trees.width[0, self.depth])
+
+    @property
+    def stops(self) -> bool:
+        """Whether the last level triggers the rule's stop."""
+        return bool(self.rule.stops(self.trees.stop[0, self.depth]))
+
+    @property
+    def phi(self) -> int:
+        """Phi of the path with the highest final-token confidence after the last level (HeteroSpec, section 4.1), in 1/16 nat."""
+        return int(self.trees.level_phi[0, self.depth])
+
+    def following(self, width: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """Of the first ``width`` nodes to expand: tokens int64 [width], places of their parents in the frontier above int64 [width]
+        (None: the root), and which are nodes, bool [width]."""
+        place = self.trees.place[0, self.depth, :width]
+        above = None if self.depth == 1 else torch.from_numpy(self.trees.above[0, self.depth, :width])
+        return torch.from_numpy(self.trees.token[0].take(np.maximum(place, 0))), above, torch.from_numpy(place != NONE)
+
+    def tree(self) -> Tree:
+        """The tree as it stands, levels forgotten last included."""
+        return self.trees.one(0)
+
+
+class Selection(NamedTuple):
+    """The nodes that are verified, in creation order: ``tokens``, ``parents`` (among them, -1: the root), ``depths`` (from 1),
+    ``places`` (among the candidates), and ``read``: which of the nodes that the draft's passes read it is, -1: none read it."""
+
+    tokens: list[int]
+    parents: list[int]
+    depths: list[int]
+    places: list[int]
+    read: list[int]
+
+
+def select(tree: Tree, levels: int, passes: int, top_n: int | None) -> Selection:
+    """The ``top_n`` cheapest candidates of the first ``levels`` (EAGLE-2, section 4.2; None: all), after so many passes."""
+    size = int(tree.size[levels])
+    chosen = np.empty(size if top_n is None else min(size, top_n), dtype=np.int64)
+    number, found = np.empty(size, dtype=np.int64), np.empty((5, len(chosen)), dtype=np.int64)
+    count = _select(tree, levels, passes, chosen, number, found)
+    return Selection(*found[:, :count].tolist())
+
+
+@compiled(eagle2)
+def _select(tree: Tree, levels: int, passes: int, chosen: Index, number: Index, found: Index) -> int:
+    """Writes the fields of :class:`Selection` into ``found`` [5, n]; how many nodes. Scratch: ``chosen`` [n], ``number`` [size]."""
+    size, count = tree.size[levels], chosen.shape[0]
+    if count < size:
+        number[:] = -1
+        for i in range(cheapest(tree.cost, 0, size, chosen)):
+            number[chosen[i]] = 0
+    else:
+        for at in range(size):
+            number[at] = 0 if tree.cost[at] < INFINITE else -1
+    count, level = 0, 1
+    for at in range(size):
+        while at >= tree.size[level]:
+            level += 1
+        if number[at] < 0:
+            continue
+        number[at] = count
+        found[0, count] = tree.token[at]
+        found[1, count] = ROOT if tree.parent[at] == ROOT else number[tree.parent[at]]
+        found[2, count], found[3, count], found[4, count] = level, at, -1
+        count += 1
+    read = 0
+    for above in range(1, min(levels, passes - 1) + 1):
+        for j in range(tree.width[above]):
+            at = tree.place[above, j]
+            if at != NONE and number[at] >= 0:
+                found[4, number[at]] = read + j
+        read += tree.width[above]
+    return count

@@ -1,0 +1,193 @@
+"""Policies in force: an append-only list per pair and class of device, and what each node did with its entries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Literal
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from db import NotFoundError, StaleVersionError
+from db.models import AcknowledgementRow, PairRow, PolicyRow, PublicationRow
+from traces.schema import policy_id
+from traces.store.rows import Storage, is_stored, readable
+
+AckStatus = Literal["applied", "refused"]
+
+
+@dataclass(frozen=True)
+class Publication:
+    """A policy put in force. ``version`` grows; the largest of a pair and device is in force.
+
+    ``document`` is the policy's, whatever JSON value stands there, and None where it cannot be read; ``problem`` says why it is not to be
+    used: it cannot be read, or is not what the policy's id is the hash of. ``evidence`` is empty where it cannot be read.
+    """
+
+    version: int
+    pair_id: str
+    device: str
+    policy_id: str
+    label: str
+    document: Any
+    supersedes: int | None
+    evidence: Mapping[str, Any]
+    actor: str
+    reason: str
+    idempotency_key: str | None
+    created_at: datetime
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Acknowledgement:
+    """What a node did with a publication; ``reason`` is empty when it applied it."""
+
+    version: int
+    node: str
+    status: AckStatus
+    reason: str
+    at: datetime
+
+
+class Publications(Storage):
+    """Publishing and watching. Nothing here changes a row: a rollback publishes the older policy again."""
+
+    def publish(
+        self,
+        pair_id: str,
+        device: str,
+        policy_id: str,
+        *,
+        actor: str,
+        evidence: Mapping[str, Any] | None = None,
+        reason: str = "",
+        idempotency_key: str | None = None,
+        expected: int | None = None,
+        guard: Callable[[Session], None] | None = None,
+    ) -> Publication:
+        """Puts a stored policy in force for a pair on a device.
+
+        ``guard`` is called first, in the transaction that publishes; what it raises is passed on, and nothing is published. With an
+        ``idempotency_key`` seen before, the publication made then is returned and nothing is added, whatever else is
+        given. ``expected`` is the version the caller believes is in force (0: none); if another is, StaleVersionError is
+        raised. Raises NotFoundError for an unknown pair or policy.
+        """
+        with self.database.write() as session:
+            # On PostgreSQL writers run side by side: without the lock two of them could both find `expected` in force.
+            self.database.lock(session, f"publish {pair_id} {device}")
+            if guard is not None:
+                guard(session)
+            if idempotency_key is not None:
+                self.database.lock(session, f"key {idempotency_key}")
+                done = session.execute(_publications().where(PublicationRow.idempotency_key == idempotency_key)).first()
+                if done is not None:
+                    return _publication(*done)
+            if not is_stored(session, PairRow.id, pair_id):
+                raise NotFoundError(f"there is no pair {pair_id!r}; store it before publishing for it")
+            if not is_stored(session, PolicyRow.id, policy_id):
+                raise NotFoundError(f"there is no policy {policy_id!r}; store it before publishing it")
+            current = _version(session, pair_id, device)
+            if expected is not None and expected != current:
+                raise StaleVersionError(
+                    f"publication {current} is in force, not {expected} as expected; look at it and publish again"
+                )
+            row = PublicationRow(
+                pair_id=pair_id,
+                device=device,
+                policy_id=policy_id,
+                supersedes=current or None,
+                evidence=dict(evidence or {}),
+                actor=actor,
+                reason=reason,
+                idempotency_key=idempotency_key,
+                created_at=self.clock(),
+            )
+            session.add(row)
+            session.flush()
+            return _publication(row, session.get_one(PolicyRow, policy_id))
+
+    def active_version(self, pair_id: str, device: str) -> int:
+        """The version in force, 0 if none: the cheap question a watcher polls."""
+        with self.database.read() as session:
+            return _version(session, pair_id, device)
+
+    def active_publication(self, pair_id: str, device: str) -> Publication | None:
+        """The publication in force for a pair on a device, or None."""
+        found = self.list_publications(pair_id, device, limit=1)
+        return found[0] if found else None
+
+    def get_publication(self, version: int) -> Publication:
+        """Raises NotFoundError."""
+        with self.database.read() as session:
+            row = session.execute(_publications().where(PublicationRow.id == version)).first()
+            if row is None:
+                raise NotFoundError(f"there is no publication {version}")
+            return _publication(*row)
+
+    def published_under(self, idempotency_key: str) -> Publication | None:
+        """The publication made under a key, or None."""
+        with self.database.read() as session:
+            row = session.execute(_publications().where(PublicationRow.idempotency_key == idempotency_key)).first()
+            return None if row is None else _publication(*row)
+
+    def list_publications(
+        self, pair_id: str | None = None, device: str | None = None, *, limit: int | None = None
+    ) -> tuple[Publication, ...]:
+        """Publications of a pair and device (each optional), newest first."""
+        wanted = {PublicationRow.pair_id: pair_id, PublicationRow.device: device}
+        query = _publications().where(*(column == value for column, value in wanted.items() if value is not None))
+        with self.database.read() as session:
+            return tuple(_publication(*row) for row in session.execute(query.order_by(PublicationRow.id.desc()).limit(limit)))
+
+    def acknowledge(self, version: int, node: str, status: AckStatus, reason: str = "") -> None:
+        """Adds what a node did with a publication. Raises NotFoundError for an unknown one."""
+        with self.database.write() as session:
+            if not is_stored(session, PublicationRow.id, version):
+                raise NotFoundError(f"there is no publication {version}")
+            session.add(AcknowledgementRow(publication_id=version, node=node, status=status, reason=reason, at=self.clock()))
+
+    def acknowledgements(self, version: int | None = None, node: str | None = None) -> tuple[Acknowledgement, ...]:
+        """Acknowledgements of a publication and by a node (each optional), oldest first."""
+        wanted = {AcknowledgementRow.publication_id: version, AcknowledgementRow.node: node}
+        query = select(AcknowledgementRow).where(*(column == value for column, value in wanted.items() if value is not None))
+        with self.database.read() as session:
+            rows = session.scalars(query.order_by(AcknowledgementRow.id))
+            return tuple(
+                Acknowledgement(
+                    row.publication_id, row.node, "applied" if row.status == "applied" else "refused", row.reason, row.at
+                )
+                for row in rows
+            )
+
+
+def _publications() -> Any:  # Select's parameters differ between SQLAlchemy 2.0 and 2.1
+    return select(PublicationRow, PolicyRow).join(PolicyRow, PolicyRow.id == PublicationRow.policy_id)
+
+
+def _version(session: Session, pair_id: str, device: str) -> int:
+    of = (PublicationRow.pair_id == pair_id, PublicationRow.device == device)
+    return int(session.scalar(select(func.max(PublicationRow.id)).where(*of)) or 0)
+
+
+def _publication(row: PublicationRow, policy: PolicyRow) -> Publication:
+    document, problem = readable(policy.document)
+    if isinstance(document, dict) and policy_id(document) != policy.id:
+        problem = "has another content than the id of its policy says; restore the database from a backup"
+    return Publication(
+        version=row.id,
+        pair_id=row.pair_id,
+        device=row.device,
+        policy_id=row.policy_id,
+        label=policy.label,
+        document=document,
+        supersedes=row.supersedes,
+        evidence=row.evidence if isinstance(row.evidence, Mapping) else {},
+        actor=row.actor,
+        reason=row.reason,
+        idempotency_key=row.idempotency_key,
+        created_at=row.created_at,
+        problem=problem,
+    )

@@ -1,0 +1,259 @@
+"""Questions about recordings: which there are, what their requests were like, how far drafts survived.
+
+These are the public calls behind ``cli.py traces list|show|stats|query|export``. Everything is answered from summary columns; no
+chunk is unpacked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from datetime import datetime
+from typing import Any, Literal
+
+from sqlalchemy import ColumnElement, select
+from sqlalchemy.orm import Session
+
+from db import Database
+from db.models import PanoramaChunkRow, RecordingRow, StepChunkRow, TrajectoryRow
+from traces.acceptance import Survival
+from traces.recording import RecordingInfo
+from traces.store.recording_rows import CHAIN, infos
+from traces.store.rows import resolve
+
+GroupBy = Literal["draft", "category", "recording"]
+GROUPS: tuple[GroupBy, ...] = ("draft", "category", "recording")
+EXECUTED = "executed"
+"""Stands in the draft column of statistics over executed rounds."""
+
+
+@dataclass(frozen=True)
+class TraceFilter:
+    """Which requests are meant; every field narrows, absent ones do not.
+
+    ``recordings`` are ids or beginnings of ids or ``latest``; ``pair`` an id or the beginning of one; ``since`` (inclusive)
+    and ``until`` (exclusive) bound the moment a request was recorded. ``min_acceptance`` and ``max_acceptance`` (inclusive)
+    bound the acceptance of the request's drafts, or of ``draft`` if it is given.
+    """
+
+    recordings: tuple[str, ...] = ()
+    pair: str | None = None
+    categories: tuple[str, ...] = ()
+    since: datetime | None = None
+    until: datetime | None = None
+    draft: str | None = None
+    min_acceptance: float | None = None
+    max_acceptance: float | None = None
+    source: str | None = None
+
+
+EVERYTHING = TraceFilter()
+
+
+@dataclass(frozen=True)
+class RequestRow:
+    """One request and draft (or one request, ``draft`` None, if it has no panorama).
+
+    ``acceptance``: mean chance that a proposal of the draft is kept, over the positions of the text; ``tau``: mean accepted
+    length of drafting up to gamma_max from every start. ``rounds`` to ``seconds`` are of the rounds it was decoded by, 0 if
+    none were stored.
+    """
+
+    recording: str
+    ordinal: int
+    request_id: str
+    category: str
+    recorded_at: datetime
+    finish: str
+    n_prompt: int
+    n_output: int
+    draft: str | None
+    gamma_max: int | None
+    acceptance: float | None
+    tau: float | None
+    rounds: int
+    drafted: int
+    accepted: int
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Column to value, the moment in ISO 8601."""
+        return {f.name: getattr(self, f.name) for f in fields(self)} | {"recorded_at": self.recorded_at.isoformat()}
+
+    @classmethod
+    def columns(cls) -> tuple[str, ...]:
+        return tuple(f.name for f in fields(cls))
+
+
+@dataclass(frozen=True)
+class AcceptanceStats:
+    """Acceptance of one group: over every start of its panoramas, or over executed rounds (``draft`` ``executed``)."""
+
+    group: tuple[tuple[str, str], ...]
+    requests: int
+    acceptance: float
+    survival: Survival
+
+    def to_json(self) -> dict[str, Any]:
+        """The group's columns, then the figures; ``marginal``, ``conditional`` and ``histogram`` are lists over positions."""
+        return {**dict(self.group), "requests": self.requests, "acceptance": self.acceptance, **self.survival.to_json()}
+
+
+def list_recordings(database: Database, only: TraceFilter = EVERYTHING) -> tuple[RecordingInfo, ...]:
+    """Recordings that hold a matching request (or, without request conditions, match themselves), newest first."""
+    with database.read() as session:
+        query = select(RecordingRow).where(*_recording_conditions(session, only))
+        narrowed = _request_conditions(only)
+        if narrowed:
+            query = query.where(select(TrajectoryRow).where(TrajectoryRow.recording_id == RecordingRow.id, *narrowed).exists())
+        return tuple(infos(session, session.scalars(query.order_by(RecordingRow.created_at.desc(), RecordingRow.id)).all()))
+
+
+def request_rows(database: Database, only: TraceFilter = EVERYTHING) -> Iterator[RequestRow]:
+    """The matching requests, one row per draft, by recording, ordinal and draft; lazily, within one read transaction.
+
+    A draft is one with a chain panorama; trees have no rows.
+    """
+    t, p = TrajectoryRow, PanoramaChunkRow
+    columns = (
+        *(t.recording_id, t.ordinal, t.request_id, t.category, t.created_at, t.finish, t.n_prompt, t.n_output),
+        *(p.draft, p.gamma_max, p.acceptance, p.n, p.survived, t.rounds, t.drafted, t.accepted, t.seconds),
+    )
+    with database.read() as session:
+        joined = (p.recording_id == t.recording_id) & (p.ordinal == t.ordinal) & (p.kind == CHAIN)
+        if only.draft is not None:
+            joined &= p.draft == only.draft
+        query = select(*columns).join(RecordingRow, RecordingRow.id == t.recording_id).outerjoin(p, joined)
+        query = query.where(*_recording_conditions(session, only), *_request_conditions(only), *_acceptance_conditions(only))
+        if only.draft is not None:
+            query = query.where(p.draft.is_not(None))
+        for row in session.execute(query.order_by(t.recording_id, t.ordinal, p.draft).execution_options(yield_per=500)):
+            yield RequestRow(
+                recording=row.recording_id,
+                ordinal=row.ordinal,
+                request_id=row.request_id,
+                category=row.category,
+                recorded_at=row.created_at,
+                finish=row.finish,
+                n_prompt=row.n_prompt,
+                n_output=row.n_output,
+                draft=row.draft,
+                gamma_max=row.gamma_max,
+                acceptance=row.acceptance,
+                tau=None if row.draft is None else Survival(row.n, (), tuple(row.survived)).mean_accepted_length,
+                rounds=row.rounds,
+                drafted=row.drafted,
+                accepted=row.accepted,
+                seconds=row.seconds,
+            )
+
+
+def acceptance_stats(
+    database: Database, only: TraceFilter = EVERYTHING, by: Sequence[GroupBy] = ("draft",)
+) -> tuple[AcceptanceStats, ...]:
+    """Acceptance by position, from every start of the panoramas of the matching requests, grouped and sorted by ``by``.
+
+    Without ``draft`` in ``by`` drafts are pooled. Mean accepted length = 1 + sum of the marginals, exactly.
+    """
+    t, p = TrajectoryRow, PanoramaChunkRow
+    of: dict[GroupBy, Any] = {"draft": p.draft, "category": t.category, "recording": t.recording_id}
+    with database.read() as session:
+        query = (
+            select(*(of[g] for g in by), t.recording_id, t.ordinal, p.n, p.acceptance, p.at_risk, p.survived)
+            .join(t, (t.recording_id == p.recording_id) & (t.ordinal == p.ordinal))
+            .join(RecordingRow, RecordingRow.id == t.recording_id)
+            .where(*_recording_conditions(session, only), *_request_conditions(only), *_acceptance_conditions(only))
+            .where(p.kind == CHAIN)
+        )
+        if only.draft is not None:
+            query = query.where(p.draft == only.draft)
+        return _grouped(by, session.execute(query))
+
+
+def executed_stats(
+    database: Database, only: TraceFilter = EVERYTHING, by: Sequence[GroupBy] = (), *, run: str | None = None
+) -> tuple[AcceptanceStats, ...]:
+    """The same from the rounds that the matching requests were really decoded by, or from the rounds of one run.
+
+    ``acceptance`` is accepted over drafted tokens. ``draft`` cannot be grouped by here: a request may have used several.
+    """
+    groups = [g for g in by if g != "draft"]
+    s, t = StepChunkRow, TrajectoryRow
+    n_acceptance = (s.rounds, s.drafted, s.accepted, s.at_risk, s.survived)
+    with database.read() as session:
+        if run is not None:
+            of: dict[GroupBy, Any] = {"category": s.category, "recording": s.run_id}
+            query = select(*(of[g] for g in groups), s.run_id, s.ordinal, *n_acceptance).where(s.run_id == run)
+        else:
+            of = {"category": t.category, "recording": t.recording_id}
+            query = (
+                select(*(of[g] for g in groups), s.recording_id, s.ordinal, *n_acceptance)
+                .join(t, (t.recording_id == s.recording_id) & (t.ordinal == s.ordinal))
+                .join(RecordingRow, RecordingRow.id == t.recording_id)
+                .where(*_recording_conditions(session, only), *_request_conditions(only))
+            )
+        rows = (
+            (*head, rounds, (accepted / drafted if drafted else 0.0), at_risk, survived, drafted)
+            for *head, rounds, drafted, accepted, at_risk, survived in session.execute(query)
+        )
+        return _grouped(groups, rows, weighted=True)
+
+
+def _grouped(by: Sequence[GroupBy], rows: Any, *, weighted: bool = False) -> tuple[AcceptanceStats, ...]:
+    """Rows are (group..., owner, ordinal, starts, acceptance, at_risk, survived[, weight of the acceptance]), pooled by group."""
+    sums: dict[tuple[str, ...], Survival] = {}
+    kept: dict[tuple[str, ...], list[float]] = {}
+    requests: dict[tuple[str, ...], set[tuple[str, int]]] = {}
+    for row in rows:
+        weight = row[-1] if weighted else row[len(by) + 2]
+        key, (owner, ordinal, starts, acceptance, at_risk, survived) = tuple(row[: len(by)]), row[len(by) : len(by) + 6]
+        sums[key] = sums.get(key, Survival()) + Survival(starts, tuple(at_risk), tuple(survived))
+        total = kept.setdefault(key, [0.0, 0.0])
+        total[0] += acceptance * weight
+        total[1] += weight
+        requests.setdefault(key, set()).add((owner, ordinal))
+    return tuple(
+        AcceptanceStats(
+            tuple(zip(by, key, strict=True)), len(requests[key]), kept[key][0] / kept[key][1] if kept[key][1] else 0.0, sums[key]
+        )
+        for key in sorted(sums)
+    )
+
+
+def _recording_conditions(session: Session, only: TraceFilter) -> list[ColumnElement[bool]]:
+    conditions: list[ColumnElement[bool]] = []
+    if only.recordings:
+        ids = [resolve(session, RecordingRow.id, name, "recording", newest=RecordingRow.created_at) for name in only.recordings]
+        conditions.append(RecordingRow.id.in_(ids))
+    if only.pair is not None:
+        conditions.append(RecordingRow.pair_id.startswith(only.pair, autoescape=True))
+    if only.source is not None:
+        conditions.append(RecordingRow.source == only.source)
+    return conditions
+
+
+def _request_conditions(only: TraceFilter) -> list[ColumnElement[bool]]:
+    t = TrajectoryRow
+    conditions: list[ColumnElement[bool]] = []
+    if only.categories:
+        conditions.append(t.category.in_(only.categories))
+    if only.since is not None:
+        conditions.append(t.created_at >= only.since)
+    if only.until is not None:
+        conditions.append(t.created_at < only.until)
+    if only.draft is not None or only.min_acceptance is not None or only.max_acceptance is not None:
+        p = PanoramaChunkRow
+        of = [p.recording_id == t.recording_id, p.ordinal == t.ordinal, p.kind == CHAIN, *_acceptance_conditions(only)]
+        if only.draft is not None:
+            of.append(p.draft == only.draft)
+        conditions.append(select(p.ordinal).where(*of).exists().correlate(t))
+    return conditions
+
+
+def _acceptance_conditions(only: TraceFilter) -> list[ColumnElement[bool]]:
+    bounds: list[ColumnElement[bool]] = []
+    if only.min_acceptance is not None:
+        bounds.append(PanoramaChunkRow.acceptance >= only.min_acceptance)
+    if only.max_acceptance is not None:
+        bounds.append(PanoramaChunkRow.acceptance <= only.max_acceptance)
+    return bounds

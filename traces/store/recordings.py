@@ -1,0 +1,465 @@
+"""Recordings in the database: begun, appended to, resumed, read back."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any, Literal
+
+from sqlalchemy import select, update
+from sqlalchemy.orm import Session
+
+from db import NotFoundError
+from db.models import PairRow, PanoramaChunkRow, RecordingRow, StepChunkRow, TrajectoryRow, WorkloadRow
+from traces.acceptance import compact, keep_probability, survival
+from traces.codec import CodecError
+from traces.errors import TraceError
+from traces.packing import pack_chain, pack_steps, pack_tokens, pack_tree, unpack_chain, unpack_steps, unpack_tree
+from traces.recording import RecordedRequest, Recording, RecordingInfo, Skipped
+from traces.schema import (
+    AGREE_NONE,
+    AGREE_YES,
+    ChainPanorama,
+    Proposals,
+    Sampling,
+    Step,
+    Trajectory,
+    TreePanorama,
+    Verifier,
+)
+from traces.store.recording_rows import (
+    CHAIN,
+    TREE_KINDS,
+    corrupted,
+    info_of,
+    infos,
+    recording_row,
+    spec_hash,
+    step_row,
+    step_sums,
+    trajectory_of,
+)
+from traces.store.rows import Storage, chunk_of, chunk_values, insert_absent, resolve, sampling_json
+
+BATCH = 64
+"""Requests read per query when iterating."""
+Appended = tuple[int, Trajectory, Sequence[Step]]
+
+
+class Recordings(Storage):
+    """Recordings, their trajectories, panoramas and executed rounds."""
+
+    def create_recording(
+        self,
+        pair_id: str,
+        workload_id: str | None,
+        sampling: Sampling,
+        *,
+        max_new_tokens: int,
+        verifier: Verifier = "coupled",
+        options: Mapping[str, Any] | None = None,
+        source: str = "record",
+    ) -> RecordingInfo:
+        """Begins a recording in state ``recording``. The pair and the workload must be stored already (NotFoundError)."""
+        values = {
+            "pair_id": pair_id,
+            "workload_id": workload_id,
+            "source": source,
+            "state": "recording",
+            "sampling": sampling_json(sampling),
+            "max_new_tokens": max_new_tokens,
+            "verifier": verifier,
+            "options": dict(options or {}),
+            "progress": {},
+            "spec_sha256": spec_hash(pair_id, workload_id, sampling, max_new_tokens, verifier, options, source),
+            "created_at": self.clock(),
+        }
+        with self.database.write() as session:
+            self._require(session, pair_id, workload_id)
+            new = self.insert_new(session, RecordingRow, "rec", values)
+            return info_of(session, session.get_one(RecordingRow, new))
+
+    def find_recording(
+        self,
+        pair_id: str,
+        workload_id: str | None,
+        sampling: Sampling,
+        *,
+        state: Literal["recording", "complete"],
+        max_new_tokens: int,
+        verifier: Verifier = "coupled",
+        options: Mapping[str, Any] | None = None,
+        source: str = "record",
+    ) -> RecordingInfo | None:
+        """The newest recording begun with exactly these arguments that is in ``state``, or None.
+
+        One in state ``recording`` is what a killed ``record`` resumes; a ``complete`` one is what ``tune`` need not record again.
+        """
+        spec = spec_hash(pair_id, workload_id, sampling, max_new_tokens, verifier, options, source)
+        with self.database.read() as session:
+            row = session.scalars(
+                select(RecordingRow)
+                .where(RecordingRow.spec_sha256 == spec, RecordingRow.state == state)
+                .order_by(RecordingRow.created_at.desc(), RecordingRow.id)
+                .limit(1)
+            ).first()
+            return None if row is None else info_of(session, row)
+
+    def list_recordings(
+        self, pair_id: str | None = None, *, source: str | None = None, state: str | None = None
+    ) -> tuple[RecordingInfo, ...]:
+        """Recordings of a pair, source and state (each optional), newest first; :mod:`traces.store.query` filters by more."""
+        wanted = {RecordingRow.pair_id: pair_id, RecordingRow.source: source, RecordingRow.state: state}
+        query = select(RecordingRow).where(*(column == value for column, value in wanted.items() if value is not None))
+        with self.database.read() as session:
+            rows = session.scalars(query.order_by(RecordingRow.created_at.desc(), RecordingRow.id)).all()
+            return tuple(infos(session, rows))
+
+    def recorded_since(
+        self, pair_id: str, since: datetime, *, sources: Collection[str] | None = None
+    ) -> tuple[tuple[str, int], ...]:
+        """(recording, ordinal) of every request of a pair stored at ``since`` or later, oldest first.
+
+        It goes by the request's moment and not the recording's: serving appends to one recording for days. ``sources`` narrows to
+        recordings of these sources.
+        """
+        query = (
+            select(TrajectoryRow.recording_id, TrajectoryRow.ordinal)
+            .join(RecordingRow, RecordingRow.id == TrajectoryRow.recording_id)
+            .where(RecordingRow.pair_id == pair_id, TrajectoryRow.created_at >= since)
+        )
+        if sources is not None:
+            query = query.where(RecordingRow.source.in_(sources))
+        order = (TrajectoryRow.created_at, TrajectoryRow.recording_id, TrajectoryRow.ordinal)
+        with self.database.read() as session:
+            return tuple((recording, ordinal) for recording, ordinal in session.execute(query.order_by(*order)))
+
+    def resolve_recording(self, text: str) -> str:
+        """The id meant by an id, an unambiguous beginning of one, or ``latest``. Raises NotFoundError."""
+        with self.database.read() as session:
+            return resolve(session, RecordingRow.id, text, "recording", newest=RecordingRow.created_at)
+
+    def get_recording(self, text: str) -> RecordingInfo:
+        """The recording without its chunks, by id, an unambiguous beginning of one, or ``latest``. Raises NotFoundError."""
+        with self.database.read() as session:
+            found = resolve(session, RecordingRow.id, text, "recording", newest=RecordingRow.created_at)
+            return info_of(session, session.get_one(RecordingRow, found))
+
+    def set_progress(self, recording: str, progress: Mapping[str, Any]) -> None:
+        """Replaces the recording's progress document."""
+        self._set(recording, progress=dict(progress))
+
+    def finish_recording(self, recording: str, state: str = "complete") -> None:
+        """Marks a recording ``complete`` or ``abandoned``; doing it again changes nothing but the time."""
+        self._set(recording, state=state, finished_at=self.clock())
+
+    def append_trajectory(self, recording: str, ordinal: int, trajectory: Trajectory, steps: Sequence[Step] = ()) -> bool:
+        """Stores one decoded request in one transaction; when this returns it survives a kill.
+
+        Returns False, changing nothing, when the same trajectory is there already, so that a resumed recording may append again.
+        Raises :class:`TraceError` when another trajectory has that ordinal, and NotFoundError for an unknown recording.
+        """
+        return self.append_trajectories(recording, [(ordinal, trajectory, steps)]) == 1
+
+    def append_trajectories(self, recording: str, items: Sequence[Appended]) -> int:
+        """:meth:`append_trajectory` for several in one transaction; how many were new."""
+        packed = [(*item, pack_tokens(item[1].prompt_ids, item[1].output_ids), pack_steps(item[2])) for item in items]
+        added = 0
+        with self.database.write() as session:
+            recording_row(session, recording, writing=True)
+            for ordinal, trajectory, steps, tokens, rounds in packed:
+                sums = step_sums(steps)
+                values = {
+                    "recording_id": recording,
+                    "ordinal": ordinal,
+                    "request_id": trajectory.request_id,
+                    "category": trajectory.category,
+                    "sampling": sampling_json(trajectory.sampling),
+                    "max_new_tokens": trajectory.max_new_tokens,
+                    "verifier": trajectory.verifier,
+                    "finish": trajectory.finish,
+                    "stop_strings": list(trajectory.stop_strings),
+                    "n_prompt": len(trajectory.prompt_ids),
+                    "n_output": len(trajectory.output_ids),
+                    "created_at": self.clock(),
+                    **{name: sums[name] for name in ("rounds", "drafted", "accepted", "seconds")},
+                    **chunk_values(tokens),
+                }
+                if not insert_absent(session, TrajectoryRow, values):
+                    there = session.get_one(TrajectoryRow, (recording, ordinal))
+                    if there.sha256 != tokens.sha256 or there.request_id != trajectory.request_id:
+                        raise TraceError(
+                            f"recording {recording} already holds another trajectory at {ordinal}: request {there.request_id!r}, "
+                            f"not {trajectory.request_id!r} as given"
+                        )
+                    continue
+                added += 1
+                if steps:
+                    session.add(
+                        step_row(
+                            recording, None, ordinal, trajectory.request_id, trajectory.category, steps, chunk_values(rounds)
+                        )
+                    )
+        return added
+
+    def recorded_ordinals(self, recording: str) -> frozenset[int]:
+        """The ordinals that hold a trajectory."""
+        with self.database.read() as session:
+            return frozenset(session.scalars(select(TrajectoryRow.ordinal).where(TrajectoryRow.recording_id == recording)))
+
+    def put_panorama(self, recording: str, ordinal: int, panorama: ChainPanorama) -> bool:
+        """Stores what a draft would propose along one trajectory, replacing a shorter or equal one.
+
+        Returns False when a longer one (larger gamma_max) is kept instead. Raises :class:`TraceError` when it does not fit the
+        trajectory.
+        """
+        return self.put_panoramas(recording, [(ordinal, panorama)]) == 1
+
+    def put_panoramas(self, recording: str, items: Sequence[tuple[int, ChainPanorama]]) -> int:
+        """:meth:`put_panorama` for several in one transaction; how many were stored."""
+        packed = [(ordinal, panorama, pack_chain(panorama)) for ordinal, panorama in items]
+        stored = 0
+        with self.database.write() as session:
+            recording_row(session, recording, writing=True)
+            for ordinal, panorama, chunk in packed:
+                trajectory = self._fitting(session, recording, ordinal, len(panorama.agree))
+                there = session.get(PanoramaChunkRow, (recording, ordinal, panorama.draft, CHAIN))
+                if there is not None:
+                    if there.gamma_max > panorama.gamma_max:
+                        continue
+                    session.delete(there)
+                    session.flush()
+                verifier: Verifier = "rejection" if trajectory.verifier == "rejection" else "coupled"
+                sums, n = survival(panorama, verifier), len(panorama.agree)
+                session.add(
+                    PanoramaChunkRow(
+                        recording_id=recording,
+                        ordinal=ordinal,
+                        draft=panorama.draft,
+                        kind=CHAIN,
+                        gamma_max=panorama.gamma_max,
+                        n=n,
+                        agree_count=int((panorama.agree == AGREE_YES).sum()),
+                        none_count=int((panorama.agree == AGREE_NONE).sum()),
+                        acceptance=float(keep_probability(panorama, verifier).mean()) if n else 0.0,
+                        at_risk=compact(sums.at_risk),
+                        survived=compact(sums.survived),
+                        **chunk_values(chunk),
+                    )
+                )
+                stored += 1
+        return stored
+
+    def missing_panoramas(self, recording: str, draft: str, gamma_max: int) -> tuple[int, ...]:
+        """Ordinals whose trajectory has no panorama of this draft with at least this gamma_max, in order."""
+        have = (
+            select(PanoramaChunkRow.ordinal)
+            .where(PanoramaChunkRow.recording_id == recording, PanoramaChunkRow.draft == draft, PanoramaChunkRow.kind == CHAIN)
+            .where(PanoramaChunkRow.gamma_max >= gamma_max)
+        )
+        with self.database.read() as session:
+            recording_row(session, recording)
+            missing = select(TrajectoryRow.ordinal).where(
+                TrajectoryRow.recording_id == recording, TrajectoryRow.ordinal.not_in(have)
+            )
+            return tuple(session.scalars(missing.order_by(TrajectoryRow.ordinal)))
+
+    def put_tree_panoramas(self, recording: str, items: Sequence[tuple[int, TreePanorama]]) -> int:
+        """Stores what a draft's trees would read along trajectories, in one transaction; how many were stored.
+
+        Each replaces one that it holds all of; one that is wider, deeper or covers other growths is kept instead (:meth:`tree_limits`
+        says what to record so that it is not). Raises :class:`TraceError` when one does not fit its trajectory.
+        """
+        packed = [(ordinal, panorama, pack_tree(panorama)) for ordinal, panorama in items]
+        stored = 0
+        with self.database.write() as session:
+            recording_row(session, recording, writing=True)
+            for ordinal, panorama, chunk in packed:
+                self._fitting(session, recording, ordinal, panorama.positions)
+                kind = TREE_KINDS[panorama.proposals]
+                there = session.get(PanoramaChunkRow, (recording, ordinal, panorama.draft, kind))
+                if there is not None:
+                    more = there.width > panorama.width or there.gamma_max > panorama.depth
+                    if more or not set(there.covers) <= set(panorama.covers):
+                        continue
+                    session.delete(there)
+                    session.flush()
+                n = panorama.positions
+                agree = int((panorama.text_slot[:n] == 0).sum())
+                session.add(
+                    PanoramaChunkRow(
+                        recording_id=recording,
+                        ordinal=ordinal,
+                        draft=panorama.draft,
+                        kind=kind,
+                        gamma_max=panorama.depth,
+                        width=panorama.width,
+                        covers=list(panorama.covers),
+                        n=n,
+                        agree_count=agree,
+                        none_count=0,
+                        acceptance=agree / n if n else 0.0,
+                        at_risk=[],
+                        survived=[],
+                        **chunk_values(chunk),
+                    )
+                )
+                stored += 1
+        return stored
+
+    def missing_trees(
+        self,
+        recording: str,
+        draft: str,
+        *,
+        width: int,
+        depth: int,
+        proposals: Proposals = "coupled",
+        covers: Collection[str] = (),
+    ) -> tuple[int, ...]:
+        """Ordinals whose trajectory has no tree panorama of this draft with at least this width and depth and these covers, in order."""
+        p, wanted = PanoramaChunkRow, set(covers)
+        stored = select(p.ordinal, p.covers).where(p.recording_id == recording, p.draft == draft, p.kind == TREE_KINDS[proposals])
+        with self.database.read() as session:
+            recording_row(session, recording)
+            enough = stored.where(p.width >= width, p.gamma_max >= depth)
+            have = {ordinal for ordinal, names in session.execute(enough) if wanted <= set(names)}
+            every = session.scalars(select(TrajectoryRow.ordinal).where(TrajectoryRow.recording_id == recording))
+            return tuple(sorted(set(every) - have))
+
+    def tree_limits(self, recording: str, draft: str, proposals: Proposals = "coupled") -> tuple[int, int, tuple[str, ...]]:
+        """(width, depth, covers): the most that any stored tree panorama of this draft holds; (0, 0, ()) where there is none."""
+        p = PanoramaChunkRow
+        query = select(p.width, p.gamma_max, p.covers).where(
+            p.recording_id == recording, p.draft == draft, p.kind == TREE_KINDS[proposals]
+        )
+        with self.database.read() as session:
+            recording_row(session, recording)
+            rows = session.execute(query).all()
+        names = {name for _, _, covers in rows for name in covers}
+        return max((w for w, _, _ in rows), default=0), max((d for _, d, _ in rows), default=0), tuple(sorted(names))
+
+    def _fitting(self, session: Session, recording: str, ordinal: int, positions: int) -> TrajectoryRow:
+        """The trajectory there. Raises NotFoundError when there is none, :class:`TraceError` when it has another number of tokens."""
+        trajectory = session.get(TrajectoryRow, (recording, ordinal))
+        if trajectory is None:
+            raise NotFoundError(f"recording {recording} has no trajectory {ordinal}")
+        if trajectory.n_output != positions:
+            raise TraceError(
+                f"a panorama of {positions} positions does not fit trajectory {ordinal} of {recording}, "
+                f"which has {trajectory.n_output} tokens"
+            )
+        return trajectory
+
+    def load(
+        self,
+        text: str,
+        drafts: Collection[str] | None = None,
+        *,
+        steps: bool = False,
+        trees: bool = False,
+        skip_corrupted: bool = False,
+    ) -> Recording:
+        """A recording in memory, named as :meth:`get_recording` takes it.
+
+        It has the panoramas of ``drafts`` (all by default) and, if ``steps``, the executed rounds, if ``trees``, the trees of these drafts.
+        A damaged chunk raises :class:`CorruptedChunkError` naming it; with ``skip_corrupted`` it is left out and listed in ``skipped``.
+        """
+        skipped: list[Skipped] | None = [] if skip_corrupted else None
+        info = self.get_recording(text)
+        requests = tuple(self.iterate(info.id, drafts, steps=steps, trees=trees, skipped=skipped))
+        return Recording(info, requests, tuple(skipped or ()))
+
+    def iterate(
+        self,
+        recording: str,
+        drafts: Collection[str] | None = None,
+        *,
+        steps: bool = False,
+        trees: bool = False,
+        ordinals: Collection[int] | None = None,
+        skipped: list[Skipped] | None = None,
+    ) -> Iterator[RecordedRequest]:
+        """The requests in order, a batch in memory at a time. Damaged chunks raise, or go to ``skipped`` if it is given."""
+        wanted = sorted(self.recorded_ordinals(recording) if ordinals is None else ordinals)
+        for i in range(0, len(wanted), BATCH):
+            yield from self._batch(recording, wanted[i : i + BATCH], drafts, steps, trees, skipped)
+
+    def steps(self, recording: str, ordinal: int) -> tuple[Step, ...]:
+        """The rounds that one recorded request was decoded by; empty if none were stored. Raises CorruptedChunkError."""
+        where = (StepChunkRow.recording_id == recording, StepChunkRow.ordinal == ordinal)
+        with self.database.read() as session:
+            row = session.scalars(select(StepChunkRow).where(*where)).first()
+        try:
+            return () if row is None else unpack_steps(chunk_of(row))
+        except CodecError as error:
+            raise corrupted(recording, ordinal, "its steps", error) from error
+
+    def _batch(
+        self,
+        recording: str,
+        ordinals: Sequence[int],
+        drafts: Collection[str] | None,
+        steps: bool,
+        trees: bool,
+        skipped: list[Skipped] | None,
+    ) -> Iterator[RecordedRequest]:
+        chosen = select(PanoramaChunkRow).where(
+            PanoramaChunkRow.recording_id == recording, PanoramaChunkRow.ordinal.in_(ordinals)
+        )
+        if drafts is not None:
+            chosen = chosen.where(PanoramaChunkRow.draft.in_(drafts))
+        chosen = chosen.where(PanoramaChunkRow.kind.in_((CHAIN, *TREE_KINDS.values()) if trees else (CHAIN,)))
+        rounds = select(StepChunkRow).where(StepChunkRow.recording_id == recording, StepChunkRow.ordinal.in_(ordinals))
+        with self.database.read() as session:
+            rows = session.scalars(
+                select(TrajectoryRow)
+                .where(TrajectoryRow.recording_id == recording, TrajectoryRow.ordinal.in_(ordinals))
+                .order_by(TrajectoryRow.ordinal)
+            ).all()
+            panoramas: dict[int, list[PanoramaChunkRow]] = {}
+            for chunk in session.scalars(chosen.order_by(PanoramaChunkRow.draft)):
+                panoramas.setdefault(chunk.ordinal, []).append(chunk)
+            executed = {row.ordinal: row for row in session.scalars(rounds)} if steps else {}
+
+        def fail(ordinal: int, draft: str | None, what: str, error: CodecError) -> None:
+            if skipped is None:
+                raise corrupted(recording, ordinal, what, error) from error
+            skipped.append(Skipped(recording, ordinal, draft, str(error)))
+
+        for row in rows:
+            try:
+                trajectory = trajectory_of(row)
+            except CodecError as error:
+                fail(row.ordinal, None, "its token ids", error)
+                continue
+            by_draft: dict[str, ChainPanorama] = {}
+            grown: dict[str, dict[str, TreePanorama]] = {kind: {} for kind in TREE_KINDS.values()}
+            for chunk in panoramas.get(row.ordinal, ()):
+                try:
+                    if chunk.kind == CHAIN:
+                        by_draft[chunk.draft] = unpack_chain(chunk_of(chunk))
+                    else:
+                        grown[chunk.kind][chunk.draft] = unpack_tree(chunk_of(chunk))
+                except CodecError as error:
+                    what = "panorama" if chunk.kind == CHAIN else "tree panorama"
+                    fail(row.ordinal, chunk.draft, f"{what} of draft {chunk.draft!r}", error)
+            walked: tuple[Step, ...] = ()
+            if row.ordinal in executed:
+                try:
+                    walked = unpack_steps(chunk_of(executed[row.ordinal]))
+                except CodecError as error:
+                    fail(row.ordinal, None, "its steps", error)
+            coupled, by_probability = (grown[kind] for kind in TREE_KINDS.values())
+            yield RecordedRequest(row.ordinal, trajectory, by_draft, walked, coupled, by_probability)
+
+    def _set(self, recording: str, **values: Any) -> None:
+        with self.database.write() as session:
+            recording_row(session, recording, writing=True)
+            session.execute(update(RecordingRow).where(RecordingRow.id == recording).values(**values))
+
+    def _require(self, session: Session, pair_id: str, workload_id: str | None) -> None:
+        if session.get(PairRow, pair_id) is None:
+            raise NotFoundError(f"there is no pair {pair_id!r}; store it before recording with it")
+        if workload_id is not None and session.get(WorkloadRow, workload_id) is None:
+            raise NotFoundError(f"there is no workload {workload_id!r}; store it before recording it")
