@@ -33,7 +33,8 @@ test: $(VENV)/.installed-dev ## The tests (under 10 minutes on two cores)
 
 lint: $(VENV)/.installed-dev ## Style and types
 	$(RUN) -m ruff check .
-	$(RUN) -m mypy
+	@mkdir -p $(VENV)/typing && ln -sfn $(CURDIR) $(VENV)/typing/spectune # mypy does not follow the editable install
+	MYPYPATH=$(VENV)/typing $(RUN) -m mypy
 
 bench: $(VENV)/.installed-dev ## Speed of replay, recording, loop and store; results in bench/results
 	$(RUN) bench/replay_speed.py
@@ -45,7 +46,7 @@ acceptance: $(VENV)/.installed-dev ## The full-size checks (hours on 2 cores, re
 	$(RUN) bench/acceptance.py $(ARGS)
 
 train: $(VENV)/.installed ## Train the demo pair anew: make train GSM8K=path/to/gsm8k_train.jsonl
-	$(RUN) -m demo.train --gsm8k $(GSM8K) --out demo/pair
+	$(RUN) -m spectune.demo.train --gsm8k $(GSM8K) --out demo/pair
 
 clean: ## Remove the virtual environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .acceptance

@@ -11,20 +11,19 @@ import sys
 from typing import Any
 
 import click
-
-from optimizer.commands.circle import profile
-from optimizer.commands.database import db
-from optimizer.commands.fits import fit
-from optimizer.commands.generate import generate
-from optimizer.commands.policies import policies
-from optimizer.commands.record import record
-from optimizer.commands.recordings import traces
-from optimizer.commands.run import run
-from optimizer.commands.schedules import schedule
-from optimizer.commands.shared import with_context
-from optimizer.commands.simulate import simulate
-from optimizer.commands.tune import tune
-from traces.text import one_line
+from spectune.optimizer.commands.circle import profile
+from spectune.optimizer.commands.database import db
+from spectune.optimizer.commands.fits import fit
+from spectune.optimizer.commands.generate import generate
+from spectune.optimizer.commands.policies import policies
+from spectune.optimizer.commands.record import record
+from spectune.optimizer.commands.recordings import traces
+from spectune.optimizer.commands.run import run
+from spectune.optimizer.commands.schedules import schedule
+from spectune.optimizer.commands.shared import with_context
+from spectune.optimizer.commands.simulate import simulate
+from spectune.optimizer.commands.tune import tune
+from spectune.traces.text import one_line
 
 DEFAULT_DB = "spectune.db"
 
@@ -39,8 +38,8 @@ class Door(click.Group):
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        from db.errors import DatabaseError
-        from traces.errors import SpectuneError
+        from spectune.db.errors import DatabaseError
+        from spectune.traces.errors import SpectuneError
 
         # A second Ctrl-C may come while the first one's connections are handed back; the pool would log that with a traceback.
         logging.getLogger("sqlalchemy.pool").setLevel(logging.CRITICAL)

@@ -38,10 +38,9 @@ import chaos_roles as roles  # noqa: E402  # these live in folders that no packa
 import chaos_spoil as spoil  # noqa: E402
 from chaos_judge import BOUND_S, Fault, History, Job, Publication, Said, Verdict, Watched, judge  # noqa: E402
 from chaos_server import Server  # noqa: E402
-
-from db import open_database  # noqa: E402
-from optimizer.schedule import add_schedule, pause_schedule  # noqa: E402
-from traces.store import TraceStore  # noqa: E402
+from spectune.db import open_database  # noqa: E402
+from spectune.optimizer.schedule import add_schedule, pause_schedule  # noqa: E402
+from spectune.traces.store import TraceStore  # noqa: E402
 
 STATE = ROOT / ".acceptance"
 LONGEST_S = 590.0
@@ -52,10 +51,10 @@ CALM_S = (BOUND_S + 0.5, BOUND_S + 2.0)
 WATCHED, TUNED, UNWATCHED = "watched", "tuned", "unwatched"
 CREW = {"watcher": 3, "publisher": 2, "worker": 3, "tuner": 1}
 PRELOAD = (
-    "optimizer.tune",
-    "optimizer.jobs",
-    "optimizer.serving",
-    "optimizer.schedule",
+    "spectune.optimizer.tune",
+    "spectune.optimizer.jobs",
+    "spectune.optimizer.serving",
+    "spectune.optimizer.schedule",
     "psycopg",
     "doors",
     "pairs",
@@ -284,7 +283,7 @@ class Run:
 
     def publish(self, pair: str, what: str) -> None:
         """A good publication of the run's own, when no fault is on."""
-        from runtime.policies.document import parse_policy
+        from spectune.runtime.policies.document import parse_policy
 
         key = f"run:{pair}:{what}:{len(self.told)}"
         policy = parse_policy(roles.SLOW if pair == TUNED else self.chance.choice(roles.GOOD))

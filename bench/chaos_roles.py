@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from db import DatabaseError, open_database
-from optimizer.schedule import Ended, Job, JobContext, run_worker
-from traces.store import TraceStore
+from spectune.db import DatabaseError, open_database
+from spectune.optimizer.schedule import Ended, Job, JobContext, run_worker
+from spectune.traces.store import TraceStore
 
 LEASE_S = 3.0
 WORKER_POLL_S = 0.5
@@ -95,14 +95,14 @@ def _end_with(parent: Any) -> None:
 
 def watcher(place: Place, note: Notes, stop: threading.Event, pair_file: Path) -> None:
     """A decoder that follows the publications, and decodes: whatever is in force, its text is autoregression's."""
-    from optimizer.serving import watch
-    from runtime.decoder import Decoder
-    from runtime.loading import load_pair
-    from runtime.loop import PolicySource, StaticSource
-    from runtime.pair import read_pair
-    from runtime.policies.document import parse_policy
-    from runtime.policies.plan import prepare
-    from traces.schema import Request, Sampling
+    from spectune.optimizer.serving import watch
+    from spectune.runtime.decoder import Decoder
+    from spectune.runtime.loading import load_pair
+    from spectune.runtime.loop import PolicySource, StaticSource
+    from spectune.runtime.pair import read_pair
+    from spectune.runtime.policies.document import parse_policy
+    from spectune.runtime.policies.plan import prepare
+    from spectune.traces.schema import Request, Sampling
 
     pair = load_pair(read_pair(str(pair_file)), device="cpu")
     seen = -1
@@ -141,7 +141,7 @@ def watcher(place: Place, note: Notes, stop: threading.Event, pair_file: Path) -
 
 def publisher(place: Place, note: Notes, stop: threading.Event, pair_id: str, gap_s: tuple[float, float]) -> None:
     """Publishes good policies, one under each key, through whatever happens; now and then it asks twice, as if it had not heard."""
-    from runtime.policies.document import parse_policy
+    from spectune.runtime.policies.document import parse_policy
 
     done = {n["key"] for n in note.before if n["event"] == "published"}
     begun = {n["key"] for n in note.before if n["event"] == "begin"}
@@ -192,7 +192,7 @@ def worker(place: Place, note: Notes, stop: threading.Event) -> None:
             if "pair" not in job.payload:
                 return short_job(store, job, context, place.name)
             if not tuning:
-                from optimizer.jobs import tuning_job
+                from spectune.optimizer.jobs import tuning_job
 
                 tuning.append(tuning_job(store))
             return tuning[0](job, context)
@@ -220,7 +220,7 @@ def worker(place: Place, note: Notes, stop: threading.Event) -> None:
 
 def short_job(store: TraceStore, job: Job, context: JobContext, name: str) -> dict[str, Any]:
     """A few steps, then one publication under the job's key, fenced by the claim as tuning's is."""
-    from runtime.policies.document import parse_policy
+    from spectune.runtime.policies.document import parse_policy
 
     chance = random.Random(job.idempotency_key)
     for _ in range(chance.randint(1, 8)):
@@ -236,12 +236,12 @@ def short_job(store: TraceStore, job: Job, context: JobContext, name: str) -> di
 
 def tuner(place: Place, note: Notes, stop: threading.Event, pair_file: Path, workload: Path) -> None:
     """Tunes again and again: record, search, execute, publish. What an outage interrupts is gone on with under the same key."""
-    from optimizer.execute import DecodeOptions
-    from optimizer.inputs import load_workload
-    from optimizer.tune import TuneOptions, tune
-    from runtime.loading import load_pair
-    from runtime.pair import read_pair
-    from traces.schema import Sampling
+    from spectune.optimizer.execute import DecodeOptions
+    from spectune.optimizer.inputs import load_workload
+    from spectune.optimizer.tune import TuneOptions, tune
+    from spectune.runtime.loading import load_pair
+    from spectune.runtime.pair import read_pair
+    from spectune.traces.schema import Sampling
 
     pair = load_pair(read_pair(str(pair_file)), device="cpu")
     requests = load_workload([str(workload)])
@@ -271,8 +271,7 @@ def prepare_pairs(place: Place, note: Notes, stop: threading.Event, names: Seque
     """Makes a tiny pair for each name, each of other weights, stores it with a made-up profile, and notes its id."""
     from doors import put_profile
     from pairs import make_pair
-
-    from runtime.pair import read_pair
+    from spectune.runtime.pair import read_pair
 
     for seed, name in enumerate(names):
         (place.folder / name).mkdir()

@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 from chaos_server import Server
-
-from traces.schema import policy_id
-from traces.store import TraceStore
+from spectune.traces.schema import policy_id
+from spectune.traces.store import TraceStore
 
 FAR_S = 400 * 86_400
 Q_LEARNING = {"kind": "q_learning", "gamma_max": 4}

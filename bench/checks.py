@@ -17,24 +17,23 @@ import numpy as np
 from interleaved import compare
 from pairs import make_pair
 from scipy.stats import kendalltau
-
-from db.database import open_database
-from optimizer.execute import Comparison, DecodeOptions, Encoded, encode, race, run
-from optimizer.inputs import load_workload
-from optimizer.profiles import expected_seconds, profile_for, served_contexts
-from optimizer.record import RecordRequest, record, whole_texts
-from optimizer.simulate.replay import ReplayTrace, run_replay
-from optimizer.tune import TuneOptions, tune
-from optimizer.verdict import finite
-from runtime.loading import LoadedPair, load_pair
-from runtime.loop import StaticSource
-from runtime.pair import PairSpec, read_pair
-from runtime.policies.artifacts import Artifacts
-from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
-from runtime.policies.plan import prepare
-from runtime.profiling import measure_profile
-from traces.schema import LatencyProfile, Sampling, Step, Workload
-from traces.store import TraceStore
+from spectune.db.database import open_database
+from spectune.optimizer.execute import Comparison, DecodeOptions, Encoded, encode, race, run
+from spectune.optimizer.inputs import load_workload
+from spectune.optimizer.profiles import expected_seconds, profile_for, served_contexts
+from spectune.optimizer.record import RecordRequest, record, whole_texts
+from spectune.optimizer.simulate.replay import ReplayTrace, run_replay
+from spectune.optimizer.tune import TuneOptions, tune
+from spectune.optimizer.verdict import finite
+from spectune.runtime.loading import LoadedPair, load_pair
+from spectune.runtime.loop import StaticSource
+from spectune.runtime.pair import PairSpec, read_pair
+from spectune.runtime.policies.artifacts import Artifacts
+from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
+from spectune.runtime.policies.plan import prepare
+from spectune.runtime.profiling import measure_profile
+from spectune.traces.schema import LatencyProfile, Sampling, Step, Workload
+from spectune.traces.store import TraceStore
 
 ROOT = Path(__file__).resolve().parent.parent
 GAMMA_MAX = 16

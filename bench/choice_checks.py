@@ -12,25 +12,24 @@ import numpy as np
 import numpy.typing as npt
 from checks import CATEGORIES, GAMMA_MAX, demo, stored
 from interleaved import compare
-
-from optimizer.artifacts import fitted
-from optimizer.execute import DecodeOptions, Encoded, Timings, encode, run
-from optimizer.fit.chooser_fits import ChooserSource, fit_source, keep_chooser
-from optimizer.fit.on_the_fly import read_prompts
-from optimizer.inputs import load_workload
-from optimizer.profiles import profile_for
-from optimizer.record import split
-from optimizer.simulate.replay import ReplayTrace, run_replay
-from optimizer.verdict import finite
-from runtime.decoder import Decoded
-from runtime.loading import LoadedPair
-from runtime.loop import StaticSource
-from runtime.policies.document import AUTOREGRESSIVE, ChooserPolicy, Policy, parse_policy
-from runtime.policies.draft_choice import Chooser
-from runtime.policies.plan import prepare
-from runtime.recording.chains import record_panorama
-from traces.schema import LatencyProfile, Request, Sampling, Workload
-from traces.store import TraceStore
+from spectune.optimizer.artifacts import fitted
+from spectune.optimizer.execute import DecodeOptions, Encoded, Timings, encode, run
+from spectune.optimizer.fit.chooser_fits import ChooserSource, fit_source, keep_chooser
+from spectune.optimizer.fit.on_the_fly import read_prompts
+from spectune.optimizer.inputs import load_workload
+from spectune.optimizer.profiles import profile_for
+from spectune.optimizer.record import split
+from spectune.optimizer.simulate.replay import ReplayTrace, run_replay
+from spectune.optimizer.verdict import finite
+from spectune.runtime.decoder import Decoded
+from spectune.runtime.loading import LoadedPair
+from spectune.runtime.loop import StaticSource
+from spectune.runtime.policies.document import AUTOREGRESSIVE, ChooserPolicy, Policy, parse_policy
+from spectune.runtime.policies.draft_choice import Chooser
+from spectune.runtime.policies.plan import prepare
+from spectune.runtime.recording.chains import record_panorama
+from spectune.traces.schema import LatencyProfile, Request, Sampling, Workload
+from spectune.traces.store import TraceStore
 
 REQUESTS, TOKENS = 40, 48
 """Requests of each workload, 60% of them fitted to, and their output tokens."""

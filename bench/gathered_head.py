@@ -32,8 +32,7 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
-
-from runtime.gathered_head import GatheredHead
+from spectune.runtime.gathered_head import GatheredHead
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES: dict[str, list[tuple[int, int, torch.dtype]]] = {

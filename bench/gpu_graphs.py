@@ -34,21 +34,20 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from spectune.runtime.cuda.graphs import RUNGS, CudaRecorder, Kind, use_graphs
+from spectune.runtime.cuda.pass_sizes import prepare_graphs
+from spectune.runtime.decoder import Decoded, Decoder, prepare_for
+from spectune.runtime.loading import LoadedPair
+from spectune.runtime.loop import DecodeRequest, StaticSource
+from spectune.runtime.models import DTYPES, CausalModel, pick_device, pick_dtype
+from spectune.runtime.pair import PairSpec
+from spectune.runtime.policies.artifacts import Fitted
+from spectune.runtime.policies.document import AUTOREGRESSIVE, parse_policy
+from spectune.runtime.policies.plan import prepare
+from spectune.runtime.sampling import Noise, scaled
+from spectune.traces.errors import SpectuneError
+from spectune.traces.schema import Sampling
 from transformers import LlamaConfig, LlamaForCausalLM
-
-from runtime.cuda.graphs import RUNGS, CudaRecorder, Kind, use_graphs
-from runtime.cuda.pass_sizes import prepare_graphs
-from runtime.decoder import Decoded, Decoder, prepare_for
-from runtime.loading import LoadedPair
-from runtime.loop import DecodeRequest, StaticSource
-from runtime.models import DTYPES, CausalModel, pick_device, pick_dtype
-from runtime.pair import PairSpec
-from runtime.policies.artifacts import Fitted
-from runtime.policies.document import AUTOREGRESSIVE, parse_policy
-from runtime.policies.plan import prepare
-from runtime.sampling import Noise, scaled
-from traces.errors import SpectuneError
-from traces.schema import Sampling
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = {"layers": 2, "draft_layers": 1, "hidden": 64, "heads": 4, "kv_heads": 2, "vocab": 320, "context": 48}

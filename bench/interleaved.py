@@ -6,13 +6,12 @@ import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
-
-from optimizer.execute import Comparison, Encoded, Timings, counts_of, decoders_for, warm
-from runtime.decoder import Decoded
-from runtime.loading import LoadedPair
-from runtime.policies.artifacts import Artifacts
-from runtime.policies.document import Policy
-from traces.schema import LatencyProfile, Outcome, RequestOutcome
+from spectune.optimizer.execute import Comparison, Encoded, Timings, counts_of, decoders_for, warm
+from spectune.runtime.decoder import Decoded
+from spectune.runtime.loading import LoadedPair
+from spectune.runtime.policies.artifacts import Artifacts
+from spectune.runtime.policies.document import Policy
+from spectune.traces.schema import LatencyProfile, Outcome, RequestOutcome
 
 
 def compare(

@@ -14,29 +14,28 @@ from typing import Any
 import numpy as np
 from interleaved import compare
 from numpy.typing import NDArray
+from spectune.demo.prompts import demo_workload
+from spectune.optimizer.artifacts import fitted
+from spectune.optimizer.execute import DROP_LEVEL, Comparison, DecodeOptions, Encoded, Timings, encode
+from spectune.optimizer.fit.chooser_fits import ChooserSource, fit_source, keep_chooser
+from spectune.optimizer.fit.on_the_fly import read_prompts
+from spectune.optimizer.fit.tuning import fit_shortlists, fit_trees, ranks_for
+from spectune.optimizer.profiles import profile_for
+from spectune.optimizer.record import RecordRequest, record, split
+from spectune.optimizer.search import TIE, Study, Trial, finalists, search
+from spectune.optimizer.simulate.replay import ReplayTrace, run_replay
+from spectune.optimizer.spaces import Kinds
+from spectune.optimizer.verdict import finite, weighed
+from spectune.runtime.loading import LoadedPair, load_pair
+from spectune.runtime.loop import StaticSource
+from spectune.runtime.pair import read_pair
+from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
+from spectune.runtime.policies.plan import prepare
+from spectune.traces.errors import TraceError
+from spectune.traces.schema import LatencyProfile, Sampling, Workload
+from spectune.traces.store import TraceStore
+from spectune.traces.workloads import make_workload
 from tree_checks import CATEGORIES, stored
-
-from demo.prompts import demo_workload
-from optimizer.artifacts import fitted
-from optimizer.execute import DROP_LEVEL, Comparison, DecodeOptions, Encoded, Timings, encode
-from optimizer.fit.chooser_fits import ChooserSource, fit_source, keep_chooser
-from optimizer.fit.on_the_fly import read_prompts
-from optimizer.fit.tuning import fit_shortlists, fit_trees, ranks_for
-from optimizer.profiles import profile_for
-from optimizer.record import RecordRequest, record, split
-from optimizer.search import TIE, Study, Trial, finalists, search
-from optimizer.simulate.replay import ReplayTrace, run_replay
-from optimizer.spaces import Kinds
-from optimizer.verdict import finite, weighed
-from runtime.loading import LoadedPair, load_pair
-from runtime.loop import StaticSource
-from runtime.pair import read_pair
-from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
-from runtime.policies.plan import prepare
-from traces.errors import TraceError
-from traces.schema import LatencyProfile, Sampling, Workload
-from traces.store import TraceStore
-from traces.workloads import make_workload
 
 ADAPTIVE = ("fsm", "cache_fsm", "analytic", "q_learning")
 PAPERS = ("on-the-fly", "HeteroSpec", "C2T", "DynaSpec")

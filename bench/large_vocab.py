@@ -45,22 +45,21 @@ from shortlist_tables import (
     rounds_of,
     steps_of,
 )
+from spectune.optimizer.artifacts import fitted
+from spectune.optimizer.execute import DecodeOptions, Encoded, encode, run
+from spectune.optimizer.fit.dynaspec import fit_router
+from spectune.optimizer.fit.fr_spec import count_tokens, fit_fr_spec, frequency_order
+from spectune.optimizer.inputs import load_workload
+from spectune.optimizer.record import record_served
+from spectune.optimizer.verdict import finite
+from spectune.runtime.loading import LoadedPair, load_pair
+from spectune.runtime.loop import StaticSource
+from spectune.runtime.pair import read_pair
+from spectune.runtime.policies.artifacts import FREQUENCIES
+from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
+from spectune.runtime.policies.plan import prepare
+from spectune.traces.schema import Sampling
 from tree_checks import CATEGORIES, stored
-
-from optimizer.artifacts import fitted
-from optimizer.execute import DecodeOptions, Encoded, encode, run
-from optimizer.fit.dynaspec import fit_router
-from optimizer.fit.fr_spec import count_tokens, fit_fr_spec, frequency_order
-from optimizer.inputs import load_workload
-from optimizer.record import record_served
-from optimizer.verdict import finite
-from runtime.loading import LoadedPair, load_pair
-from runtime.loop import StaticSource
-from runtime.pair import read_pair
-from runtime.policies.artifacts import FREQUENCIES
-from runtime.policies.document import AUTOREGRESSIVE, Policy
-from runtime.policies.plan import prepare
-from traces.schema import Sampling
 
 Tensors = dict[str, torch.Tensor]
 

@@ -17,22 +17,22 @@ import time
 from pathlib import Path
 from typing import Any
 
-from db.database import open_database
-from optimizer.execute import DecodeOptions, encode, warm
-from optimizer.inputs import load_workload
-from optimizer.record import RecordRequest, record
-from runtime import verification
-from runtime.decoder import Decoder
-from runtime.drafts import language_model
-from runtime.loading import LoadedPair, load_pair
-from runtime.loop import StaticSource
-from runtime.models import CausalModel
-from runtime.pair import read_pair
-from runtime.policies.document import Policy, parse_policy
-from runtime.policies.plan import prepare
-from runtime.sampling import Noise
-from traces.schema import Sampling
-from traces.store import TraceStore
+from spectune.db.database import open_database
+from spectune.optimizer.execute import DecodeOptions, encode, warm
+from spectune.optimizer.inputs import load_workload
+from spectune.optimizer.record import RecordRequest, record
+from spectune.runtime import verification
+from spectune.runtime.decoder import Decoder
+from spectune.runtime.drafts import language_model
+from spectune.runtime.loading import LoadedPair, load_pair
+from spectune.runtime.loop import StaticSource
+from spectune.runtime.models import CausalModel
+from spectune.runtime.pair import read_pair
+from spectune.runtime.policies.document import Policy, parse_policy
+from spectune.runtime.policies.plan import prepare
+from spectune.runtime.sampling import Noise
+from spectune.traces.schema import Sampling
+from spectune.traces.store import TraceStore
 
 ROOT = Path(__file__).resolve().parent.parent
 POLICIES = [

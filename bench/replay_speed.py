@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from optimizer.simulate.replay import ReplayTrace, replay_many, run_replay
-from runtime.policies.document import Policy, parse_policy
-from traces.cost_table import CostTable
-from traces.latency import LatencyProfile
-from traces.schema import AGREE_NO, AGREE_YES, ChainPanorama, Sampling, Trajectory
+from spectune.optimizer.simulate.replay import ReplayTrace, replay_many, run_replay
+from spectune.runtime.policies.document import Policy, parse_policy
+from spectune.traces.cost_table import CostTable
+from spectune.traces.latency import LatencyProfile
+from spectune.traces.schema import AGREE_NO, AGREE_YES, ChainPanorama, Sampling, Trajectory
 
 GAMMA_MAX = 16
 

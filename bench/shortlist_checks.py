@@ -10,6 +10,24 @@ from typing import Any
 
 import numpy as np
 from checks import fidelity_report, stored
+from spectune.optimizer.artifacts import fitted
+from spectune.optimizer.execute import DecodeOptions, Encoded, encode
+from spectune.optimizer.fit.cluster_ranks import cluster_ranks
+from spectune.optimizer.fit.dynaspec import fit_router
+from spectune.optimizer.fit.fr_spec import fit_fr_spec
+from spectune.optimizer.fit.frequency_ranks import frequency_ranks
+from spectune.optimizer.inputs import load_workload
+from spectune.optimizer.profiles import served_contexts
+from spectune.optimizer.record import cover_of, retrace_trees, whole_texts
+from spectune.optimizer.simulate.replay import ReplayTrace, run_replay
+from spectune.optimizer.simulate.shortlist_ranks import Ranks
+from spectune.runtime.loading import LoadedPair, load_pair
+from spectune.runtime.pair import read_pair
+from spectune.runtime.policies.artifacts import Artifacts
+from spectune.runtime.policies.document import Policy, parse_policy
+from spectune.runtime.profiling import measure_profile
+from spectune.traces.schema import LatencyProfile, Sampling
+from spectune.traces.store import TraceStore
 from tree_checks import (
     DEPTH,
     STATIC,
@@ -26,25 +44,6 @@ from tree_checks import (
     traced,
     unlike,
 )
-
-from optimizer.artifacts import fitted
-from optimizer.execute import DecodeOptions, Encoded, encode
-from optimizer.fit.cluster_ranks import cluster_ranks
-from optimizer.fit.dynaspec import fit_router
-from optimizer.fit.fr_spec import fit_fr_spec
-from optimizer.fit.frequency_ranks import frequency_ranks
-from optimizer.inputs import load_workload
-from optimizer.profiles import served_contexts
-from optimizer.record import cover_of, retrace_trees, whole_texts
-from optimizer.simulate.replay import ReplayTrace, run_replay
-from optimizer.simulate.shortlist_ranks import Ranks
-from runtime.loading import LoadedPair, load_pair
-from runtime.pair import read_pair
-from runtime.policies.artifacts import Artifacts
-from runtime.policies.document import Policy, parse_policy
-from runtime.profiling import measure_profile
-from traces.schema import LatencyProfile, Sampling
-from traces.store import TraceStore
 
 KINDS = ("clusters", "frequency", "position_frequency")
 TAU_TARGET = 0.005

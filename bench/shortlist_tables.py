@@ -15,27 +15,26 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+from spectune.demo.corpus import code_documents, prose_documents
+from spectune.optimizer.artifacts import fitted
+from spectune.optimizer.execute import DecodeOptions, Encoded, encode
+from spectune.optimizer.fit.dynaspec import fit_router
+from spectune.optimizer.fit.fr_spec import fit_fr_spec
+from spectune.optimizer.inputs import load_workload
+from spectune.optimizer.record import RecordRequest, record, split
+from spectune.runtime.decoder import Decoder
+from spectune.runtime.loading import LoadedPair, load_pair
+from spectune.runtime.loop import Round, StaticSource
+from spectune.runtime.pair import read_pair
+from spectune.runtime.policies.artifacts import Artifacts
+from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
+from spectune.runtime.policies.dynaspec import cluster_budget
+from spectune.runtime.policies.fr_spec import frequency_budget
+from spectune.runtime.policies.plan import Plan, prepare
+from spectune.runtime.shortlists import Support
+from spectune.traces.schema import Sampling, Trajectory, Workload
+from spectune.traces.store import TraceStore
 from tree_checks import CATEGORIES, stored, top_k
-
-from demo.corpus import code_documents, prose_documents
-from optimizer.artifacts import fitted
-from optimizer.execute import DecodeOptions, Encoded, encode
-from optimizer.fit.dynaspec import fit_router
-from optimizer.fit.fr_spec import fit_fr_spec
-from optimizer.inputs import load_workload
-from optimizer.record import RecordRequest, record, split
-from runtime.decoder import Decoder
-from runtime.loading import LoadedPair, load_pair
-from runtime.loop import Round, StaticSource
-from runtime.pair import read_pair
-from runtime.policies.artifacts import Artifacts
-from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
-from runtime.policies.dynaspec import cluster_budget
-from runtime.policies.fr_spec import frequency_budget
-from runtime.policies.plan import Plan, prepare
-from runtime.shortlists import Support
-from traces.schema import Sampling, Trajectory, Workload
-from traces.store import TraceStore
 
 Document = dict[str, Any]
 FloatArray = npt.NDArray[np.float64]

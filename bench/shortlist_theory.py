@@ -16,15 +16,14 @@ import numpy.typing as npt
 import torch
 from papers import dynaspec
 from shortlist_tables import NEW_TOKENS, Document, FloatArray, Lab, clusters_block, drafting, laboratory, rounds_of
+from spectune.optimizer.execute import DecodeOptions, encode
+from spectune.runtime.loop import Round
+from spectune.runtime.policies.document import parse_policy
+from spectune.runtime.sampling import gumbel_row, log_distribution, stream_key
+from spectune.runtime.shortlists import Shortlists, Support, compile_shortlist
+from spectune.runtime.verification import verify_rejection
+from spectune.traces.schema import Sampling
 from tree_checks import CATEGORIES
-
-from optimizer.execute import DecodeOptions, encode
-from runtime.loop import Round
-from runtime.policies.document import parse_policy
-from runtime.sampling import gumbel_row, log_distribution, stream_key
-from runtime.shortlists import Shortlists, Support, compile_shortlist
-from runtime.verification import verify_rejection
-from traces.schema import Sampling
 
 CONTEXTS: Final = 200
 """Contexts of each category."""

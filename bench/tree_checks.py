@@ -12,25 +12,24 @@ import numpy as np
 from checks import CATEGORIES, fidelity_report, stored
 from interleaved import compare
 from pairs import make_pair
-
-from optimizer.artifacts import fitted
-from optimizer.execute import DecodeOptions, Encoded, encode, run
-from optimizer.fit.tuning import fit_trees
-from optimizer.inputs import load_workload
-from optimizer.profiles import served_contexts
-from optimizer.record import RecordRequest, cover_of, record, retrace_trees, whole_texts
-from optimizer.simulate.replay import ReplayTrace, run_replay
-from optimizer.simulate.shortlist_ranks import RanksByPolicy
-from runtime.decoder import Decoded
-from runtime.loading import LoadedPair, load_pair
-from runtime.loop import StaticSource
-from runtime.pair import read_pair
-from runtime.policies.artifacts import Artifacts
-from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
-from runtime.policies.plan import prepare
-from runtime.profiling import measure_profile
-from traces.schema import LatencyProfile, Sampling, Step, Workload
-from traces.store import TraceStore
+from spectune.optimizer.artifacts import fitted
+from spectune.optimizer.execute import DecodeOptions, Encoded, encode, run
+from spectune.optimizer.fit.tuning import fit_trees
+from spectune.optimizer.inputs import load_workload
+from spectune.optimizer.profiles import served_contexts
+from spectune.optimizer.record import RecordRequest, cover_of, record, retrace_trees, whole_texts
+from spectune.optimizer.simulate.replay import ReplayTrace, run_replay
+from spectune.optimizer.simulate.shortlist_ranks import RanksByPolicy
+from spectune.runtime.decoder import Decoded
+from spectune.runtime.loading import LoadedPair, load_pair
+from spectune.runtime.loop import StaticSource
+from spectune.runtime.pair import read_pair
+from spectune.runtime.policies.artifacts import Artifacts
+from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
+from spectune.runtime.policies.plan import prepare
+from spectune.runtime.profiling import measure_profile
+from spectune.traces.schema import LatencyProfile, Sampling, Step, Workload
+from spectune.traces.store import TraceStore
 
 WIDTH, DEPTH = 10, 8
 STATIC = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1], [0, 1, 0], [0, 0, 0, 0]]

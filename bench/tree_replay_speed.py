@@ -19,22 +19,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from db.database import open_database
-from optimizer.execute import DecodeOptions
-from optimizer.fit.sequoia import best_static_tree
-from optimizer.inputs import load_workload
-from optimizer.record import RecordRequest, record, retrace_trees
-from optimizer.simulate.forest import tabulate_growth
-from optimizer.simulate.replay import ReplayTrace, run_replay
-from runtime.loading import load_pair
-from runtime.loop import StaticSource
-from runtime.pair import read_pair
-from runtime.policies.c2t import read_weights
-from runtime.policies.document import AUTOREGRESSIVE, parse_policy
-from runtime.policies.plan import prepare
-from traces.schema import Sampling
-from traces.store import TraceStore
+from spectune.db.database import open_database
+from spectune.optimizer.execute import DecodeOptions
+from spectune.optimizer.fit.sequoia import best_static_tree
+from spectune.optimizer.inputs import load_workload
+from spectune.optimizer.record import RecordRequest, record, retrace_trees
+from spectune.optimizer.simulate.forest import tabulate_growth
+from spectune.optimizer.simulate.replay import ReplayTrace, run_replay
+from spectune.runtime.loading import load_pair
+from spectune.runtime.loop import StaticSource
+from spectune.runtime.pair import read_pair
+from spectune.runtime.policies.c2t import read_weights
+from spectune.runtime.policies.document import AUTOREGRESSIVE, parse_policy
+from spectune.runtime.policies.plan import prepare
+from spectune.traces.schema import Sampling
+from spectune.traces.store import TraceStore
 
 ROOT = Path(__file__).resolve().parent.parent
 WIDTH, DEPTH = 10, 8

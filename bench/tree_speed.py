@@ -28,23 +28,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import spectune.runtime.decoder
+import spectune.runtime.distributions
+import spectune.runtime.drafts.language_model
+import spectune.runtime.trees.draft
 import torch
-
-import runtime.decoder
-import runtime.distributions
-import runtime.drafts.language_model
-import runtime.trees.draft
-from optimizer.execute import DecodeOptions, encode, warm
-from optimizer.inputs import load_workload
-from runtime.decoder import Decoder
-from runtime.loading import LoadedPair, load_pair
-from runtime.loop import StaticSource
-from runtime.models import CausalModel
-from runtime.pair import read_pair
-from runtime.policies.document import parse_policy
-from runtime.policies.plan import prepare
-from runtime.sampling import Noise
-from traces.schema import Sampling
+from spectune.optimizer.execute import DecodeOptions, encode, warm
+from spectune.optimizer.inputs import load_workload
+from spectune.runtime.decoder import Decoder
+from spectune.runtime.loading import LoadedPair, load_pair
+from spectune.runtime.loop import StaticSource
+from spectune.runtime.models import CausalModel
+from spectune.runtime.pair import read_pair
+from spectune.runtime.policies.document import parse_policy
+from spectune.runtime.policies.plan import prepare
+from spectune.runtime.sampling import Noise
+from spectune.traces.schema import Sampling
 
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("models", "vocabulary", "codes", "tree", "draft_tensors", "verify_tensors", "walk", "commit", "loop")
@@ -109,16 +108,16 @@ def watch(pair: LoadedPair, clock: Callable[[], float]) -> Parts:
     parts = Parts(clock)
     for model in (pair.target, *pair.drafts.values()):
         parts.watch(model)
-    parts.wrap(runtime.distributions, "best_of", "vocabulary")
+    parts.wrap(spectune.runtime.distributions, "best_of", "vocabulary")
     parts.wrap(Noise, "row", "vocabulary")
     parts.wrap(Noise, "rows", "vocabulary")
-    parts.wrap(runtime.trees.draft, "read_distributions", "codes")
-    parts.wrap(runtime.decoder, "grow", "tree")
-    parts.wrap(runtime.drafts.language_model.LanguageModelReader, "root", "draft_tensors")
-    parts.wrap(runtime.drafts.language_model.LanguageModelReader, "level", "draft_tensors")
-    parts.wrap(runtime.decoder.ModelBackend, "_verify_tree", "verify_tensors")
-    parts.wrap(runtime.decoder, "verify_tree", "walk")
-    parts.wrap(runtime.decoder.ModelBackend, "commit", "commit")
+    parts.wrap(spectune.runtime.trees.draft, "read_distributions", "codes")
+    parts.wrap(spectune.runtime.decoder, "grow", "tree")
+    parts.wrap(spectune.runtime.drafts.language_model.LanguageModelReader, "root", "draft_tensors")
+    parts.wrap(spectune.runtime.drafts.language_model.LanguageModelReader, "level", "draft_tensors")
+    parts.wrap(spectune.runtime.decoder.ModelBackend, "_verify_tree", "verify_tensors")
+    parts.wrap(spectune.runtime.decoder, "verify_tree", "walk")
+    parts.wrap(spectune.runtime.decoder.ModelBackend, "commit", "commit")
     return parts
 
 

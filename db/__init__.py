@@ -1,8 +1,8 @@
 """Remembers: tables, sessions and migrations on SQLite and PostgreSQL. Imports nothing of ours."""
 
-from db.check import BadChunk, CheckReport, check
-from db.database import Database, open_database, schema_of, upgrade
-from db.errors import CorruptedChunkError, DatabaseError, NotFoundError, SchemaError, StaleVersionError, UnavailableError
+from spectune.db.check import BadChunk, CheckReport, check
+from spectune.db.database import Database, open_database, schema_of, upgrade
+from spectune.db.errors import CorruptedChunkError, DatabaseError, NotFoundError, SchemaError, StaleVersionError, UnavailableError
 
 __all__ = [
     "BadChunk",

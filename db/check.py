@@ -7,15 +7,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from spectune.db.database import Database, schema_of
+from spectune.db.errors import DatabaseError
+from spectune.db.migrate import head
+from spectune.db.models import Packed
+from spectune.db.tables import PACKED
+from spectune.db.urls import parse_url, shown
 from sqlalchemy import inspect, select
 from sqlalchemy.orm import Session
-
-from db.database import Database, schema_of
-from db.errors import DatabaseError
-from db.migrate import head
-from db.models import Packed
-from db.tables import PACKED
-from db.urls import parse_url, shown
 
 _BATCH = 256
 

@@ -11,9 +11,9 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
-from db.errors import DatabaseError
-from db.migrate import VERSION_TABLE
-from db.sqlite import real_path
+from spectune.db.errors import DatabaseError
+from spectune.db.migrate import VERSION_TABLE
+from spectune.db.sqlite import real_path
 
 
 def keep_copy(path: Path, revision: str) -> Path:

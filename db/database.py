@@ -10,16 +10,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from spectune.db.copies import keep_copy
+from spectune.db.engine import LONG, NO_BEGIN, WRITES, make_engine
+from spectune.db.errors import DatabaseError, SchemaError
+from spectune.db.failures import translated, understood
+from spectune.db.migrate import current, foreign_tables, head, migrate, revisions
+from spectune.db.sqlite import is_read_only, real_path
+from spectune.db.urls import parse_url, shown
 from sqlalchemy import URL, Connection, text
 from sqlalchemy.orm import Session
-
-from db.copies import keep_copy
-from db.engine import LONG, NO_BEGIN, WRITES, make_engine
-from db.errors import DatabaseError, SchemaError
-from db.failures import translated, understood
-from db.migrate import current, foreign_tables, head, migrate, revisions
-from db.sqlite import is_read_only, real_path
-from db.urls import parse_url, shown
 
 _MIGRATION_LOCK = 7_310_021
 """Key of the PostgreSQL advisory lock that upgrades take."""

@@ -9,9 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from spectune.db.sqlite import connect as connect_sqlite
 from sqlalchemy import URL, Connection, Engine, NullPool, create_engine, event
-
-from db.sqlite import connect as connect_sqlite
 
 WRITES = {"spectune_write": True}
 """Execution option of connections that write: on SQLite they begin IMMEDIATE."""
@@ -51,8 +50,8 @@ def _sqlite_engine(url: URL, serializer: Callable[[Any], str], migrating: bool) 
 
 
 def _postgresql_engine(url: URL, serializer: Callable[[Any], str]) -> Engine:
-    from db.postgresql import CONNECTING
-    from db.postgresql import Connection as Driver
+    from spectune.db.postgresql import CONNECTING
+    from spectune.db.postgresql import Connection as Driver
 
     defaults = {name: value for name, value in CONNECTING.items() if name not in url.query}
     engine = create_engine(url, connect_args=defaults, pool_pre_ping=True, json_serializer=serializer)

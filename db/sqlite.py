@@ -7,7 +7,7 @@ import sqlite3
 import time
 from pathlib import Path
 
-from db.errors import DatabaseError
+from spectune.db.errors import DatabaseError
 
 BUSY_TIMEOUT_S = 60
 PAGE_SIZE_BYTES = 1024

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from demo.prompts import demo_workload
+from spectune.demo.prompts import demo_workload
 
 PAIR_PATH = Path(__file__).parent / "pair" / "pair.json"
 

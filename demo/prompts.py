@@ -13,7 +13,7 @@ import re
 from functools import cache
 from typing import TypedDict
 
-from demo.corpus import code_documents, parse, prose_documents
+from spectune.demo.corpus import code_documents, parse, prose_documents
 
 CATEGORIES = ("code", "prose", "math")
 PROMPTS_PER_CATEGORY = 100

@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-from db.errors import CorruptedChunkError, NotFoundError
-from runtime.policies.artifacts import Q_TABLE, Artifacts, Fitted
-from runtime.policies.windows import WindowState
-from traces.errors import PolicyError
-from traces.store import TraceStore
+from spectune.db.errors import CorruptedChunkError, NotFoundError
+from spectune.runtime.policies.artifacts import Q_TABLE, Artifacts, Fitted
+from spectune.runtime.policies.windows import WindowState
+from spectune.traces.errors import PolicyError
+from spectune.traces.store import TraceStore
 
 
 def fitted(store: TraceStore, pair_id: str | None = None) -> Artifacts:

@@ -9,15 +9,25 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import stdtrit
-
-from runtime.cuda.pass_sizes import prepare_graphs
-from runtime.decoder import Decoded, Decoder, prepare_for
-from runtime.loading import LoadedPair
-from runtime.loop import DecodeRequest, PolicySource, StaticSource
-from runtime.policies.artifacts import Artifacts
-from runtime.policies.document import Policy
-from runtime.policies.plan import prepare
-from traces.schema import Counts, LatencyProfile, Outcome, Request, RequestOutcome, Sampling, Step, Trajectory, Verifier, Workload
+from spectune.runtime.cuda.pass_sizes import prepare_graphs
+from spectune.runtime.decoder import Decoded, Decoder, prepare_for
+from spectune.runtime.loading import LoadedPair
+from spectune.runtime.loop import DecodeRequest, PolicySource, StaticSource
+from spectune.runtime.policies.artifacts import Artifacts
+from spectune.runtime.policies.document import Policy
+from spectune.runtime.policies.plan import prepare
+from spectune.traces.schema import (
+    Counts,
+    LatencyProfile,
+    Outcome,
+    Request,
+    RequestOutcome,
+    Sampling,
+    Step,
+    Trajectory,
+    Verifier,
+    Workload,
+)
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from runtime.pair import PairSpec, expanded, head_config, is_head
-from runtime.policies.document import ChooserPolicy, Policy, TopKGrowth
-from traces.errors import PolicyError
+from spectune.runtime.pair import PairSpec, expanded, head_config, is_head
+from spectune.runtime.policies.document import ChooserPolicy, Policy, TopKGrowth
+from spectune.traces.errors import PolicyError
 
 
 def engine_settings(policy: Policy, pair: PairSpec, engine: str) -> dict[str, Any]:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from demo.prompts import demo_workload
-from runtime.policies.document import BUILT_IN, Policy, parse_policy
-from traces.errors import PolicyError, WorkloadError
-from traces.files import is_file, parse_json, read_json
-from traces.schema import Workload
-from traces.workloads import Turns, make_workload, read_workload, take
+from spectune.demo.prompts import demo_workload
+from spectune.runtime.policies.document import BUILT_IN, Policy, parse_policy
+from spectune.traces.errors import PolicyError, WorkloadError
+from spectune.traces.files import is_file, parse_json, read_json
+from spectune.traces.schema import Workload
+from spectune.traces.workloads import Turns, make_workload, read_workload, take
 
 if TYPE_CHECKING:
-    from traces.store.catalog import StoredPolicy
-    from traces.store.publications import Publication
+    from spectune.traces.store.catalog import StoredPolicy
+    from spectune.traces.store.publications import Publication
 
 
 def load_workload(

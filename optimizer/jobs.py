@@ -8,20 +8,19 @@ from datetime import timedelta
 from typing import Any, cast
 
 import numpy as np
-
-from optimizer.execute import DecodeOptions
-from optimizer.inputs import load_workload
-from optimizer.record import recording_options
-from optimizer.schedule import Execute, Job, JobContext, ScheduleError, parse_duration
-from optimizer.tune import Progress, TuneOptions, tune, tune_recording
-from optimizer.verdict import Tuned
-from runtime.loading import LoadedPair, load_pair
-from runtime.pair import PairSpec
-from traces.errors import TraceError
-from traces.schema import Sampling, Workload
-from traces.store import TraceStore
-from traces.store.recordings import Appended
-from traces.workloads import Turns
+from spectune.optimizer.execute import DecodeOptions
+from spectune.optimizer.inputs import load_workload
+from spectune.optimizer.record import recording_options
+from spectune.optimizer.schedule import Execute, Job, JobContext, ScheduleError, parse_duration
+from spectune.optimizer.tune import Progress, TuneOptions, tune, tune_recording
+from spectune.optimizer.verdict import Tuned
+from spectune.runtime.loading import LoadedPair, load_pair
+from spectune.runtime.pair import PairSpec
+from spectune.traces.errors import TraceError
+from spectune.traces.schema import Sampling, Workload
+from spectune.traces.store import TraceStore
+from spectune.traces.store.recordings import Appended
+from spectune.traces.workloads import Turns
 
 SEARCHED = ("trials", "gamma_max", "tree_width", "tree_depth", "finalists")
 KEYS = {

@@ -16,8 +16,8 @@ from multiprocessing import get_context, parent_process
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
-from runtime.loading import SMALL, LoadedPair, load_pair
-from runtime.pair import PairSpec
+from spectune.runtime.loading import SMALL, LoadedPair, load_pair
+from spectune.runtime.pair import PairSpec
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -8,17 +8,16 @@ from datetime import UTC, datetime, timedelta
 from typing import Final
 
 import numpy as np
-
-from optimizer.execute import Expected, Timings
-from optimizer.record import whole_texts
-from optimizer.simulate.replay import ReplayTrace, replay
-from runtime.loading import LoadedPair
-from runtime.policies.artifacts import Artifacts
-from runtime.policies.document import ChooserPolicy, Policy
-from runtime.profiling import environment, measure_profile, refit_scale
-from traces.latency import LatencyProfile
-from traces.schema import Trajectory
-from traces.store import StoredProfile, TraceStore
+from spectune.optimizer.execute import Expected, Timings
+from spectune.optimizer.record import whole_texts
+from spectune.optimizer.simulate.replay import ReplayTrace, replay
+from spectune.runtime.loading import LoadedPair
+from spectune.runtime.policies.artifacts import Artifacts
+from spectune.runtime.policies.document import ChooserPolicy, Policy
+from spectune.runtime.profiling import environment, measure_profile, refit_scale
+from spectune.traces.latency import LatencyProfile
+from spectune.traces.schema import Trajectory
+from spectune.traces.store import StoredProfile, TraceStore
 
 PROFILE_AGE: Final = timedelta(hours=24)
 """A profile of the same environment is used again for so long."""

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from spectune.db.errors import StaleVersionError
+from spectune.optimizer.artifacts import fitted
+from spectune.optimizer.inputs import published_policy
+from spectune.optimizer.verdict import Tuned
+from spectune.runtime.decoder import prepare_for
+from spectune.runtime.loading import LoadedPair
+from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
+from spectune.traces.errors import PolicyError
+from spectune.traces.schema import LatencyProfile
+from spectune.traces.store import Publication, TraceStore
 from sqlalchemy.orm import Session
-
-from db.errors import StaleVersionError
-from optimizer.artifacts import fitted
-from optimizer.inputs import published_policy
-from optimizer.verdict import Tuned
-from runtime.decoder import prepare_for
-from runtime.loading import LoadedPair
-from runtime.policies.document import AUTOREGRESSIVE, Policy
-from traces.errors import PolicyError
-from traces.schema import LatencyProfile
-from traces.store import Publication, TraceStore
 
 
 def incumbent_of(store: TraceStore, pair: LoadedPair, active: Publication | None, profile: LatencyProfile) -> tuple[Policy, str]:

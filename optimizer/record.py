@@ -9,24 +9,24 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from db.errors import DatabaseError
-from optimizer.artifacts import fitted
-from optimizer.execute import DecodeOptions, encode, warm
-from optimizer.processes import on_every_core
-from runtime.decoder import Decoder
-from runtime.loading import LoadedPair
-from runtime.loop import PolicySource
-from runtime.policies.artifacts import Artifacts, Fitted
-from runtime.policies.document import DEFAULT_TOP_N, GAMMA_LIMIT, POOL_LIMIT, WIDTH_LIMIT, Policy, parse_policy
-from runtime.recording.chains import record_panorama
-from runtime.recording.trees import Cover, base_covers, cover_name, record_tree_panorama
-from runtime.trees.grow import TreeRule
-from runtime.trees.rules import compile_tree
-from traces.errors import PolicyError, TraceError
-from traces.recording import TREE_DEPTH, TREE_WIDTH
-from traces.schema import Proposals, Trajectory, TreePanorama, Workload
-from traces.store import RecordingInfo, TraceStore
-from traces.store.traffic import TrafficWriter
+from spectune.db.errors import DatabaseError
+from spectune.optimizer.artifacts import fitted
+from spectune.optimizer.execute import DecodeOptions, encode, warm
+from spectune.optimizer.processes import on_every_core
+from spectune.runtime.decoder import Decoder
+from spectune.runtime.loading import LoadedPair
+from spectune.runtime.loop import PolicySource
+from spectune.runtime.policies.artifacts import Artifacts, Fitted
+from spectune.runtime.policies.document import DEFAULT_TOP_N, GAMMA_LIMIT, POOL_LIMIT, WIDTH_LIMIT, Policy, parse_policy
+from spectune.runtime.recording.chains import record_panorama
+from spectune.runtime.recording.trees import Cover, base_covers, cover_name, record_tree_panorama
+from spectune.runtime.trees.grow import TreeRule
+from spectune.runtime.trees.rules import compile_tree
+from spectune.traces.errors import PolicyError, TraceError
+from spectune.traces.recording import TREE_DEPTH, TREE_WIDTH
+from spectune.traces.schema import Proposals, Trajectory, TreePanorama, Workload
+from spectune.traces.store import RecordingInfo, TraceStore
+from spectune.traces.store.traffic import TrafficWriter
 
 Progress = Callable[[str, int, int], None]
 """Called with (phase, done, total)."""

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import optuna
-
-from optimizer.simulate.replay import ReplayTrace, replay, run_replay
-from optimizer.spaces import (
+from spectune.optimizer.simulate.replay import ReplayTrace, replay, run_replay
+from spectune.optimizer.spaces import (
     ALL_KINDS,
     GROWTH_ORDER,
     PASSES,
@@ -34,10 +33,10 @@ from optimizer.spaces import (
     enumerated_trees,
     with_shortlist,
 )
-from runtime.policies.artifacts import Artifacts
-from runtime.policies.document import ChooserPolicy, Policy
-from traces.errors import PolicyError, TraceError
-from traces.schema import Counts, LatencyProfile, Outcome
+from spectune.runtime.policies.artifacts import Artifacts
+from spectune.runtime.policies.document import ChooserPolicy, Policy
+from spectune.traces.errors import PolicyError, TraceError
+from spectune.traces.schema import Counts, LatencyProfile, Outcome
 
 TIE = 0.01
 """Relative difference in predicted tokens/s below which the simpler policy is preferred."""

@@ -7,17 +7,17 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from db.errors import DatabaseError, NotFoundError, UnavailableError
-from optimizer.artifacts import fitted
-from optimizer.inputs import published_policy
-from runtime.decoder import prepare_for
-from runtime.loading import LoadedPair
-from runtime.policies.document import AUTOREGRESSIVE, Policy
-from runtime.policies.plan import Plan, check_verifier, prepare
-from runtime.reload import Published, Status, WatchedSource
-from traces.errors import PolicyError
-from traces.schema import LatencyProfile, Sampling, Verifier
-from traces.store import TraceStore
+from spectune.db.errors import DatabaseError, NotFoundError, UnavailableError
+from spectune.optimizer.artifacts import fitted
+from spectune.optimizer.inputs import published_policy
+from spectune.runtime.decoder import prepare_for
+from spectune.runtime.loading import LoadedPair
+from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
+from spectune.runtime.policies.plan import Plan, check_verifier, prepare
+from spectune.runtime.reload import Published, Status, WatchedSource
+from spectune.traces.errors import PolicyError
+from spectune.traces.schema import LatencyProfile, Sampling, Verifier
+from spectune.traces.store import TraceStore
 
 
 def node_name() -> str:

@@ -8,8 +8,7 @@ from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
-
-from runtime.policies.document import (
+from spectune.runtime.policies.document import (
     AUTOREGRESSIVE,
     DEFAULT_TOP_N,
     ChainGrowth,
@@ -21,7 +20,7 @@ from runtime.policies.document import (
     TopKGrowth,
     parse_policy,
 )
-from runtime.recording.trees import SHARPNESSES
+from spectune.runtime.recording.trees import SHARPNESSES
 
 WINDOW_ORDER = ("fixed", "fsm", "heuristic", "cache_fsm", "analytic", "q_learning")
 """Windows from the simplest to the most elaborate."""

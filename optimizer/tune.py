@@ -14,33 +14,32 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from spectune.db.errors import CorruptedChunkError
+from spectune.optimizer.artifacts import fitted
+from spectune.optimizer.execute import Comparison, DecodeOptions, encode_recorded, race
+from spectune.optimizer.fit.chooser_fits import fit_chooser_artifact
+from spectune.optimizer.fit.on_the_fly import read_prompts
+from spectune.optimizer.fit.tuning import fit_shortlists, fit_trees, ranks_for
+from spectune.optimizer.profiles import at_pace_of, doubts, expected_seconds, prediction_spread, profile_for
+from spectune.optimizer.publish import earlier_winners, incumbent_of, publish
+from spectune.optimizer.record import RecordRequest, cover_of, look_around, record, retrace_trees, split
+from spectune.optimizer.search import Study, finalists, is_fixed, rivals, search, worth_trying
+from spectune.optimizer.simulate.replay import ReplayTrace, replay
+from spectune.optimizer.simulate.trace import Grown, open_trace
+from spectune.optimizer.spaces import ShortlistLimit, TreeLimit, transformers_heuristic
+from spectune.optimizer.verdict import Tuned, candidates_of, fastest_of, verdict
+from spectune.runtime.loading import LoadedPair
+from spectune.runtime.loop import StaticSource
+from spectune.runtime.policies.artifacts import Artifacts
+from spectune.runtime.policies.document import AUTOREGRESSIVE, ChooserPolicy, Policy, parse_policy
+from spectune.runtime.policies.draft_choice import Chooser
+from spectune.runtime.policies.plan import prepare
+from spectune.runtime.policies.prepared_chooser import PREDICTED, prompt_key, stored_chooser
+from spectune.runtime.recording.trees import Cover
+from spectune.traces.errors import PolicyError, TraceError
+from spectune.traces.schema import Trajectory, Workload
+from spectune.traces.store import Publication, StoredProfile, TraceStore
 from sqlalchemy.orm import Session
-
-from db.errors import CorruptedChunkError
-from optimizer.artifacts import fitted
-from optimizer.execute import Comparison, DecodeOptions, encode_recorded, race
-from optimizer.fit.chooser_fits import fit_chooser_artifact
-from optimizer.fit.on_the_fly import read_prompts
-from optimizer.fit.tuning import fit_shortlists, fit_trees, ranks_for
-from optimizer.profiles import at_pace_of, doubts, expected_seconds, prediction_spread, profile_for
-from optimizer.publish import earlier_winners, incumbent_of, publish
-from optimizer.record import RecordRequest, cover_of, look_around, record, retrace_trees, split
-from optimizer.search import Study, finalists, is_fixed, rivals, search, worth_trying
-from optimizer.simulate.replay import ReplayTrace, replay
-from optimizer.simulate.trace import Grown, open_trace
-from optimizer.spaces import ShortlistLimit, TreeLimit, transformers_heuristic
-from optimizer.verdict import Tuned, candidates_of, fastest_of, verdict
-from runtime.loading import LoadedPair
-from runtime.loop import StaticSource
-from runtime.policies.artifacts import Artifacts
-from runtime.policies.document import AUTOREGRESSIVE, ChooserPolicy, Policy, parse_policy
-from runtime.policies.draft_choice import Chooser
-from runtime.policies.plan import prepare
-from runtime.policies.prepared_chooser import PREDICTED, prompt_key, stored_chooser
-from runtime.recording.trees import Cover
-from traces.errors import PolicyError, TraceError
-from traces.schema import Trajectory, Workload
-from traces.store import Publication, StoredProfile, TraceStore
 
 MOST_COVERS = 4
 """Growths of one draft beyond the recording that are recorded as well; each makes every tree larger."""

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from optimizer.execute import Comparison
-from optimizer.search import TIE, complexity
-from runtime.policies.document import AUTOREGRESSIVE, Policy
-from traces.schema import Outcome
-from traces.store import Publication
+from spectune.optimizer.execute import Comparison
+from spectune.optimizer.search import TIE, complexity
+from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
+from spectune.traces.schema import Outcome
+from spectune.traces.store import Publication
 
 
 def finite(values: Sequence[float]) -> list[float | None]:

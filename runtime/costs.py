@@ -12,17 +12,16 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-
-from runtime.policies.document import GAMMA_LIMIT, NODE_LIMIT, Policy
-from runtime.policies.jit import compiled
-from runtime.policies.windows import WindowCosts
-from traces.cost_table import FloatArray
-from traces.errors import PolicyError
-from traces.latency import LatencyProfile
+from spectune.runtime.policies.document import GAMMA_LIMIT, NODE_LIMIT, Policy
+from spectune.runtime.policies.jit import compiled
+from spectune.runtime.policies.windows import WindowCosts
+from spectune.traces.cost_table import FloatArray
+from spectune.traces.errors import PolicyError
+from spectune.traces.latency import LatencyProfile
 
 if TYPE_CHECKING:
-    from runtime.shortlists import ShortlistRule
-    from runtime.trees.grow import TreeRule
+    from spectune.runtime.shortlists import ShortlistRule
+    from spectune.runtime.trees.grow import TreeRule
 
 BUCKET: Final = 32
 """Context tokens that share one cost: that of their middle."""
@@ -352,7 +351,7 @@ def window_costs(
     )
     drafted, passes = list(gammas), None
     if kind.growth:
-        from runtime.trees.rules import compile_tree  # torch is imported here alone
+        from spectune.runtime.trees.rules import compile_tree  # torch is imported here alone
 
         rule = compile_tree(policy, sampled=sampled) if rules is None else rules[sampled]
         levels = [rule.places(g) for g in gammas[1:]]

@@ -10,31 +10,29 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
-from torch import Tensor
-
-from runtime.cuda.pass_sizes import prepare_graphs
-from runtime.drafts.eagle import EagleDraft, Features
-from runtime.drafts.language_model import LanguageModelDraft
-from runtime.drafts.ngram import NgramDraft
-from runtime.drafts.protocol import TREE_SLOTS, Draft, DraftContext, Drafted
-from runtime.generation_settings import Process, check, widening
-from runtime.loading import LoadedPair
-from runtime.loop import DecodeRequest, PolicySource, Round, Verified, decode_rounds
-from runtime.models import ids_tensor
-from runtime.policies.artifacts import Artifacts
-from runtime.policies.document import NODE_LIMIT, Policy
-from runtime.policies.draft_choice import TARGET, keeps_reading
-from runtime.policies.plan import Plan, check_verifier, prepare
-from runtime.policies.prepared_chooser import with_candidates
-from runtime.policies.prompt_features import Prompt
-from runtime.prompts import log_perplexity
-from runtime.sampling import Noise
-from runtime.session import Sessions
-from runtime.shortlists import ShortlistRule, Shortlists
-from runtime.trees.draft import GrownTree, ancestors
-from runtime.verification import TargetText, verify_coupled, verify_rejection, verify_tree
-from traces.errors import PolicyError, WorkloadError
-from traces.schema import (
+from spectune.runtime.cuda.pass_sizes import prepare_graphs
+from spectune.runtime.drafts.eagle import EagleDraft, Features
+from spectune.runtime.drafts.language_model import LanguageModelDraft
+from spectune.runtime.drafts.ngram import NgramDraft
+from spectune.runtime.drafts.protocol import TREE_SLOTS, Draft, DraftContext, Drafted
+from spectune.runtime.generation_settings import Process, check, widening
+from spectune.runtime.loading import LoadedPair
+from spectune.runtime.loop import DecodeRequest, PolicySource, Round, Verified, decode_rounds
+from spectune.runtime.models import ids_tensor
+from spectune.runtime.policies.artifacts import Artifacts
+from spectune.runtime.policies.document import NODE_LIMIT, Policy
+from spectune.runtime.policies.draft_choice import TARGET, keeps_reading
+from spectune.runtime.policies.plan import Plan, check_verifier, prepare
+from spectune.runtime.policies.prepared_chooser import with_candidates
+from spectune.runtime.policies.prompt_features import Prompt
+from spectune.runtime.prompts import log_perplexity
+from spectune.runtime.sampling import Noise
+from spectune.runtime.session import Sessions
+from spectune.runtime.shortlists import ShortlistRule, Shortlists
+from spectune.runtime.trees.draft import GrownTree, ancestors
+from spectune.runtime.verification import TargetText, verify_coupled, verify_rejection, verify_tree
+from spectune.traces.errors import PolicyError, WorkloadError
+from spectune.traces.schema import (
     Finish,
     LatencyProfile,
     Request,
@@ -44,6 +42,7 @@ from traces.schema import (
     Verifier,
     request_seed,
 )
+from torch import Tensor
 
 SHORTLISTS_KEPT = 8
 """Shortlists of policies that a backend keeps ready, with the weights cut out for them."""

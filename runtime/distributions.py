@@ -9,12 +9,11 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-
-from runtime import near_ties
-from runtime.policies.jit import compiled
-from runtime.sampling import kept, scaled
-from runtime.trees.grow import LawRows
-from traces.schema import TOP_ENTROPY, TREE_CODE_MAX, TREE_SCALE, Sampling
+from spectune.runtime import near_ties
+from spectune.runtime.policies.jit import compiled
+from spectune.runtime.sampling import kept, scaled
+from spectune.runtime.trees.grow import LawRows
+from spectune.traces.schema import TOP_ENTROPY, TREE_CODE_MAX, TREE_SCALE, Sampling
 
 _BLOCK: Final = 64
 _LONG_ROW: Final = 8192

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from traces.files import is_file, replacing
+from spectune.traces.files import is_file, replacing
 
 RACY_NS = 2 * 10**9
 """A file modified this shortly before it was read may change once more and keep its time stamps: its hash is not remembered."""

@@ -30,10 +30,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
+from spectune.runtime.cuda.kernel import gathered_logits, kernel_runs, power_of_two
+from spectune.traces.errors import PairError, PolicyError
 from torch import Tensor
-
-from runtime.cuda.kernel import gathered_logits, kernel_runs, power_of_two
-from traces.errors import PairError, PolicyError
 
 Sums = Callable[
     [

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from traces.errors import PairError
-from traces.schema import Verifier
+from spectune.traces.errors import PairError
+from spectune.traces.schema import Verifier
 
 if TYPE_CHECKING:
     import torch

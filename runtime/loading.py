@@ -9,16 +9,15 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from spectune.runtime.cuda.graphs import CudaRecorder, use_graphs, wanted
+from spectune.runtime.drafts.eagle_formats import load_head
+from spectune.runtime.drafts.eagle_head import EagleHead
+from spectune.runtime.generation_settings import Process, Settings, processor
+from spectune.runtime.models import CausalModel, load_model, pick_device, pick_dtype
+from spectune.runtime.pair import PairSpec, check_threads, expanded, is_head, is_local, translated
+from spectune.traces.errors import PairError
+from spectune.traces.schema import Request
 from transformers import AutoTokenizer
-
-from runtime.cuda.graphs import CudaRecorder, use_graphs, wanted
-from runtime.drafts.eagle_formats import load_head
-from runtime.drafts.eagle_head import EagleHead
-from runtime.generation_settings import Process, Settings, processor
-from runtime.models import CausalModel, load_model, pick_device, pick_dtype
-from runtime.pair import PairSpec, check_threads, expanded, is_head, is_local, translated
-from traces.errors import PairError
-from traces.schema import Request
 
 
 @dataclass

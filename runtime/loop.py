@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from runtime.drafts.protocol import Drafted
-from runtime.policies.plan import Plan
-from runtime.session import Session, Sessions
-from traces.schema import NO_BIN, Finish, Sampling, Step, Verifier
+from spectune.runtime.drafts.protocol import Drafted
+from spectune.runtime.policies.plan import Plan
+from spectune.runtime.session import Session, Sessions
+from spectune.traces.schema import NO_BIN, Finish, Sampling, Step, Verifier
 
 if TYPE_CHECKING:
-    from runtime.trees.draft import GrownTree
+    from spectune.runtime.trees.draft import GrownTree
 
 
 @dataclass(frozen=True)

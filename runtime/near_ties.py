@@ -22,11 +22,10 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 import torch
-
-from runtime import sampling as plain
-from runtime.policies.jit import compiled
-from runtime.sampling import filters, kept_by, scaled
-from traces.schema import NAT_SCALE, TREE_SCALE, Sampling
+from spectune.runtime import sampling as plain
+from spectune.runtime.policies.jit import compiled
+from spectune.runtime.sampling import filters, kept_by, scaled
+from spectune.traces.schema import NAT_SCALE, TREE_SCALE, Sampling
 
 CHOICE: Final = 2e-4
 """Nats between the two best tokens."""

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runtime.file_hashes import FILES
-from runtime.generation_settings import settings_of
-from traces.errors import PairError, SpectuneError
-from traces.files import exists, is_file, read_json
-from traces.text import shortened
+from spectune.runtime.file_hashes import FILES
+from spectune.runtime.generation_settings import settings_of
+from spectune.traces.errors import PairError, SpectuneError
+from spectune.traces.files import exists, is_file, read_json
+from spectune.traces.text import shortened
 
 RESERVED = ("none", "ngram")
 """Draft names every pair has: no draft, and prompt lookup."""

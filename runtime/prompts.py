@@ -6,14 +6,14 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from runtime.models import CHUNK, CausalModel, ids_tensor
-from runtime.policies.draft_choice import TARGET
-from runtime.policies.prompt_features import Prompt
-from traces.errors import PolicyError
-from traces.schema import NAT_SCALE
+from spectune.runtime.models import CHUNK, CausalModel, ids_tensor
+from spectune.runtime.policies.draft_choice import TARGET
+from spectune.runtime.policies.prompt_features import Prompt
+from spectune.traces.errors import PolicyError
+from spectune.traces.schema import NAT_SCALE
 
 if TYPE_CHECKING:
-    from runtime.loading import LoadedPair
+    from spectune.runtime.loading import LoadedPair
 
 
 def log_perplexity(model: CausalModel, ids: Sequence[int]) -> float:

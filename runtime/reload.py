@@ -13,10 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from runtime.policies.document import Policy
-from runtime.policies.plan import Plan
-from traces.errors import SpectuneError
-from traces.text import one_line
+from spectune.runtime.policies.document import Policy
+from spectune.runtime.policies.plan import Plan
+from spectune.traces.errors import SpectuneError
+from spectune.traces.text import one_line
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,8 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 import torch
-
-from runtime.policies.jit import compiled
-from traces.schema import NAT_CODE_MAX, NAT_SCALE, Sampling
+from spectune.runtime.policies.jit import compiled
+from spectune.traces.schema import NAT_CODE_MAX, NAT_SCALE, Sampling
 
 _MASK64 = (1 << 64) - 1
 _STREAMS = {"target": 0, "draft": 0x9E3779B97F4A7C15, "accept": 0xC2B2AE3D27D4EB4F, "residual": 0x165667B19E3779F9}

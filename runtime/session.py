@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
-from runtime.policies.plan import Plan
-from runtime.policies.windows import CompiledWindow, WindowState, advance, init_state, reset
+from spectune.runtime.policies.plan import Plan
+from spectune.runtime.policies.windows import CompiledWindow, WindowState, advance, init_state, reset
 
 
 class Session:

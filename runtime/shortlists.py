@@ -17,17 +17,16 @@ from typing import Final, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
+from spectune.runtime.cuda.streams import forked
+from spectune.runtime.gathered_head import GatheredHead
+from spectune.runtime.near_ties import near_clusters, router_margin
+from spectune.runtime.policies.artifacts import FREQUENCIES, ROUTER, Artifacts, read_artifact
+from spectune.runtime.policies.document import ClustersShortlist, FrequencyShortlist, Policy, PositionFrequencyShortlist
+from spectune.runtime.policies.dynaspec import cluster_budget
+from spectune.runtime.policies.fr_spec import Frequencies, frequency_budget
+from spectune.runtime.policies.router import Routing, head_hash, top_clusters
+from spectune.traces.errors import PolicyError
 from torch import Tensor, nn
-
-from runtime.cuda.streams import forked
-from runtime.gathered_head import GatheredHead
-from runtime.near_ties import near_clusters, router_margin
-from runtime.policies.artifacts import FREQUENCIES, ROUTER, Artifacts, read_artifact
-from runtime.policies.document import ClustersShortlist, FrequencyShortlist, Policy, PositionFrequencyShortlist
-from runtime.policies.dynaspec import cluster_budget
-from runtime.policies.fr_spec import Frequencies, frequency_budget
-from runtime.policies.router import Routing, head_hash, top_clusters
-from traces.errors import PolicyError
 
 STATES_KEPT: Final = 160
 """Positions of the text whose hidden states a draft remembers; more than any round looks back."""

@@ -13,14 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-
-from runtime.generation_settings import Process
-from runtime.loop import Verified
-from runtime.models import CausalModel
-from runtime.near_ties import Choices
-from runtime.sampling import Noise, gumbel_row, log_distribution, stream_key, uniform
-from runtime.trees.draft import GrownTree
-from traces.schema import Sampling
+from spectune.runtime.generation_settings import Process
+from spectune.runtime.loop import Verified
+from spectune.runtime.models import CausalModel
+from spectune.runtime.near_ties import Choices
+from spectune.runtime.sampling import Noise, gumbel_row, log_distribution, stream_key, uniform
+from spectune.runtime.trees.draft import GrownTree
+from spectune.traces.schema import Sampling
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 from databases import postgresql_server
+from spectune.db import Database, open_database, upgrade
+from spectune.traces.store import TraceStore
 from sqlalchemy.engine import make_url
-
-from db import Database, open_database, upgrade
-from traces.store import TraceStore
 
 TEMPLATE = "spectune_template"
 SLOWEST = ("parity", "tree_parity", "cli_flow", "shortlists", "hot_reload", "shortlist_replay", "frequency_ranks", "kill")

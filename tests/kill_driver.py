@@ -118,7 +118,7 @@ class Driver:
         arguments = ["--db", str(self.folder / database), name, *shared, *quick, "--seed", str(seed), "--device", "cpu"]
 
         def work() -> None:
-            import cli
+            from spectune import cli
 
             cli.main(arguments)
 
@@ -127,9 +127,8 @@ class Driver:
     def facts(self, database: str) -> Facts:
         """Everything committed, by key: contents that must never change again."""
         import sqlalchemy as sa
-
-        from db import open_database
-        from db.models import LatencyProfileRow, PanoramaChunkRow, PublicationRow, StudyRow, TrajectoryRow
+        from spectune.db import open_database
+        from spectune.db.models import LatencyProfileRow, PanoramaChunkRow, PublicationRow, StudyRow, TrajectoryRow
 
         found: Facts = {}
         with open_database(str(self.folder / database)) as opened, opened.read() as session:
@@ -148,9 +147,8 @@ class Driver:
     def complete(self, database: str) -> list[dict[tuple[Any, ...], bytes]]:
         """The texts and chain panoramas of every complete recording, without its id (``tune`` adds trees to what ``record`` made)."""
         import sqlalchemy as sa
-
-        from db import open_database
-        from db.models import RecordingRow
+        from spectune.db import open_database
+        from spectune.db.models import RecordingRow
 
         with open_database(str(self.folder / database)) as opened, opened.read() as session:
             ids = list(session.scalars(sa.select(RecordingRow.id).where(RecordingRow.state == "complete")))
@@ -158,7 +156,7 @@ class Driver:
         return [{(k[0], *k[2:]): v for k, v in facts.items() if k[0] in ("trajectory", "panorama chain") and k[1] == i} for i in ids]
 
     def verify(self, database: str, before: Facts, what: str) -> Facts:
-        from db import check
+        from spectune.db import check
 
         if not (self.folder / database).is_file():
             return before
@@ -237,9 +235,9 @@ def main() -> None:
     pair, folder, count, seed, requests = sys.argv[1:]
     sys.path[:0] = [str(HERE.parent), str(HERE)]
     # Imported here once, and nothing computed: the children fork from a process without threads.
-    import optimizer.report.tables
-    import optimizer.tune  # noqa: F401
-    import runtime.profiling  # noqa: F401
+    import spectune.optimizer.report.tables
+    import spectune.optimizer.tune
+    import spectune.runtime.profiling  # noqa: F401
 
     print(json.dumps(Driver(pair, Path(folder), int(seed), int(requests)).run(int(count))))
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from traces.cost_table import CostTable
-from traces.latency import LatencyProfile
+from spectune.traces.cost_table import CostTable
+from spectune.traces.latency import LatencyProfile
 
 
 def over_rows(rows: Sequence[float], seconds: Sequence[float]) -> CostTable:

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 from pairs import tiny_model
+from spectune.runtime.attention import slot_attention
+from spectune.runtime.models import CausalModel
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from runtime.attention import slot_attention
-from runtime.models import CausalModel
 
 VOCAB, LONG = 60, 4096
 
@@ -70,7 +69,7 @@ def test_wide_masks_are_taken_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None
     mask = torch.rand(1, 1, 9, 20) < 0.7
     mask[..., 0] = True
     whole = slot_attention(torch.nn.Module(), q, k, k, mask)[0]
-    monkeypatch.setattr("runtime.attention.MASK_ENTRIES", 100)
+    monkeypatch.setattr("spectune.runtime.attention.MASK_ENTRIES", 100)
     torch.testing.assert_close(slot_attention(torch.nn.Module(), q, k, k, mask)[0], whole)
     with pytest.raises(ValueError, match="explicit mask"):
         slot_attention(torch.nn.Module(), q, k, k, None)

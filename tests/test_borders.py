@@ -30,30 +30,25 @@ from click.testing import CliRunner
 from doors import write_workload
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from synthetic import flat_profile
-from test_docs import blocks
-from test_traces_codec import sealed
-from trace_values import PAIR, a_panorama, a_profile, a_recording, a_trajectory, a_tree, an_outcome, steps_of
-
-from cli import main
-from db.database import open_database
-from db.errors import DatabaseError
-from db.tables import metadata
-from optimizer.artifacts import fitted
-from optimizer.inputs import load_workload
-from optimizer.jobs import check_payload, tuning_options, tuning_workload
-from optimizer.schedule import add_schedule, get_schedule, history, list_schedules, tick
-from optimizer.serving import watch
-from runtime.loading import load_pair
-from runtime.pair import read_pair
-from runtime.policies.artifacts import BINS, CLASSIFIER, DRAFT_CHOOSER, Q_TABLE, STATIC_TREE, Fitted
-from runtime.policies.document import parse_policy
-from runtime.policies.draft_choice import Chooser, LinearAccuracy
-from runtime.policies.plan import prepare
-from runtime.policies.prompt_features import PromptFeatures
-from traces.codec import _HEADERS, CODEC, SCHEMA_VERSION, Chunk, CodecError, unpack
-from traces.errors import SpectuneError
-from traces.packing import (
+from spectune.cli import main
+from spectune.db.database import open_database
+from spectune.db.errors import DatabaseError
+from spectune.db.tables import metadata
+from spectune.optimizer.artifacts import fitted
+from spectune.optimizer.inputs import load_workload
+from spectune.optimizer.jobs import check_payload, tuning_options, tuning_workload
+from spectune.optimizer.schedule import add_schedule, get_schedule, history, list_schedules, tick
+from spectune.optimizer.serving import watch
+from spectune.runtime.loading import load_pair
+from spectune.runtime.pair import read_pair
+from spectune.runtime.policies.artifacts import BINS, CLASSIFIER, DRAFT_CHOOSER, Q_TABLE, STATIC_TREE, Fitted
+from spectune.runtime.policies.document import parse_policy
+from spectune.runtime.policies.draft_choice import Chooser, LinearAccuracy
+from spectune.runtime.policies.plan import prepare
+from spectune.runtime.policies.prompt_features import PromptFeatures
+from spectune.traces.codec import _HEADERS, CODEC, SCHEMA_VERSION, Chunk, CodecError, unpack
+from spectune.traces.errors import SpectuneError
+from spectune.traces.packing import (
     pack_chain,
     pack_document,
     pack_steps,
@@ -65,9 +60,13 @@ from traces.packing import (
     unpack_tokens,
     unpack_tree,
 )  # fmt: skip
-from traces.store import TraceStore
-from traces.store.publications import Publication
-from traces.store.query import TraceFilter, acceptance_stats, executed_stats, list_recordings, request_rows
+from spectune.traces.store import TraceStore
+from spectune.traces.store.publications import Publication
+from spectune.traces.store.query import TraceFilter, acceptance_stats, executed_stats, list_recordings, request_rows
+from synthetic import flat_profile
+from test_docs import blocks
+from test_traces_codec import sealed
+from trace_values import PAIR, a_panorama, a_profile, a_recording, a_trajectory, a_tree, an_outcome, steps_of
 
 FULL = os.environ.get("SPECTUNE_BORDERS") == "full"
 LONGEST_LINE = 4000
@@ -261,7 +260,7 @@ def test_any_json_is_a_policy_or_refused(document: Any) -> None:
 @example(b"9" * 5000)
 @example(b'{"draft": "small", "window": {"kind": "fixed", "gamma": ' + b"9" * 5000 + b"}}")
 def test_any_text_given_for_a_policy_is_one_or_refused(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
-    from optimizer.inputs import named_policy, read_policy_file
+    from spectune.optimizer.inputs import named_policy, read_policy_file
 
     file = tmp_path_factory.getbasetemp() / "policy.json"
     file.write_bytes(data)

@@ -13,35 +13,34 @@ import pytest
 import torch
 from doors import Door, lines, put_profile, write_workload
 from pairs import make_pair, tiny_model, tokenizer
+from spectune.db import open_database
+from spectune.optimizer.artifacts import fitted
+from spectune.optimizer.execute import DecodeOptions, encode, encode_recorded, race
+from spectune.optimizer.export import engine_settings
+from spectune.optimizer.fit.chooser_fits import ChooserSource, fit_chooser_artifact, keep_chooser
+from spectune.optimizer.fit.on_the_fly import Measured, evaluate, fit_chooser, fit_features, read_prompts
+from spectune.optimizer.profiles import expected_seconds
+from spectune.optimizer.record import RecordRequest, record
+from spectune.optimizer.serving import watch
+from spectune.optimizer.simulate.oracle import replay_rounds
+from spectune.optimizer.simulate.replay import ReplayTrace, replay, run_replay
+from spectune.runtime.decoder import Decoder, prepare_for
+from spectune.runtime.loading import LoadedPair, load_pair
+from spectune.runtime.loop import DecodeRequest, StaticSource
+from spectune.runtime.pair import read_pair
+from spectune.runtime.policies.artifacts import DRAFT_CHOOSER, Fitted
+from spectune.runtime.policies.document import AUTOREGRESSIVE, ChooserPolicy, Policy, differences, parse_policy, policy_schema
+from spectune.runtime.policies.draft_choice import Chooser, LinearAccuracy
+from spectune.runtime.policies.plan import Plan, prepare
+from spectune.runtime.policies.prompt_features import Prompt
+from spectune.runtime.prompts import prompt_reader
+from spectune.traces.errors import PolicyError, TraceError
+from spectune.traces.schema import LatencyProfile, Request, Sampling, Step, Workload
+from spectune.traces.store import TraceStore
 from synthetic import flat_profile
 from test_draft_choice import CANDIDATES, PROFILE, chain, planted_trace
 from test_heads import HIDDEN, LAYERS, VOCAB, _eagle1
 from test_lossless import PROMPTS
-
-from db import open_database
-from optimizer.artifacts import fitted
-from optimizer.execute import DecodeOptions, encode, encode_recorded, race
-from optimizer.export import engine_settings
-from optimizer.fit.chooser_fits import ChooserSource, fit_chooser_artifact, keep_chooser
-from optimizer.fit.on_the_fly import Measured, evaluate, fit_chooser, fit_features, read_prompts
-from optimizer.profiles import expected_seconds
-from optimizer.record import RecordRequest, record
-from optimizer.serving import watch
-from optimizer.simulate.oracle import replay_rounds
-from optimizer.simulate.replay import ReplayTrace, replay, run_replay
-from runtime.decoder import Decoder, prepare_for
-from runtime.loading import LoadedPair, load_pair
-from runtime.loop import DecodeRequest, StaticSource
-from runtime.pair import read_pair
-from runtime.policies.artifacts import DRAFT_CHOOSER, Fitted
-from runtime.policies.document import AUTOREGRESSIVE, ChooserPolicy, Policy, differences, parse_policy, policy_schema
-from runtime.policies.draft_choice import Chooser, LinearAccuracy
-from runtime.policies.plan import Plan, prepare
-from runtime.policies.prompt_features import Prompt
-from runtime.prompts import prompt_reader
-from traces.errors import PolicyError, TraceError
-from traces.schema import LatencyProfile, Request, Sampling, Step, Workload
-from traces.store import TraceStore
 
 TOKENS = 14
 SAMPLINGS = [Sampling(), Sampling(temperature=1.0, seed=4)]

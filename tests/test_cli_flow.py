@@ -11,18 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import spectune.runtime.profiling
 from doors import USAGE, Door, lines, one_object, put_profile, write_workload
-
-import runtime.profiling
-from db import open_database
-from optimizer.execute import DecodeOptions
-from optimizer.jobs import gather, tuning_options
-from optimizer.tune import TuneOptions
-from runtime.loading import load_pair
-from runtime.pair import read_pair
-from traces.errors import TraceError
-from traces.schema import Sampling
-from traces.store import TraceStore
+from spectune.db import open_database
+from spectune.optimizer.execute import DecodeOptions
+from spectune.optimizer.jobs import gather, tuning_options
+from spectune.optimizer.tune import TuneOptions
+from spectune.runtime.loading import load_pair
+from spectune.runtime.pair import read_pair
+from spectune.traces.errors import TraceError
+from spectune.traces.schema import Sampling
+from spectune.traces.store import TraceStore
 
 CONTRACT = [
     {"draft": "small", "window": {"kind": "fixed", "gamma": 4}},
@@ -141,7 +140,7 @@ def test_profile_measures_trees_on_the_newest_recorded_texts(
         seen.append(texts)
         raise TraceError("seen")
 
-    monkeypatch.setattr(runtime.profiling, "measure_profile", measure)
+    monkeypatch.setattr(spectune.runtime.profiling, "measure_profile", measure)
     for named in ((), ("--recording", recording), ("--recording", "latest")):
         assert f"texts of recording {recording}" in door.call("profile", "--pair", door.pair, *named).stderr
     with open_database(door.db) as database:
@@ -374,8 +373,7 @@ def test_gathering_again_for_the_same_slot_finds_the_same_recording(door: Door, 
 
 def test_the_database_is_named_by_the_environment(tmp_path: Path, door: Door) -> None:
     from click.testing import CliRunner
-
-    from cli import main
+    from spectune.cli import main
 
     there = tmp_path / "there.db"
     found = CliRunner(env={"SPECTUNE_DB": str(there)}).invoke(main, ["db", "upgrade", "--json"])

@@ -10,12 +10,11 @@ from typing import Any
 import click
 import pytest
 from doors import Door, write_workload
-
-from cli import main
-from optimizer.inputs import load_workload
-from optimizer.jobs import tuning_workload
-from optimizer.schedule import ScheduleError
-from traces.errors import WorkloadError
+from spectune.cli import main
+from spectune.optimizer.inputs import load_workload
+from spectune.optimizer.jobs import tuning_workload
+from spectune.optimizer.schedule import ScheduleError
+from spectune.traces.errors import WorkloadError
 
 LONG = "n" * 5000
 FIXED = '{"draft": "near", "window": {"kind": "fixed", "gamma": 3}}'

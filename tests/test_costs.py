@@ -11,9 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from synthetic import flat_profile, over_rows, with_heads, with_terms
-
-from runtime.costs import (
+from spectune.runtime.costs import (
     BUCKET,
     LAG_LIMIT,
     MeasuredRound,
@@ -26,11 +24,12 @@ from runtime.costs import (
     verification_terms,
     window_costs,
 )
-from runtime.policies.document import AUTOREGRESSIVE, parse_policy
-from runtime.profiling import predicted_seconds
-from traces.cost_table import CostTable
-from traces.errors import PolicyError
-from traces.latency import LatencyProfile
+from spectune.runtime.policies.document import AUTOREGRESSIVE, parse_policy
+from spectune.runtime.profiling import predicted_seconds
+from spectune.traces.cost_table import CostTable
+from spectune.traces.errors import PolicyError
+from spectune.traces.latency import LatencyProfile
+from synthetic import flat_profile, over_rows, with_heads, with_terms
 
 ROOT = Path(__file__).parent.parent
 PROFILE = with_terms(
@@ -180,7 +179,7 @@ def test_one_module_composes_rounds() -> None:
 
 def test_an_edit_in_a_called_module_reaches_cached_kernels(tmp_path: Path) -> None:
     """numba alone would go on running what it compiled before: its cache looks at the kernel's own file only."""
-    (tmp_path / "deep.py").write_text("from runtime.policies.jit import compiled\n@compiled()\ndef inner(x): return x + 1\n")
+    (tmp_path / "deep.py").write_text("from spectune.runtime.policies.jit import compiled\n@compiled()\ndef inner(x): return x + 1\n")
     (tmp_path / "middle.py").write_text(
         "import deep\nfrom deep import inner\nfrom runtime.policies.jit import compiled\n"
         "@compiled(deep)\ndef outer(x): return inner(x) * 10\n"
@@ -200,5 +199,5 @@ def test_an_edit_in_a_called_module_reaches_cached_kernels(tmp_path: Path) -> No
 
     assert kernel().split() == ["20", "0"]
     assert kernel().split() == ["20", "1"]
-    (tmp_path / "deep.py").write_text("from runtime.policies.jit import compiled\n@compiled()\ndef inner(x): return x + 2000\n")
+    (tmp_path / "deep.py").write_text("from spectune.runtime.policies.jit import compiled\n@compiled()\ndef inner(x): return x + 2000\n")
     assert kernel().split() == ["20010", "0"]

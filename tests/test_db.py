@@ -19,15 +19,25 @@ import pytest
 import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-
-from db import Database, DatabaseError, SchemaError, UnavailableError, check, migrate, open_database, schema_of, sqlite, upgrade
-from db.base import Base
-from db.engine import WRITES, make_engine
-from db.models import PolicyRow
-from db.tables import metadata
-from db.urls import masked, parse_url, shown
-from traces.schema import policy_id
-from traces.store import TraceStore
+from spectune.db import (
+    Database,
+    DatabaseError,
+    SchemaError,
+    UnavailableError,
+    check,
+    migrate,
+    open_database,
+    schema_of,
+    sqlite,
+    upgrade,
+)
+from spectune.db.base import Base
+from spectune.db.engine import WRITES, make_engine
+from spectune.db.models import PolicyRow
+from spectune.db.tables import metadata
+from spectune.db.urls import masked, parse_url, shown
+from spectune.traces.schema import policy_id
+from spectune.traces.store import TraceStore
 
 
 def tables_of(url: str) -> list[str]:

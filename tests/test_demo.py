@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from spectune.demo import PAIR_PATH, demo_workload
+from spectune.demo.card import posterior_gumbel
+from spectune.demo.corpus import END_OF_TEXT, code_documents, is_held_out, math_documents
+from spectune.demo.train import generate, stable_then_decay, train_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
-from demo import PAIR_PATH, demo_workload
-from demo.card import posterior_gumbel
-from demo.corpus import END_OF_TEXT, code_documents, is_held_out, math_documents
-from demo.train import generate, stable_then_decay, train_tokenizer
 
 MODELS = ("target", "small", "medium")
 AWKWARD = (
@@ -51,7 +50,7 @@ def test_workload_has_unique_ids_and_texts(per_category: int) -> None:
 
 def test_workload_is_the_same_in_another_process_and_needs_no_torch() -> None:
     script = (
-        "import json, sys; from demo import demo_workload; workload = demo_workload();"
+        "import json, sys; from spectune.demo import demo_workload; workload = demo_workload();"
         "assert 'torch' not in sys.modules; print(json.dumps(workload))"
     )
     root = PAIR_PATH.parents[2]

@@ -16,15 +16,14 @@ import click
 import pytest
 from pairs import make_pair
 from pydantic import BaseModel
+from spectune.cli import main
+from spectune.optimizer.inputs import named_policy
+from spectune.runtime.loading import load_pair
+from spectune.runtime.pair import PairSpec, read_pair
+from spectune.runtime.policies.document import _KINDS, _PLAIN, AUTOREGRESSIVE, ChooserPolicy, Policy, parse_policy
+from spectune.traces.schema import Request
+from spectune.traces.workloads import parse_request
 from synthetic import flat_profile
-
-from cli import main
-from optimizer.inputs import named_policy
-from runtime.loading import load_pair
-from runtime.pair import PairSpec, read_pair
-from runtime.policies.document import _KINDS, _PLAIN, AUTOREGRESSIVE, ChooserPolicy, Policy, parse_policy
-from traces.schema import Request
-from traces.workloads import parse_request
 
 ROOT = Path(__file__).parent.parent
 PAGES = {

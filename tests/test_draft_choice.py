@@ -13,10 +13,7 @@ import numpy as np
 import pytest
 from pairs import TEXT
 from papers.on_the_fly import acceptance_rate, expected_emitted, larger_draft_condition, optimal_window, throughput
-from synthetic import flat_profile, over_rows, with_terms
-from trace_values import a_panorama, a_trajectory
-
-from optimizer.fit.on_the_fly import (
+from spectune.optimizer.fit.on_the_fly import (
     RIDGES,
     Measured,
     agreement,
@@ -29,15 +26,17 @@ from optimizer.fit.on_the_fly import (
     r_squared,
     read_prompts,
 )
-from optimizer.simulate.replay import ReplayTrace, run_replay
-from runtime.costs import window_costs
-from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
-from runtime.policies.draft_choice import ACC_MAX, Chooser, Option, theorem_3
-from runtime.policies.prompt_features import TOKEN_PATTERN, Prompt, lookup_share, raw_scalars
-from runtime.prompts import log_perplexity, prompt_reader, read_prompt
-from traces.cost_table import CostTable
-from traces.errors import PolicyError, TraceError
-from traces.schema import AGREE_NONE, AGREE_YES, ChainPanorama, Sampling
+from spectune.optimizer.simulate.replay import ReplayTrace, run_replay
+from spectune.runtime.costs import window_costs
+from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
+from spectune.runtime.policies.draft_choice import ACC_MAX, Chooser, Option, theorem_3
+from spectune.runtime.policies.prompt_features import TOKEN_PATTERN, Prompt, lookup_share, raw_scalars
+from spectune.runtime.prompts import log_perplexity, prompt_reader, read_prompt
+from spectune.traces.cost_table import CostTable
+from spectune.traces.errors import PolicyError, TraceError
+from spectune.traces.schema import AGREE_NONE, AGREE_YES, ChainPanorama, Sampling
+from synthetic import flat_profile, over_rows, with_terms
+from trace_values import a_panorama, a_trajectory
 
 PROFILE = flat_profile("tiny", ["near", "far"])
 WINDOW = {"kind": "analytic", "gamma_max": 8}
@@ -578,9 +577,8 @@ def test_candidates_that_cannot_be_weighed_are_refused() -> None:
 @pytest.fixture(scope="module")
 def pair(tiny_pair: Any) -> Any:
     import torch
-
-    from runtime.loading import load_pair
-    from runtime.pair import read_pair
+    from spectune.runtime.loading import load_pair
+    from spectune.runtime.pair import read_pair
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -13,18 +13,17 @@ from pathlib import Path
 import pytest
 from doors import Door
 from rich.console import Console
+from spectune.optimizer.commands.outputs import write_text
+from spectune.optimizer.report.tables import rows_table
+from spectune.runtime.pair import identity
+from spectune.traces.errors import PairError, SpectuneError, TraceError, WorkloadError
+from spectune.traces.files import why_not_writable
+from spectune.traces.schema import Sampling
+from spectune.traces.store import TraceStore
+from spectune.traces.store.export import export_rows, write_rows
+from spectune.traces.store.query import RequestRow
+from spectune.traces.workloads import make_workload, read_workload
 from trace_values import PAIR, a_trajectory
-
-from optimizer.commands.outputs import write_text
-from optimizer.report.tables import rows_table
-from runtime.pair import identity
-from traces.errors import PairError, SpectuneError, TraceError, WorkloadError
-from traces.files import why_not_writable
-from traces.schema import Sampling
-from traces.store import TraceStore
-from traces.store.export import export_rows, write_rows
-from traces.store.query import RequestRow
-from traces.workloads import make_workload, read_workload
 
 NESTED = "[" * 50_000
 LONG = "x" * 5_000
@@ -209,7 +208,7 @@ def test_a_table_shows_its_cells_as_they_are() -> None:
 
 
 def test_commands_steer_no_terminal_and_take_no_markup(door: Door, tmp_path: Path) -> None:
-    from db import open_database
+    from spectune.db import open_database
 
     category = f"[/red]{ESCAPE}[bold]"
     with open_database(door.db) as database:

@@ -12,28 +12,27 @@ import numpy as np
 import pytest
 import sqlalchemy as sa
 from doors import Door, write_workload
+from spectune.db import open_database
+from spectune.db.models import ArtifactRow
+from spectune.optimizer.artifacts import fitted
+from spectune.optimizer.fit.c2t import classifier_examples
+from spectune.optimizer.fit.heterospec import bin_rounds
+from spectune.optimizer.fit.recorded_trees import RecordedTrees
+from spectune.optimizer.fit.score import score_examples
+from spectune.optimizer.fit.sequoia import DEPTH as STATIC_DEPTH
+from spectune.optimizer.fit.sequoia import rank_acceptance
+from spectune.optimizer.record import split
+from spectune.optimizer.serving import last_good, watch
+from spectune.optimizer.simulate.replay import ReplayTrace, run_replay
+from spectune.runtime.loading import LoadedPair, load_pair
+from spectune.runtime.pair import read_pair
+from spectune.runtime.policies.document import Policy, parse_policy
+from spectune.runtime.policies.plan import prepare
+from spectune.traces.errors import PolicyError, TraceError
+from spectune.traces.schema import TreePanorama
+from spectune.traces.store import TraceStore
 from synthetic import flat_profile, with_terms
 from tree_reference import Law, Node, Stratify, TopK, build, cheapest_first, verify
-
-from db import open_database
-from db.models import ArtifactRow
-from optimizer.artifacts import fitted
-from optimizer.fit.c2t import classifier_examples
-from optimizer.fit.heterospec import bin_rounds
-from optimizer.fit.recorded_trees import RecordedTrees
-from optimizer.fit.score import score_examples
-from optimizer.fit.sequoia import DEPTH as STATIC_DEPTH
-from optimizer.fit.sequoia import rank_acceptance
-from optimizer.record import split
-from optimizer.serving import last_good, watch
-from optimizer.simulate.replay import ReplayTrace, run_replay
-from runtime.loading import LoadedPair, load_pair
-from runtime.pair import read_pair
-from runtime.policies.document import Policy, parse_policy
-from runtime.policies.plan import prepare
-from traces.errors import PolicyError, TraceError
-from traces.schema import TreePanorama
-from traces.store import TraceStore
 
 WIDTH, DEPTH, TOP_N = 4, 5, 14
 TOKENS = 36

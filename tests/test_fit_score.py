@@ -9,10 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tree_reference import Law
-from tree_reference import local_costs as reference_costs
-
-from optimizer.fit.score import (
+from spectune.optimizer.fit.score import (
     DEFAULT,
     LEAST,
     MOST,
@@ -22,7 +19,9 @@ from optimizer.fit.score import (
     fit_sharpness,
     probability_loss,
 )
-from runtime.trees.grow import Codes, Growing, TreeRule
+from spectune.runtime.trees.grow import Codes, Growing, TreeRule
+from tree_reference import Law
+from tree_reference import local_costs as reference_costs
 
 
 def laws_of(gap: Any, taken: Any, *, count: Any = None, q: Any = None) -> ScoreExamples:

@@ -9,12 +9,11 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-
-from optimizer.fit.c2t import FEATURES, Classifier, Examples, evaluate, fine_tune, train
-from optimizer.fit.heterospec import DEEPER_LAYERS, MIN_FULL, Bins, Rounds, fit_bins, overlaps
-from optimizer.fit.sequoia import BestTrees, best_static_tree, choose, frontier_widths
-from runtime.policies.c2t import CONFIDENCE_SCALE, DEPTHS, ENTROPY_CODES, JOINT_CODES, confidence_code, confidence_table
-from traces.errors import TraceError
+from spectune.optimizer.fit.c2t import FEATURES, Classifier, Examples, evaluate, fine_tune, train
+from spectune.optimizer.fit.heterospec import DEEPER_LAYERS, MIN_FULL, Bins, Rounds, fit_bins, overlaps
+from spectune.optimizer.fit.sequoia import BestTrees, best_static_tree, choose, frontier_widths
+from spectune.runtime.policies.c2t import CONFIDENCE_SCALE, DEPTHS, ENTROPY_CODES, JOINT_CODES, confidence_code, confidence_table
+from spectune.traces.errors import TraceError
 
 # -- HeteroSpec: bins
 
@@ -50,7 +49,7 @@ def test_bins_are_the_leaves_of_the_tree(monkeypatch: pytest.MonkeyPatch) -> Non
     """Floor of the splits: every whole Phi falls where scikit-learn puts it."""
     from sklearn.tree import DecisionTreeRegressor
 
-    monkeypatch.setattr("optimizer.fit.heterospec.MIN_SHARE", 0.0)
+    monkeypatch.setattr("spectune.optimizer.fit.heterospec.MIN_SHARE", 0.0)
     rounds = planted_rounds(noise=25, seed=3)
     bins = fit_bins(rounds, 4)
     model = DecisionTreeRegressor(max_depth=3, random_state=0).fit(rounds.phi[:, None], rounds.tcr)

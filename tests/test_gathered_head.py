@@ -13,13 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-
-from runtime import gathered_head
-from runtime.cuda import kernel as kernels
-from runtime.cuda.kernel import Tile, gathered_kernel, gathered_logits, kernel_runs, tile_for
-from runtime.cuda.streams import forked
-from runtime.gathered_head import GatheredHead, quickest
-from traces.errors import PairError, PolicyError
+from spectune.runtime import gathered_head
+from spectune.runtime.cuda import kernel as kernels
+from spectune.runtime.cuda.kernel import Tile, gathered_kernel, gathered_logits, kernel_runs, tile_for
+from spectune.runtime.cuda.streams import forked
+from spectune.runtime.gathered_head import GatheredHead, quickest
+from spectune.traces.errors import PairError, PolicyError
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}

@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 import torch
 from pairs import make_pair
+from spectune.runtime.decoder import Decoder, prepare_for
+from spectune.runtime.loading import LoadedPair, load_pair
+from spectune.runtime.loop import StaticSource
+from spectune.runtime.pair import read_pair
+from spectune.runtime.policies.document import parse_policy
+from spectune.traces.errors import PairError
+from spectune.traces.schema import Request, Sampling, Verifier
 from transformers import AutoModelForCausalLM
-
-from runtime.decoder import Decoder, prepare_for
-from runtime.loading import LoadedPair, load_pair
-from runtime.loop import StaticSource
-from runtime.pair import read_pair
-from runtime.policies.document import parse_policy
-from traces.errors import PairError
-from traces.schema import Request, Sampling, Verifier
 
 PROMPT, NEW = [5, 6, 7, 5, 6, 7, 5, 6], 40
 POLICIES: list[dict[str, Any]] = [

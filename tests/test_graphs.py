@@ -10,25 +10,24 @@ from typing import Any
 import pytest
 import torch
 from pairs import make_pair, tiny_model, tokenizer
+from spectune.optimizer.execute import DecodeOptions, encode, run
+from spectune.runtime.costs import RoundKind
+from spectune.runtime.cuda import graphs
+from spectune.runtime.cuda.graphs import RUNGS, Kind, bucket, use_graphs, views_up_to, wanted
+from spectune.runtime.cuda.pass_sizes import PassSizes, pass_sizes, prepare_graphs
+from spectune.runtime.decoder import Decoder, prepare_for
+from spectune.runtime.loading import LoadedPair, load_pair
+from spectune.runtime.loop import PolicySource, Round, StaticSource
+from spectune.runtime.pair import read_pair
+from spectune.runtime.policies.document import Policy, parse_policy
+from spectune.runtime.policies.plan import Plan, prepare
+from spectune.runtime.profiling.experiment import Cell, Experiment
+from spectune.traces.schema import Request, Sampling, Workload
 from test_heads import HIDDEN, VOCAB, _eagle1, _eagle3_without_lm_head
 from test_shortlists import artifacts as shortlist_artifacts
 from test_tree_parity import STATIC, artifacts, shape
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-from optimizer.execute import DecodeOptions, encode, run
-from runtime.costs import RoundKind
-from runtime.cuda import graphs
-from runtime.cuda.graphs import RUNGS, Kind, bucket, use_graphs, views_up_to, wanted
-from runtime.cuda.pass_sizes import PassSizes, pass_sizes, prepare_graphs
-from runtime.decoder import Decoder, prepare_for
-from runtime.loading import LoadedPair, load_pair
-from runtime.loop import PolicySource, Round, StaticSource
-from runtime.pair import read_pair
-from runtime.policies.document import Policy, parse_policy
-from runtime.policies.plan import Plan, prepare
-from runtime.profiling.experiment import Cell, Experiment
-from traces.schema import Request, Sampling, Workload
 
 TOKENS = 16
 DEEP = 3

@@ -14,17 +14,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
+from spectune.demo.prompts import demo_workload
+from spectune.demo.train_head import Head, Unroller, begin_as_target
+from spectune.runtime.drafts.eagle_formats import default_taps, load_head
+from spectune.runtime.drafts.eagle_head import EagleHead
+from spectune.runtime.loading import load_pair
+from spectune.runtime.models import FINAL, CausalModel
+from spectune.runtime.pair import identity, is_head, read_pair
+from spectune.traces.errors import PairError
 from torch import Tensor
 
-from demo.prompts import demo_workload
-from demo.train_head import Head, Unroller, begin_as_target
-from runtime.drafts.eagle_formats import default_taps, load_head
-from runtime.drafts.eagle_head import EagleHead
-from runtime.loading import load_pair
-from runtime.models import FINAL, CausalModel
-from runtime.pair import identity, is_head, read_pair
 from tests.pairs import make_pair, tiny_model, tokenizer
-from traces.errors import PairError
 
 VOCAB, HIDDEN, LAYERS = 300, 48, 7
 DEMO_HEAD = Path(__file__).resolve().parent.parent / "demo" / "pair" / "head"
@@ -616,7 +616,7 @@ def test_language_models_are_no_heads_and_telling_needs_no_torch(tmp_path: Path)
     assert not is_head("HuggingFaceTB/SmolLM-135M")
     assert is_head("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B")
     folder = _eagle1().write(tmp_path / "head")
-    script = f"import sys; from runtime.pair import is_head; assert is_head({str(folder)!r}); assert 'torch' not in sys.modules"
+    script = f"import sys; from spectune.runtime.pair import is_head; assert is_head({str(folder)!r}); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], cwd=DEMO_HEAD.parents[2], check=True)
 
 

@@ -14,20 +14,19 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 from doors import Door, lines, write_workload
+from spectune.db import Database, DatabaseError
+from spectune.optimizer.publish import incumbent_of
+from spectune.optimizer.serving import watch
+from spectune.runtime.decoder import Decoder
+from spectune.runtime.loading import LoadedPair, load_pair
+from spectune.runtime.loop import DecodeRequest, Round, StaticSource
+from spectune.runtime.pair import read_pair
+from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
+from spectune.runtime.policies.plan import prepare
+from spectune.runtime.reload import Published, WatchedSource
+from spectune.traces.schema import Request, Sampling, Verifier, policy_id
+from spectune.traces.store import TraceStore
 from synthetic import flat_profile
-
-from db import Database, DatabaseError
-from optimizer.publish import incumbent_of
-from optimizer.serving import watch
-from runtime.decoder import Decoder
-from runtime.loading import LoadedPair, load_pair
-from runtime.loop import DecodeRequest, Round, StaticSource
-from runtime.pair import read_pair
-from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
-from runtime.policies.plan import prepare
-from runtime.reload import Published, WatchedSource
-from traces.schema import Request, Sampling, Verifier, policy_id
-from traces.store import TraceStore
 
 TOKENS = 40
 

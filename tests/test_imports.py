@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import spectune
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = ("cli", "traces", "runtime", "optimizer", "db", "demo", "bench", "tests")
@@ -66,6 +68,11 @@ def sources() -> Iterator[tuple[str, Path]]:
 MODULES = dict(sources())
 
 
+def ours(name: str) -> str:
+    """A module's name within the package ``spectune``, whose root is the repository's."""
+    return name.removeprefix("spectune.")
+
+
 def imports(tree: ast.AST, module: str, is_package: bool) -> Iterator[str]:
     """Our modules that a tree imports, wherever the statement stands; those only for the type checker count as well."""
     for node in ast.walk(tree):
@@ -78,10 +85,10 @@ def imports(tree: ast.AST, module: str, is_package: bool) -> Iterator[str]:
                 kept = parts[: len(parts) - node.level + is_package]
                 base = ".".join([*kept, *([node.module] if node.module else [])])
             # `from package import module` imports the module, `from module import name` the module that has it.
-            names = [full if (full := f"{base}.{alias.name}") in MODULES else base for alias in node.names]
+            names = [full if ours(full := f"{base}.{alias.name}") in MODULES else base for alias in node.names]
         else:
             continue
-        yield from (name for name in names if name.split(".")[0] in OURS)
+        yield from (ours(name) for name in names if ours(name).split(".")[0] in OURS)
 
 
 def forbidden(module: str, text: str, *, is_package: bool = False) -> list[str]:
@@ -176,16 +183,25 @@ def test_the_test_sees_a_circle() -> None:
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a", "d"}}) == [{"a", "b", "c"}]
 
 
+def test_everything_is_imported_as_spectune() -> None:
+    """As ``traces`` or ``db`` it would be another module, and could be another distribution's."""
+    assert Path(spectune.__file__).resolve().parent == ROOT
+    for file in [*MODULES.values(), *ROOT.glob("bench/*.py"), *ROOT.glob("tests/**/*.py")]:
+        text = file.read_text(encoding="utf-8")
+        if file != Path(__file__):
+            assert not re.search(rf"^\s*(from|import) ({'|'.join(OURS[:6])})\b", text, re.MULTILINE), file
+
+
 def test_every_package_is_listed_for_the_distribution() -> None:
     import tomllib
 
     setup = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    packages = {module for module, file in MODULES.items() if file.name == "__init__.py"}
-    assert set(setup["packages"]) == packages
+    packages = {f"spectune.{module}" for module, file in MODULES.items() if file.name == "__init__.py"}
+    assert set(setup["packages"]) == {"spectune", *packages}
 
 
 def test_the_door_opens_without_torch() -> None:
     heavy = ("torch", "transformers", "numba", "scipy", "sklearn", "optuna", "sqlalchemy")
-    script = f"import sys, cli; print([m for m in {heavy!r} if m in sys.modules])"
+    script = f"import sys, spectune.cli; print([m for m in {heavy!r} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

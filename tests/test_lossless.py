@@ -12,15 +12,14 @@ from typing import Any
 import pytest
 import torch
 from pairs import make_pair
+from spectune.runtime.decoder import Decoder
+from spectune.runtime.loading import LoadedPair, load_pair
+from spectune.runtime.loop import StaticSource
+from spectune.runtime.pair import read_pair
+from spectune.runtime.policies.document import Policy, parse_policy
+from spectune.runtime.policies.plan import prepare
+from spectune.traces.schema import LatencyProfile, Request, Sampling, Trajectory
 from synthetic import flat_profile
-
-from runtime.decoder import Decoder
-from runtime.loading import LoadedPair, load_pair
-from runtime.loop import StaticSource
-from runtime.pair import read_pair
-from runtime.policies.document import Policy, parse_policy
-from runtime.policies.plan import prepare
-from traces.schema import LatencyProfile, Request, Sampling, Trajectory
 
 PROMPTS = ["def add(a, b):", "The quick brown", "Question: Bob has 9", "for i in", "x"]
 FILTERED = Sampling(temperature=1.0, top_k=20, seed=5)

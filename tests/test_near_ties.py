@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from runtime import near_ties
-from runtime.near_ties import CHOICE, Choices, choose, lead, near_code
-from traces.schema import Sampling
+from spectune.runtime import near_ties
+from spectune.runtime.near_ties import CHOICE, Choices, choose, lead, near_code
+from spectune.traces.schema import Sampling
 
 HALVES = [math.log(0.5), math.log(0.3), math.log(0.2)]
 

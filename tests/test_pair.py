@@ -13,11 +13,10 @@ import torch
 from doors import Door, write_workload
 from pairs import make_pair
 from safetensors.torch import load_file, save_file
-
-from runtime.file_hashes import FileHashes, cache_file
-from runtime.loading import load_pair
-from runtime.pair import former_id, is_head, read_pair
-from traces.errors import PairError
+from spectune.runtime.file_hashes import FileHashes, cache_file
+from spectune.runtime.loading import load_pair
+from spectune.runtime.pair import former_id, is_head, read_pair
+from spectune.traces.errors import PairError
 
 FIXED = '{"draft": "near", "window": {"kind": "fixed", "gamma": 3}}'
 

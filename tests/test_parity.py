@@ -11,24 +11,23 @@ import numpy as np
 import pytest
 import torch
 from pairs import make_pair
+from spectune.db.database import open_database
+from spectune.optimizer.artifacts import fitted, keep_q_table
+from spectune.optimizer.simulate.oracle import replay_rounds
+from spectune.optimizer.simulate.replay import ReplayTrace, run_replay
+from spectune.runtime.decoder import Decoder
+from spectune.runtime.loading import LoadedPair, load_pair
+from spectune.runtime.loop import StaticSource
+from spectune.runtime.pair import read_pair
+from spectune.runtime.policies.document import Policy, parse_policy
+from spectune.runtime.policies.plan import prepare
+from spectune.runtime.recording.chains import record_panorama
+from spectune.runtime.session import Sessions
+from spectune.traces.errors import PolicyError
+from spectune.traces.schema import ChainPanorama, Request, Sampling, Step, Trajectory
+from spectune.traces.store import TraceStore
 from synthetic import flat_profile
 from test_lossless import PROMPTS, policies
-
-from db.database import open_database
-from optimizer.artifacts import fitted, keep_q_table
-from optimizer.simulate.oracle import replay_rounds
-from optimizer.simulate.replay import ReplayTrace, run_replay
-from runtime.decoder import Decoder
-from runtime.loading import LoadedPair, load_pair
-from runtime.loop import StaticSource
-from runtime.pair import read_pair
-from runtime.policies.document import Policy, parse_policy
-from runtime.policies.plan import prepare
-from runtime.recording.chains import record_panorama
-from runtime.session import Sessions
-from traces.errors import PolicyError
-from traces.schema import ChainPanorama, Request, Sampling, Step, Trajectory
-from traces.store import TraceStore
 
 GAMMA_MAX = 16
 TOKENS = 40
@@ -115,11 +114,11 @@ def test_replay_is_the_runtime_round_by_round(pair: LoadedPair, record: Record, 
 
 def test_panorama_is_the_drafts_own_chain(pair: LoadedPair, record: Record) -> None:
     """Every start's chain, as the panorama tells it, is what the draft proposes when asked there, one start at a time."""
-    from optimizer.simulate.oracle import TraceBackend
-    from runtime.drafts.language_model import LanguageModelDraft, canonical_codes
-    from runtime.drafts.protocol import DraftContext
-    from runtime.sampling import Noise
-    from traces.schema import AGREE_YES, request_seed
+    from spectune.optimizer.simulate.oracle import TraceBackend
+    from spectune.runtime.drafts.language_model import LanguageModelDraft, canonical_codes
+    from spectune.runtime.drafts.protocol import DraftContext
+    from spectune.runtime.sampling import Noise
+    from spectune.traces.schema import AGREE_YES, request_seed
 
     sampling = Sampling(temperature=1.0, seed=4)
     trajectories, panoramas = record(sampling)

@@ -11,22 +11,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+import spectune.optimizer.profiles
 import torch
 from pairs import make_pair
+from spectune.optimizer.execute import Expected, Timings
+from spectune.optimizer.profiles import at_pace_of, doubts, prediction_spread, profile_for, served_contexts, usable_profile
+from spectune.runtime.costs import MeasuredRound, RoundKind
+from spectune.runtime.loading import LoadedPair, load_pair
+from spectune.runtime.pair import read_pair
+from spectune.runtime.profiling import ACCEPTED_ERROR, measure_profile, predicted_seconds, refit_scale
+from spectune.runtime.profiling.fit import Prefill, fit_profile
+from spectune.runtime.profiling.shapes import shapes_of
+from spectune.traces.latency import LatencyProfile
+from spectune.traces.schema import Sampling, Trajectory
+from spectune.traces.store import TraceStore
 from synthetic import flat_profile
-
-import optimizer.profiles
-from optimizer.execute import Expected, Timings
-from optimizer.profiles import at_pace_of, doubts, prediction_spread, profile_for, served_contexts, usable_profile
-from runtime.costs import MeasuredRound, RoundKind
-from runtime.loading import LoadedPair, load_pair
-from runtime.pair import read_pair
-from runtime.profiling import ACCEPTED_ERROR, measure_profile, predicted_seconds, refit_scale
-from runtime.profiling.fit import Prefill, fit_profile
-from runtime.profiling.shapes import shapes_of
-from traces.latency import LatencyProfile
-from traces.schema import Sampling, Trajectory
-from traces.store import TraceStore
 
 TRUE = flat_profile("p", ["near"])
 
@@ -166,7 +165,7 @@ def test_a_profile_whose_check_fails_is_measured_again(
 
     made = [replace(profile, check={**checked(chains), "trees": checked(of_trees)}) for chains, of_trees in errors]
     left = iter(made)
-    monkeypatch.setattr(optimizer.profiles, "measure_profile", lambda *args, **kwargs: next(left))
+    monkeypatch.setattr(spectune.optimizer.profiles, "measure_profile", lambda *args, **kwargs: next(left))
     stored = profile_for(store, pair, pair.draft_names, gamma_max=4, trees=trees)
     assert stored.profile.check == made[kept].check
     assert len(list(left)) == len(made) - measured

@@ -9,21 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from spectune.db.database import Database
+from spectune.optimizer import schedule as schedules
+from spectune.optimizer.execute import DecodeOptions
+from spectune.optimizer.jobs import tuning_job
+from spectune.optimizer.schedule import claims
+from spectune.optimizer.tune import Tuned, TuneOptions, tune
+from spectune.runtime.loading import LoadedPair, load_pair
+from spectune.runtime.pair import read_pair
+from spectune.runtime.policies.document import parse_policy
+from spectune.runtime.profiling import environment
+from spectune.traces.schema import Request, Sampling, Workload
+from spectune.traces.store import Publication, TraceStore
 from sqlalchemy import text
 from synthetic import flat_profile
-
-from db.database import Database
-from optimizer import schedule as schedules
-from optimizer.execute import DecodeOptions
-from optimizer.jobs import tuning_job
-from optimizer.schedule import claims
-from optimizer.tune import Tuned, TuneOptions, tune
-from runtime.loading import LoadedPair, load_pair
-from runtime.pair import read_pair
-from runtime.policies.document import parse_policy
-from runtime.profiling import environment
-from traces.schema import Request, Sampling, Workload
-from traces.store import Publication, TraceStore
 
 T0 = datetime(2026, 5, 4, 12, 0, tzinfo=UTC)
 HOUR = timedelta(hours=1)

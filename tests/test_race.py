@@ -8,14 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-from optimizer.execute import BLOCK, SETTLED, Comparison, DecodeOptions, Expected, Timings, eliminate, encode, race
-from optimizer.search import PREDICTION_ERROR, Study, Trial, rivals
-from optimizer.verdict import Candidate, fastest_of, finite
-from runtime.loading import load_pair
-from runtime.pair import read_pair
-from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
-from traces.schema import Counts, Outcome, Request, RequestOutcome, Sampling, Workload
+from spectune.optimizer.execute import BLOCK, SETTLED, Comparison, DecodeOptions, Expected, Timings, eliminate, encode, race
+from spectune.optimizer.search import PREDICTION_ERROR, Study, Trial, rivals
+from spectune.optimizer.verdict import Candidate, fastest_of, finite
+from spectune.runtime.loading import load_pair
+from spectune.runtime.pair import read_pair
+from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
+from spectune.traces.schema import Counts, Outcome, Request, RequestOutcome, Sampling, Workload
 
 
 class Machine:

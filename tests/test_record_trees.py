@@ -13,25 +13,24 @@ import numpy as np
 import pytest
 import sqlalchemy as sa
 from doors import Door, write_workload
+from spectune.db import open_database
+from spectune.db.models import PanoramaChunkRow
+from spectune.optimizer import record as recorder
+from spectune.optimizer.artifacts import fitted
+from spectune.optimizer.record import cover_of, retrace, retrace_trees
+from spectune.optimizer.search import search
+from spectune.optimizer.simulate.replay import ReplayTrace, run_replay
+from spectune.optimizer.tune import TuneOptions, record_beyond
+from spectune.runtime.loading import LoadedPair, load_pair
+from spectune.runtime.pair import read_pair
+from spectune.runtime.policies.document import ClassifierGrowth, StaticGrowth, TopKGrowth, parse_policy
+from spectune.runtime.recording.trees import cover_name
+from spectune.runtime.trees.rules import compile_tree
+from spectune.traces.errors import PolicyError
+from spectune.traces.schema import Trajectory, TreePanorama
+from spectune.traces.store import TraceStore
 from synthetic import flat_profile
 from trace_values import a_tree
-
-from db import open_database
-from db.models import PanoramaChunkRow
-from optimizer import record as recorder
-from optimizer.artifacts import fitted
-from optimizer.record import cover_of, retrace, retrace_trees
-from optimizer.search import search
-from optimizer.simulate.replay import ReplayTrace, run_replay
-from optimizer.tune import TuneOptions, record_beyond
-from runtime.loading import LoadedPair, load_pair
-from runtime.pair import read_pair
-from runtime.policies.document import ClassifierGrowth, StaticGrowth, TopKGrowth, parse_policy
-from runtime.recording.trees import cover_name
-from runtime.trees.rules import compile_tree
-from traces.errors import PolicyError
-from traces.schema import Trajectory, TreePanorama
-from traces.store import TraceStore
 
 SHORT = ("--max-new-tokens", 8, "--gamma-max", 4)
 STATIC = {"draft": "near", "growth": {"kind": "static", "paths": [[0], [1], [0, 0], [0, 1], [0, 0, 0]]}}
@@ -311,7 +310,7 @@ def test_every_core_makes_the_same_panoramas(door: Door, store: TraceStore, tmp_
     shutil.copyfile(door.db, other.db)
     trees = ("--tree-width", 3, "--tree-depth", 2)
     resumed(door, *trees)
-    monkeypatch.setattr("optimizer.processes.PATIENCE_S", 0.0)
+    monkeypatch.setattr("spectune.optimizer.processes.PATIENCE_S", 0.0)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1}, raising=False)
     resumed(other, *trees)
     with open_database(other.db) as database:

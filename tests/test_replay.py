@@ -14,16 +14,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from synthetic import flat_profile, with_terms
-
-from optimizer.simulate.oracle import replay_rounds
-from optimizer.simulate.replay import ReplayTrace, replay, replay_many, run_replay
-from runtime.costs import RoundKind, middles, round_costs, round_seconds
-from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
-from runtime.policies.plan import prepare
-from runtime.session import Session, Sessions
-from traces.errors import PolicyError, TraceError
-from traces.schema import (
+from spectune.optimizer.simulate.oracle import replay_rounds
+from spectune.optimizer.simulate.replay import ReplayTrace, replay, replay_many, run_replay
+from spectune.runtime.costs import RoundKind, middles, round_costs, round_seconds
+from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
+from spectune.runtime.policies.plan import prepare
+from spectune.runtime.session import Session, Sessions
+from spectune.traces.errors import PolicyError, TraceError
+from spectune.traces.schema import (
     AGREE_NO,
     AGREE_NONE,
     AGREE_YES,
@@ -35,6 +33,7 @@ from traces.schema import (
     Step,
     Trajectory,
 )
+from synthetic import flat_profile, with_terms
 
 VOCABULARY, EOS, GAMMA_MAX = 23, 0, 7
 

@@ -6,12 +6,11 @@ import io
 
 import pytest
 from rich.console import Console
-
-from optimizer.commands.shared import Meter, emit
-from optimizer.report.tables import evidence_table, outcome_table, rows_table, score_table
-from optimizer.verdict import Candidate, Tuned
-from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
-from traces.schema import Counts, Outcome, RequestOutcome
+from spectune.optimizer.commands.shared import Meter, emit
+from spectune.optimizer.report.tables import evidence_table, outcome_table, rows_table, score_table
+from spectune.optimizer.verdict import Candidate, Tuned
+from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
+from spectune.traces.schema import Counts, Outcome, RequestOutcome
 
 FAST, DROPPED = (parse_policy({"draft": "small", "window": {"kind": "fixed", "gamma": g}}) for g in (4, 8))
 

@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 from doors import Door, lines, put_profile, write_workload
+from spectune.db.engine import make_engine
+from spectune.db.urls import parse_url
+from spectune.traces.text import shortened
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
-
-from db.engine import make_engine
-from db.urls import parse_url
-from traces.text import shortened
 
 FIXED = '{"draft": "near", "window": {"kind": "fixed", "gamma": 3}}'
 LEARNING = '{"draft": "near", "window": {"kind": "q_learning"}}'

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import gumbel_r, kstest
-
-from runtime.sampling import (
+from spectune.runtime.sampling import (
     Noise,
     _gumbel_anywhere,
     choose,
@@ -21,7 +20,7 @@ from runtime.sampling import (
     stream_key,
     uniform,
 )
-from traces.schema import NAT_CODE_MAX, Sampling, request_seed
+from spectune.traces.schema import NAT_CODE_MAX, Sampling, request_seed
 
 CPU = torch.device("cpu")
 

@@ -10,19 +10,18 @@ from typing import Any
 
 import pytest
 from doors import write_workload
+from spectune.optimizer import schedule as schedules
+from spectune.optimizer.jobs import gather, tuning_job
+from spectune.optimizer.record import begun_as
+from spectune.optimizer.schedule import Execute, Job, JobContext
+from spectune.runtime.loading import LoadedPair, load_pair
+from spectune.runtime.pair import read_pair
+from spectune.runtime.profiling import environment
+from spectune.traces.recording import RecordedRequest
+from spectune.traces.schema import Sampling
+from spectune.traces.store import TraceStore
 from synthetic import flat_profile
 from trace_values import a_trajectory
-
-from optimizer import schedule as schedules
-from optimizer.jobs import gather, tuning_job
-from optimizer.record import begun_as
-from optimizer.schedule import Execute, Job, JobContext
-from runtime.loading import LoadedPair, load_pair
-from runtime.pair import read_pair
-from runtime.profiling import environment
-from traces.recording import RecordedRequest
-from traces.schema import Sampling
-from traces.store import TraceStore
 
 T0 = datetime(2026, 5, 4, 12, 0, tzinfo=UTC)
 HOUR = timedelta(hours=1)

@@ -13,18 +13,17 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from spectune.db.database import Database
+from spectune.db.errors import DatabaseError, UnavailableError
+from spectune.db.schedules import FireRow, JobRow, ScheduleRow
+from spectune.optimizer import schedule as schedules
+from spectune.optimizer.schedule import Fire, HandBack, Job, JobContext, LeaseLostError, ScheduleError, claims
+from spectune.optimizer.schedule.claims import LONGEST_LEASE_S, RETRY_S
+from spectune.optimizer.schedule.lease import Heartbeat
+from spectune.optimizer.schedule.tick import judge
+from spectune.optimizer.schedule.worker import Ended
 from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
-
-from db.database import Database
-from db.errors import DatabaseError, UnavailableError
-from db.schedules import FireRow, JobRow, ScheduleRow
-from optimizer import schedule as schedules
-from optimizer.schedule import Fire, HandBack, Job, JobContext, LeaseLostError, ScheduleError, claims
-from optimizer.schedule.claims import LONGEST_LEASE_S, RETRY_S
-from optimizer.schedule.lease import Heartbeat
-from optimizer.schedule.tick import judge
-from optimizer.schedule.worker import Ended
 
 T0 = datetime(2026, 5, 4, 12, 0, tzinfo=UTC)
 HOUR = timedelta(hours=1)

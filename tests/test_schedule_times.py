@@ -7,9 +7,8 @@ from datetime import UTC, datetime, timedelta
 from itertools import islice, pairwise
 
 import pytest
-
-from optimizer.schedule import ScheduleError, Timing, format_duration, parse_duration
-from optimizer.schedule.times import MAX_BACKLOG, utc
+from spectune.optimizer.schedule import ScheduleError, Timing, format_duration, parse_duration
+from spectune.optimizer.schedule.times import MAX_BACKLOG, utc
 
 EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
 

@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from spectune.db.database import Database, open_database
+from spectune.optimizer import schedule as schedules
+from spectune.optimizer.schedule import Job, JobContext
 from sqlalchemy import text
 from sqlalchemy.orm import Session
-
-from db.database import Database, open_database
-from optimizer import schedule as schedules
-from optimizer.schedule import Job, JobContext
 
 WORKERS, SLOTS = 8, 200
 T0 = datetime(2026, 5, 4, 12, 0, tzinfo=UTC)
@@ -30,7 +29,7 @@ PATIENCE_S = 90.0
 
 # Workers come from a fork server that has imported what they need, so that eight of them cost no more than one.
 processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["optimizer.schedule", "psycopg", "pytest"])
+processes.set_forkserver_preload(["spectune.optimizer.schedule", "psycopg", "pytest"])
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="sends signals")
 

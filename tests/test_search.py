@@ -6,16 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from synthetic import flat_profile
-
-from optimizer.execute import Comparison, Timings
-from optimizer.record import split
-from optimizer.search import TIE, complexity, finalists, search
-from optimizer.simulate.replay import ReplayTrace, replay
-from optimizer.spaces import TreeLimit, TreeSpace, enumerated, enumerated_trees
-from optimizer.verdict import Candidate, fastest_of, verdict
-from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
-from traces.schema import (
+from spectune.optimizer.execute import Comparison, Timings
+from spectune.optimizer.record import split
+from spectune.optimizer.search import TIE, complexity, finalists, search
+from spectune.optimizer.simulate.replay import ReplayTrace, replay
+from spectune.optimizer.spaces import TreeLimit, TreeSpace, enumerated, enumerated_trees
+from spectune.optimizer.verdict import Candidate, fastest_of, verdict
+from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
+from spectune.traces.schema import (
     AGREE_NO,
     AGREE_YES,
     ChainPanorama,
@@ -25,6 +23,7 @@ from traces.schema import (
     Sampling,
     Trajectory,
 )
+from synthetic import flat_profile
 
 GAMMA_MAX = 8
 

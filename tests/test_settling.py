@@ -10,19 +10,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import spectune.runtime.trees.draft
 import torch
-
-import runtime.trees.draft
-from runtime.policies.c2t import ClassifierWeights
-from runtime.policies.heterospec import kept_nodes
-from runtime.policies.sequoia import static_levels
-from runtime.sampling import Noise
-from runtime.trees import near_ties as near_tie_trees
-from runtime.trees.device import DeviceGrowing
-from runtime.trees.draft import GrownTree, ModelLaws, TreeContext, grow
-from runtime.trees.grow import INFINITE, Growing, LawRows, Tree, TreeRule
-from runtime.trees.near_ties import OpenCodes, undecided_nodes
-from traces.schema import TREE_CODE_MAX, Sampling
+from spectune.runtime.policies.c2t import ClassifierWeights
+from spectune.runtime.policies.heterospec import kept_nodes
+from spectune.runtime.policies.sequoia import static_levels
+from spectune.runtime.sampling import Noise
+from spectune.runtime.trees import near_ties as near_tie_trees
+from spectune.runtime.trees.device import DeviceGrowing
+from spectune.runtime.trees.draft import GrownTree, ModelLaws, TreeContext, grow
+from spectune.runtime.trees.grow import INFINITE, Growing, LawRows, Tree, TreeRule
+from spectune.runtime.trees.near_ties import OpenCodes, undecided_nodes
+from spectune.traces.schema import TREE_CODE_MAX, Sampling
 
 CPU = torch.device("cpu")
 Path = tuple[int, ...]
@@ -235,7 +234,7 @@ def test_what_is_left_undecided_changes_no_tree(kind: str, stop: str | None) -> 
 def test_tensor_operations_settle_alike(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same where trees grow by tensor operations, not by compiled loops."""
     monkeypatch.setattr(
-        runtime.trees.draft, "growing_on", lambda device, rule, depth, complete: DeviceGrowing(rule, device, complete)
+        spectune.runtime.trees.draft, "growing_on", lambda device, rule, depth, complete: DeviceGrowing(rule, device, complete)
     )
     found = Grown(kind, None)
     found.run(20)

@@ -9,16 +9,15 @@ from typing import Any
 import pytest
 from doors import Door, write_workload
 from pairs import make_pair
+from spectune.db import open_database
+from spectune.optimizer.serving import watch
+from spectune.runtime.loading import load_pair
+from spectune.runtime.pair import read_pair
+from spectune.runtime.policies.document import parse_policy
+from spectune.runtime.policies.fr_spec import Frequencies
+from spectune.runtime.policies.router import Routing
+from spectune.traces.store import TraceStore
 from transformers import PreTrainedTokenizerFast
-
-from db import open_database
-from optimizer.serving import watch
-from runtime.loading import load_pair
-from runtime.pair import read_pair
-from runtime.policies.document import parse_policy
-from runtime.policies.fr_spec import Frequencies
-from runtime.policies.router import Routing
-from traces.store import TraceStore
 
 TOKENS = 24
 

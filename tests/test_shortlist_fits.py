@@ -9,17 +9,16 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-
-from optimizer.fit import clusters as fitting
-from optimizer.fit.clusters import cluster, cohesion, default_clusters
-from optimizer.fit.dynaspec import Contexts, cluster_labels, score_router, train_router
-from optimizer.fit.fr_spec import count_tokens, frequency_order
-from optimizer.fit.shared import held_out
-from runtime.near_ties import near_clusters
-from runtime.policies.dynaspec import Clusters, cluster_budget
-from runtime.policies.fr_spec import Frequencies, frequency_budget
-from runtime.policies.router import Router, Routing, head_hash, top_clusters
-from traces.errors import PolicyError, TraceError
+from spectune.optimizer.fit import clusters as fitting
+from spectune.optimizer.fit.clusters import cluster, cohesion, default_clusters
+from spectune.optimizer.fit.dynaspec import Contexts, cluster_labels, score_router, train_router
+from spectune.optimizer.fit.fr_spec import count_tokens, frequency_order
+from spectune.optimizer.fit.shared import held_out
+from spectune.runtime.near_ties import near_clusters
+from spectune.runtime.policies.dynaspec import Clusters, cluster_budget
+from spectune.runtime.policies.fr_spec import Frequencies, frequency_budget
+from spectune.runtime.policies.router import Router, Routing, head_hash, top_clusters
+from spectune.traces.errors import PolicyError, TraceError
 
 # -- budgets ---------------------------------------------------------------------------------------------------------------------
 

@@ -9,38 +9,37 @@ from pathlib import Path
 import numpy as np
 import optuna
 import pytest
+import spectune.optimizer.fit.tuning as tuning
 from doors import write_workload
 from pairs import make_pair
+from spectune.db import open_database
+from spectune.optimizer.artifacts import fitted
+from spectune.optimizer.execute import DecodeOptions
+from spectune.optimizer.fit.chooser_fits import fit_chooser_artifact
+from spectune.optimizer.fit.fr_spec import count_tokens
+from spectune.optimizer.fit.on_the_fly import Gained
+from spectune.optimizer.fit.shared import search_texts
+from spectune.optimizer.fit.tuning import FOLDS, fit_shortlists, ranks_for
+from spectune.optimizer.inputs import load_workload
+from spectune.optimizer.profiles import expected_seconds
+from spectune.optimizer.record import RecordRequest, record
+from spectune.optimizer.search import TIE, Study, Trial, complexity, search, shortlist_bounds, worth_trying
+from spectune.optimizer.simulate.replay import ReplayTrace, run_replay
+from spectune.optimizer.spaces import SHORTLIST_ORDER, Kinds, ShortlistLimit, ShortlistSpace, Space, TreeLimit, TreeSpace
+from spectune.optimizer.tune import TuneOptions, tune
+from spectune.runtime.loading import LoadedPair, load_pair
+from spectune.runtime.loop import StaticSource
+from spectune.runtime.pair import read_pair
+from spectune.runtime.policies.artifacts import ROUTER
+from spectune.runtime.policies.document import AUTOREGRESSIVE, ChooserPolicy, parse_policy
+from spectune.runtime.policies.fr_spec import Frequencies
+from spectune.runtime.policies.plan import prepare
+from spectune.runtime.profiling import environment
+from spectune.traces.cost_table import CostTable
+from spectune.traces.errors import TraceError
+from spectune.traces.schema import Counts, LatencyProfile, Sampling, Workload
+from spectune.traces.store import TraceStore
 from synthetic import flat_profile, over_rows, with_terms
-
-import optimizer.fit.tuning as tuning
-from db import open_database
-from optimizer.artifacts import fitted
-from optimizer.execute import DecodeOptions
-from optimizer.fit.chooser_fits import fit_chooser_artifact
-from optimizer.fit.fr_spec import count_tokens
-from optimizer.fit.on_the_fly import Gained
-from optimizer.fit.shared import search_texts
-from optimizer.fit.tuning import FOLDS, fit_shortlists, ranks_for
-from optimizer.inputs import load_workload
-from optimizer.profiles import expected_seconds
-from optimizer.record import RecordRequest, record
-from optimizer.search import TIE, Study, Trial, complexity, search, shortlist_bounds, worth_trying
-from optimizer.simulate.replay import ReplayTrace, run_replay
-from optimizer.spaces import SHORTLIST_ORDER, Kinds, ShortlistLimit, ShortlistSpace, Space, TreeLimit, TreeSpace
-from optimizer.tune import TuneOptions, tune
-from runtime.loading import LoadedPair, load_pair
-from runtime.loop import StaticSource
-from runtime.pair import read_pair
-from runtime.policies.artifacts import ROUTER
-from runtime.policies.document import AUTOREGRESSIVE, ChooserPolicy, parse_policy
-from runtime.policies.fr_spec import Frequencies
-from runtime.policies.plan import prepare
-from runtime.profiling import environment
-from traces.cost_table import CostTable
-from traces.errors import TraceError
-from traces.schema import Counts, LatencyProfile, Sampling, Workload
-from traces.store import TraceStore
 
 ROWS, CLUSTERS, GAMMA = 300, 16, 6
 LIMIT = ShortlistLimit(ROWS, "f" * 12, "r" * 12, CLUSTERS)

@@ -15,33 +15,32 @@ import pytest
 import torch
 from pairs import perturbed, tiny_model, tokenizer
 from scipy.stats import chisquare
+from spectune.runtime import distributions as runtime_distributions
+from spectune.runtime import gathered_head, near_ties
+from spectune.runtime import shortlists as shortlisting
+from spectune.runtime.cuda.streams import forked
+from spectune.runtime.decoder import Decoder, prepare_for
+from spectune.runtime.distributions import codes, read_distributions
+from spectune.runtime.drafts.language_model import LanguageModelDraft
+from spectune.runtime.drafts.protocol import DraftContext, Drafted
+from spectune.runtime.loading import LoadedPair, load_pair
+from spectune.runtime.loop import DecodeRequest, Round, StaticSource
+from spectune.runtime.pair import read_pair
+from spectune.runtime.policies.artifacts import Artifacts, Fitted
+from spectune.runtime.policies.document import Policy, parse_policy
+from spectune.runtime.policies.dynaspec import Clusters
+from spectune.runtime.policies.fr_spec import Frequencies
+from spectune.runtime.policies.plan import Plan, prepare
+from spectune.runtime.policies.router import Router, Routing
+from spectune.runtime.sampling import Noise, log_distribution
+from spectune.runtime.shortlists import Shortlists, head_hash
+from spectune.traces.errors import PolicyError
+from spectune.traces.schema import Request, Sampling, Step
 from test_gathered_head import CUDA, FakeCuda
 from test_head_drafting import Alternating
 from test_heads import HIDDEN, VOCAB, _eagle1, _eagle3
 from test_verifiers import PLAIN, tiny_pair
 from transformers import AutoModelForCausalLM
-
-from runtime import distributions as runtime_distributions
-from runtime import gathered_head, near_ties
-from runtime import shortlists as shortlisting
-from runtime.cuda.streams import forked
-from runtime.decoder import Decoder, prepare_for
-from runtime.distributions import codes, read_distributions
-from runtime.drafts.language_model import LanguageModelDraft
-from runtime.drafts.protocol import DraftContext, Drafted
-from runtime.loading import LoadedPair, load_pair
-from runtime.loop import DecodeRequest, Round, StaticSource
-from runtime.pair import read_pair
-from runtime.policies.artifacts import Artifacts, Fitted
-from runtime.policies.document import Policy, parse_policy
-from runtime.policies.dynaspec import Clusters
-from runtime.policies.fr_spec import Frequencies
-from runtime.policies.plan import Plan, prepare
-from runtime.policies.router import Router, Routing
-from runtime.sampling import Noise, log_distribution
-from runtime.shortlists import Shortlists, head_hash
-from traces.errors import PolicyError
-from traces.schema import Request, Sampling, Step
 
 PROMPTS = ["def add(a, b):", "The quick brown"]
 TOKENS, SHORT = 10, 12

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from runtime.policies.document import parse_policy
-from runtime.policies.stops import NEVER, CompiledStop, compile_stop, should_stop
-from traces.schema import NAT_CODE_MAX, NAT_SCALE
+from spectune.runtime.policies.document import parse_policy
+from spectune.runtime.policies.stops import NEVER, CompiledStop, compile_stop, should_stop
+from spectune.traces.schema import NAT_CODE_MAX, NAT_SCALE
 
 
 def stop(kind: str, **parameters: Any) -> CompiledStop:

@@ -10,18 +10,17 @@ from datetime import UTC, datetime, timedelta
 
 import numpy as np
 import pytest
+from spectune.db import CorruptedChunkError, Database, NotFoundError, StaleVersionError, check
+from spectune.db.models import PanoramaChunkRow, RecordingRow, TrajectoryRow
+from spectune.db.urls import parse_url
+from spectune.traces.errors import TraceError
+from spectune.traces.recording import RecordingInfo
+from spectune.traces.schema import Request, Sampling, Workload, policy_id
+from spectune.traces.store import TraceStore
+from spectune.traces.store.prune import PruneReport, prune
 from sqlalchemy import URL
 from sqlalchemy.orm import Session
 from trace_values import PAIR, a_panorama, a_profile, a_recording, a_trajectory, a_tree, an_outcome, steps_of
-
-from db import CorruptedChunkError, Database, NotFoundError, StaleVersionError, check
-from db.models import PanoramaChunkRow, RecordingRow, TrajectoryRow
-from db.urls import parse_url
-from traces.errors import TraceError
-from traces.recording import RecordingInfo
-from traces.schema import Request, Sampling, Workload, policy_id
-from traces.store import TraceStore
-from traces.store.prune import PruneReport, prune
 
 WORKLOAD = Workload("w", (Request("a", "code", ("x", "y")), Request("b", "prose", ('žluťoučký \\ " kůň',))))
 GREEDY = Sampling()

@@ -15,16 +15,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from spectune.db import CorruptedChunkError, Database, UnavailableError, check, open_database
+from spectune.traces import codec
+from spectune.traces.errors import TraceError
+from spectune.traces.recording import RecordedRequest
+from spectune.traces.schema import Sampling
+from spectune.traces.store import TraceStore
+from spectune.traces.store.prune import prune
+from spectune.traces.store.traffic import TrafficWriter
 from trace_values import PAIR, a_panorama, a_recording, a_trajectory, steps_of
-
-from db import CorruptedChunkError, Database, UnavailableError, check, open_database
-from traces import codec
-from traces.errors import TraceError
-from traces.recording import RecordedRequest
-from traces.schema import Sampling
-from traces.store import TraceStore
-from traces.store.prune import prune
-from traces.store.traffic import TrafficWriter
 
 KILLS = 6
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from spectune.traces.acceptance import Survival, compact, keep_probability, step_survival, survival
+from spectune.traces.schema import AGREE_YES, PROB_SCALE, Step
 from trace_values import a_panorama, a_trajectory, steps_of
-
-from traces.acceptance import Survival, compact, keep_probability, step_survival, survival
-from traces.schema import AGREE_YES, PROB_SCALE, Step
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -12,20 +12,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from spectune.db import CorruptedChunkError, NotFoundError, SchemaError, check, open_database
+from spectune.db.models import PanoramaChunkRow
+from spectune.optimizer import schedule as schedules
+from spectune.optimizer.schedule import claims
+from spectune.traces.acceptance import Survival, keep_probability, step_survival, survival
+from spectune.traces.errors import TraceError
+from spectune.traces.schema import Sampling
+from spectune.traces.store import TraceStore
+from spectune.traces.store.export import export_rows
+from spectune.traces.store.prune import prune
+from spectune.traces.store.query import TraceFilter, acceptance_stats, executed_stats, list_recordings, request_rows
+from spectune.traces.store.transfer import export_recordings, import_recordings
 from trace_values import PAIR, POLICY, POLICY_ID, a_panorama, a_recording, a_trajectory, an_outcome, steps_of
-
-from db import CorruptedChunkError, NotFoundError, SchemaError, check, open_database
-from db.models import PanoramaChunkRow
-from optimizer import schedule as schedules
-from optimizer.schedule import claims
-from traces.acceptance import Survival, keep_probability, step_survival, survival
-from traces.errors import TraceError
-from traces.schema import Sampling
-from traces.store import TraceStore
-from traces.store.export import export_rows
-from traces.store.prune import prune
-from traces.store.query import TraceFilter, acceptance_stats, executed_stats, list_recordings, request_rows
-from traces.store.transfer import export_recordings, import_recordings
 
 DAY = timedelta(days=1)
 NOW = datetime(2026, 5, 4, tzinfo=UTC)

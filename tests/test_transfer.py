@@ -15,18 +15,17 @@ from pathlib import Path
 
 import pytest
 from doors import Door
+from spectune.db import CorruptedChunkError, Database, DatabaseError, open_database
+from spectune.db.models import PolicyRow, TrajectoryRow, WorkloadRow
+from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
+from spectune.traces.errors import TraceError
+from spectune.traces.schema import policy_id
+from spectune.traces.store import TraceStore, transfer
+from spectune.traces.store.foreign import check_trajectory
+from spectune.traces.store.query import list_recordings
+from spectune.traces.store.transfer import export_recordings, import_recordings
 from test_traces_codec import FORGED
 from trace_values import PAIR, POLICY, POLICY_ID, a_recording, a_trajectory, a_tree, steps_of
-
-from db import CorruptedChunkError, Database, DatabaseError, open_database
-from db.models import PolicyRow, TrajectoryRow, WorkloadRow
-from runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
-from traces.errors import TraceError
-from traces.schema import policy_id
-from traces.store import TraceStore, transfer
-from traces.store.foreign import check_trajectory
-from traces.store.query import list_recordings
-from traces.store.transfer import export_recordings, import_recordings
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -227,9 +226,9 @@ def test_a_file_that_would_run_something_is_refused(exported: Path, fresh: Path,
         edit(file, *statements)
     # In a process of its own: a read that does not end would end no test.
     code = f"""
-        from db import open_database
-        from traces.errors import TraceError
-        from traces.store.transfer import import_recordings
+        from spectune.db import open_database
+        from spectune.traces.errors import TraceError
+        from spectune.traces.store.transfer import import_recordings
         with open_database({str(shutil.copyfile(fresh, tmp_path / "receiver"))!r}) as database:
             for file in {[str(file) for file in files]}:
                 try:
@@ -345,8 +344,8 @@ def test_a_killed_import_leaves_nothing_behind(file: Path, tmp_path: Path) -> No
     temporary.mkdir()
     code = f"""
         import os, signal
-        from db import open_database
-        from traces.store.transfer import import_recordings
+        from spectune.db import open_database
+        from spectune.traces.store.transfer import import_recordings
         database = open_database({str(tmp_path / "empty.db")!r})
         # Killed when the first recording is to be written: the file has been copied and looked through.
         database.write = lambda: os.kill(os.getpid(), signal.SIGKILL)

@@ -16,13 +16,11 @@ import pytest
 import torch
 from doors import Door, one_object, write_workload
 from rich.console import Console
-from trace_values import a_trajectory
-
-from db import open_database
-from optimizer.fit.recorded_trees import child_probabilities
-from optimizer.report.drawn_trees import LINES, chosen_nodes, tree_json, tree_view
-from optimizer.report.page import page, ticks
-from optimizer.report.trees import (
+from spectune.db import open_database
+from spectune.optimizer.fit.recorded_trees import child_probabilities
+from spectune.optimizer.report.drawn_trees import LINES, chosen_nodes, tree_json, tree_view
+from spectune.optimizer.report.page import page, ticks
+from spectune.optimizer.report.trees import (
     SHARES,
     Starts,
     Stored,
@@ -36,21 +34,22 @@ from optimizer.report.trees import (
     top_k,
     tree_report,
 )
-from optimizer.simulate.forest import join_trees
-from optimizer.simulate.replay import ReplayTrace, run_replay
-from optimizer.simulate.tree_tables import ABSENT, GrowthTable
-from runtime.decoder import Decoder
-from runtime.loading import load_pair
-from runtime.loop import Round, StaticSource
-from runtime.pair import read_pair
-from runtime.policies.artifacts import Fitted
-from runtime.policies.document import Policy, parse_policy
-from runtime.policies.plan import prepare
-from runtime.recording.trees import record_tree_panorama
-from runtime.trees.draft import GrownTree, Pruned
-from traces.errors import PolicyError, TraceError
-from traces.schema import NO_BIN, Request, Sampling, Step, TreePanorama
-from traces.store import TraceStore
+from spectune.optimizer.simulate.forest import join_trees
+from spectune.optimizer.simulate.replay import ReplayTrace, run_replay
+from spectune.optimizer.simulate.tree_tables import ABSENT, GrowthTable
+from spectune.runtime.decoder import Decoder
+from spectune.runtime.loading import load_pair
+from spectune.runtime.loop import Round, StaticSource
+from spectune.runtime.pair import read_pair
+from spectune.runtime.policies.artifacts import Fitted
+from spectune.runtime.policies.document import Policy, parse_policy
+from spectune.runtime.policies.plan import prepare
+from spectune.runtime.recording.trees import record_tree_panorama
+from spectune.runtime.trees.draft import GrownTree, Pruned
+from spectune.traces.errors import PolicyError, TraceError
+from spectune.traces.schema import NO_BIN, Request, Sampling, Step, TreePanorama
+from spectune.traces.store import TraceStore
+from trace_values import a_trajectory
 
 FIGURES = (
     *("ranks", "within", "accepted", "phi", "probability", "acceptance", "difference", "gamma", "verified", "bins"),

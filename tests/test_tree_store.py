@@ -12,24 +12,23 @@ from typing import Any
 import numpy as np
 import pytest
 import sqlalchemy as sa
+from spectune.db import CorruptedChunkError, NotFoundError, check, migrate, open_database, upgrade
+from spectune.db.engine import WRITES, make_engine
+from spectune.db.models import PanoramaChunkRow
+from spectune.db.urls import parse_url
+from spectune.traces.codec import CodecError, pack, unpack
+from spectune.traces.errors import TraceError
+from spectune.traces.packing import pack_chain, pack_tokens, pack_tree, unpack_chain, unpack_tree
+from spectune.traces.recording import TreeExtent
+from spectune.traces.schema import Proposals, Sampling, TreePanorama
+from spectune.traces.store import TraceStore
+from spectune.traces.store.prune import prune
+from spectune.traces.store.query import TraceFilter, acceptance_stats, request_rows
+from spectune.traces.store.recording_rows import spec_hash
+from spectune.traces.store.transfer import export_recordings, import_recordings
 from test_db import at_revision
 from test_store import damage
 from trace_values import PAIR, a_panorama, a_recording, a_trajectory, a_tree
-
-from db import CorruptedChunkError, NotFoundError, check, migrate, open_database, upgrade
-from db.engine import WRITES, make_engine
-from db.models import PanoramaChunkRow
-from db.urls import parse_url
-from traces.codec import CodecError, pack, unpack
-from traces.errors import TraceError
-from traces.packing import pack_chain, pack_tokens, pack_tree, unpack_chain, unpack_tree
-from traces.recording import TreeExtent
-from traces.schema import Proposals, Sampling, TreePanorama
-from traces.store import TraceStore
-from traces.store.prune import prune
-from traces.store.query import TraceFilter, acceptance_stats, request_rows
-from traces.store.recording_rows import spec_hash
-from traces.store.transfer import export_recordings, import_recordings
 
 BOTH: tuple[Proposals, ...] = ("coupled", "probability")
 

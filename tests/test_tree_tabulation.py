@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import tree_reference as reference
-
-from optimizer.simulate.forest import Forest, tabulate_growth
-from optimizer.simulate.tree_tables import ABSENT, NO_UNION, ClusterUnion, GrowthTable, ShortlistRanks
-from runtime.policies.sequoia import static_levels
-from runtime.trees.grow import TreeRule
+from spectune.optimizer.simulate.forest import Forest, tabulate_growth
+from spectune.optimizer.simulate.tree_tables import ABSENT, NO_UNION, ClusterUnion, GrowthTable, ShortlistRanks
+from spectune.runtime.policies.sequoia import static_levels
+from spectune.runtime.trees.grow import TreeRule
 
 STARTS = 60
 

@@ -11,23 +11,22 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import spectune.runtime.distributions
+import spectune.runtime.sampling
+import spectune.runtime.trees.draft
 import torch
 import tree_reference as reference
-
-import runtime.distributions
-import runtime.sampling
-import runtime.trees.draft
-from runtime import near_ties
-from runtime.distributions import read_distributions
-from runtime.models import CausalModel
-from runtime.policies.heterospec import kept_nodes
-from runtime.policies.sequoia import static_levels
-from runtime.sampling import Noise, filters
-from runtime.trees.device import DeviceGrowing
-from runtime.trees.draft import AnyGrowing, GrownTree, ModelLaws, TreeContext, grow
-from runtime.trees.grow import INFINITE, NONE, Codes, Growing, LawRows, Tree, TreeRule
-from runtime.verification import TargetText, verify_tree
-from traces.schema import NO_BIN, Sampling
+from spectune.runtime import near_ties
+from spectune.runtime.distributions import read_distributions
+from spectune.runtime.models import CausalModel
+from spectune.runtime.policies.heterospec import kept_nodes
+from spectune.runtime.policies.sequoia import static_levels
+from spectune.runtime.sampling import Noise, filters
+from spectune.runtime.trees.device import DeviceGrowing
+from spectune.runtime.trees.draft import AnyGrowing, GrownTree, ModelLaws, TreeContext, grow
+from spectune.runtime.trees.grow import INFINITE, NONE, Codes, Growing, LawRows, Tree, TreeRule
+from spectune.runtime.verification import TargetText, verify_tree
+from spectune.traces.schema import NO_BIN, Sampling
 
 CPU = torch.device("cpu")
 Path = tuple[int, ...]
@@ -39,9 +38,9 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Grows by compiled loops (a CPU's) or by tensor operations (any device's)."""
     if request.param == "tensors":
         monkeypatch.setattr(
-            runtime.trees.draft, "growing_on", lambda device, rule, depth, complete: DeviceGrowing(rule, device, complete)
+            spectune.runtime.trees.draft, "growing_on", lambda device, rule, depth, complete: DeviceGrowing(rule, device, complete)
         )
-        monkeypatch.setattr(runtime.distributions, "fused", lambda _: False)
+        monkeypatch.setattr(spectune.runtime.distributions, "fused", lambda _: False)
     return str(request.param)
 
 
@@ -525,7 +524,7 @@ def test_best_of_long_rows(vocab: int) -> None:
     x = torch.randn(3, vocab, generator=torch.Generator().manual_seed(vocab)).double()
     x[0, -1] = x[1, 0] = 9.0
     for count in (1, 11, 33):
-        values, tokens = runtime.distributions.best_of(x, count)
+        values, tokens = spectune.runtime.distributions.best_of(x, count)
         best = x.topk(count, dim=-1)
         assert torch.equal(values, best.values)
         assert torch.equal(tokens, best.indices)

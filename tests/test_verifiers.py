@@ -10,18 +10,17 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import chisquare
+from spectune.runtime.decoder import Decoder
+from spectune.runtime.loading import LoadedPair
+from spectune.runtime.loop import DecodeRequest, StaticSource, Verified
+from spectune.runtime.models import CausalModel
+from spectune.runtime.pair import PairSpec
+from spectune.runtime.policies.document import parse_policy
+from spectune.runtime.policies.plan import prepare
+from spectune.runtime.sampling import Noise, choose, gumbel_row, log_distribution, stream_key, uniform
+from spectune.runtime.verification import TargetText, verify_coupled, verify_rejection
+from spectune.traces.schema import Sampling, Verifier
 from transformers import LlamaConfig, LlamaForCausalLM
-
-from runtime.decoder import Decoder
-from runtime.loading import LoadedPair
-from runtime.loop import DecodeRequest, StaticSource, Verified
-from runtime.models import CausalModel
-from runtime.pair import PairSpec
-from runtime.policies.document import parse_policy
-from runtime.policies.plan import prepare
-from runtime.sampling import Noise, choose, gumbel_row, log_distribution, stream_key, uniform
-from runtime.verification import TargetText, verify_coupled, verify_rejection
-from traces.schema import Sampling, Verifier
 
 VOCAB, LENGTH, WINDOW = 5, 3, 2
 PLAIN = Sampling(temperature=1.0)

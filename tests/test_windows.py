@@ -13,10 +13,9 @@ from typing import Any, Protocol
 import numpy as np
 import pytest
 from scipy.optimize import minimize_scalar
-
-from runtime.policies.document import Policy, Window, parse_policy
-from runtime.policies.on_the_fly import TABLE_KNOTS
-from runtime.policies.windows import (
+from spectune.runtime.policies.document import Policy, Window, parse_policy
+from spectune.runtime.policies.on_the_fly import TABLE_KNOTS
+from spectune.runtime.policies.windows import (
     WindowCosts,
     WindowState,
     advance,
@@ -24,7 +23,7 @@ from runtime.policies.windows import (
     init_state,
     reset,
 )
-from traces.errors import PolicyError
+from spectune.traces.errors import PolicyError
 
 COSTS = WindowCosts(0.31, tuple(1.0 + 0.043 * g + 0.0007 * g * g for g in range(65)))
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-
-from traces.cost_table import CostTable
-from traces.latency import LatencyProfile
-from traces.schema import (
+from spectune.traces.cost_table import CostTable
+from spectune.traces.latency import LatencyProfile
+from spectune.traces.schema import (
     AGREE_NO,
     PROB_SCALE,
     ChainPanorama,
@@ -23,7 +22,7 @@ from traces.schema import (
     Workload,
     policy_id,
 )
-from traces.store import TraceStore
+from spectune.traces.store import TraceStore
 
 PAIR = "5f1d0c6a9e2b"
 POLICY = {"draft": "small"}

@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import zstandard
-
-from traces.errors import TraceError
+from spectune.traces.errors import TraceError
 
 SCHEMA_VERSION = 1
 CODEC = "zstd-planes"

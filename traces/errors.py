@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from traces.text import one_line
+from spectune.traces.text import one_line
 
 
 class SpectuneError(Exception):

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from traces.errors import SpectuneError
-from traces.text import shortened, unstorable
+from spectune.traces.errors import SpectuneError
+from spectune.traces.text import shortened, unstorable
 
 SIZE_LIMIT = 1 << 30
 """Bytes of a file that is read at once."""

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-from traces.cost_table import CostTable, FloatArray
-from traces.latency_curves import terms_of_curves
+from spectune.traces.cost_table import CostTable, FloatArray
+from spectune.traces.latency_curves import terms_of_curves
 
 
 @dataclass(frozen=True)

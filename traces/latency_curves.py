@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-
-from traces.cost_table import CostTable, FloatArray
+from spectune.traces.cost_table import CostTable, FloatArray
 
 
 def terms_of_curves(data: Mapping[str, Any]) -> dict[str, CostTable]:

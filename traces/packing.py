@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-from traces.codec import RAW_LIMIT, Chunk, CodecError, Column, pack, unpack
-from traces.schema import AGREE_NONE, NO_BIN, ChainPanorama, Int32Array, Step, TreePanorama
+from spectune.traces.codec import RAW_LIMIT, Chunk, CodecError, Column, pack, unpack
+from spectune.traces.schema import AGREE_NONE, NO_BIN, ChainPanorama, Int32Array, Step, TreePanorama
 
 NANOSECONDS = 1e9
 _STEP_COUNTS = ("start", "drafted", "verified", "accepted", "emitted", "draft_steps", "lag")

@@ -8,8 +8,8 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any
 
-from traces.errors import TraceError
-from traces.schema import ChainPanorama, Proposals, Sampling, Step, Trajectory, TreePanorama, Verifier
+from spectune.traces.errors import TraceError
+from spectune.traces.schema import ChainPanorama, Proposals, Sampling, Step, Trajectory, TreePanorama, Verifier
 
 TREE_WIDTH, TREE_DEPTH = 8, 8
 """Children and levels of recorded trees where nobody says."""

@@ -14,8 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-
-from traces.latency import LatencyProfile as LatencyProfile
+from spectune.traces.latency import LatencyProfile as LatencyProfile
 
 Int32Array = npt.NDArray[np.int32]
 Finish = Literal["eos", "length", "stop"]

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from traces.errors import WorkloadError
-from traces.files import parse_json, read_text
-from traces.schema import Request, Workload
-from traces.text import NAME_LIMIT, printable, shortened, unstorable
+from spectune.traces.errors import WorkloadError
+from spectune.traces.files import parse_json, read_text
+from spectune.traces.schema import Request, Workload
+from spectune.traces.text import NAME_LIMIT, printable, shortened, unstorable
 
 Turns = Literal["first", "all"]
 """What is made of a request's turns: the first alone, or each a prompt of its own."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from alembic import context
+from spectune.db.migrate import VERSION_TABLE
+from spectune.db.tables import metadata
+from spectune.db.types import UtcDateTime
 from sqlalchemy import DateTime
-
-from db.migrate import VERSION_TABLE
-from db.tables import metadata
-from db.types import UtcDateTime
 
 
 def render_item(kind: str, item: Any, _autogen: Any) -> str | Literal[False]:

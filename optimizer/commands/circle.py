@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
-
-from optimizer.commands.outputs import kept_unless_stored
-from optimizer.commands.shared import (
+from spectune.optimizer.commands.outputs import kept_unless_stored
+from spectune.optimizer.commands.shared import (
     Meter,
     device_options,
     emit,
@@ -21,7 +20,7 @@ from optimizer.commands.shared import (
 )
 
 if TYPE_CHECKING:
-    from traces.schema import Trajectory
+    from spectune.traces.schema import Trajectory
 
 
 @click.command()
@@ -58,10 +57,10 @@ def profile(
         raise click.UsageError("--recording says on which texts trees are measured; leave it out, or --no-trees")
     with open_store(ctx) as store:
         pair = load(kw, store)
-        from optimizer.profiles import served_contexts
-        from optimizer.record import texts_to_profile, whole_texts
-        from optimizer.report.tables import profile_table
-        from runtime.profiling import measure_profile
+        from spectune.optimizer.profiles import served_contexts
+        from spectune.optimizer.record import texts_to_profile, whole_texts
+        from spectune.optimizer.report.tables import profile_table
+        from spectune.runtime.profiling import measure_profile
 
         texts: Sequence[Trajectory] = ()
         if not no_trees:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import click
-
-from optimizer.commands.shared import emit, json_option, with_context
+from spectune.optimizer.commands.shared import emit, json_option, with_context
 
 
 @click.group()
@@ -21,7 +20,7 @@ def db_upgrade(ctx: click.Context, as_json: bool) -> None:
     \b
     Example:  cli.py --db postgresql://user@host/spectune db upgrade
     """
-    from db.database import upgrade
+    from spectune.db.database import upgrade
 
     before, after = upgrade(ctx.find_root().obj)
     note = f"already at {after}" if before == after else f"{before or 'new'} -> {after}"
@@ -37,7 +36,7 @@ def db_check(ctx: click.Context, as_json: bool) -> None:
     \b
     Example:  cli.py db check
     """
-    from db.check import check
+    from spectune.db.check import check
 
     report = check(ctx.find_root().obj)
     emit(as_json, report.to_json(), "\n".join(report.problems) if not report.ok else "the database is sound")

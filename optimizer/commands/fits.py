@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
-
-from optimizer.commands.shared import (
+from spectune.optimizer.commands.shared import (
     SEED,
     FiniteRange,
     Meter,
@@ -25,7 +24,7 @@ from optimizer.commands.shared import (
 )
 
 if TYPE_CHECKING:
-    from optimizer.fit.shared import StoredFit
+    from spectune.optimizer.fit.shared import StoredFit
 
 
 @click.group()
@@ -66,7 +65,7 @@ def _emit_fit(as_json: bool, made: StoredFit, view: View) -> None:
 
 def _fit_trees(ctx: click.Context, as_json: bool, fit: Callable[..., StoredFit], kw: dict[str, Any], view: View) -> None:
     """Runs a fit of trees on what was asked for and shows what came of it."""
-    from optimizer.fit.recorded_trees import tree_source
+    from spectune.optimizer.fit.recorded_trees import tree_source
 
     with open_store(ctx, create=False) as store, Meter() as meter:
         recording = store.resolve_recording(kw.pop("recording"))
@@ -88,8 +87,8 @@ def bins(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     \b
     Example:  cli.py fit bins --draft small --depth 5
     """
-    from optimizer.fit.heterospec import fit_heterospec
-    from optimizer.report.tables import bins_table
+    from spectune.optimizer.fit.heterospec import fit_heterospec
+    from spectune.optimizer.report.tables import bins_table
 
     _fit_trees(ctx, as_json, fit_heterospec, kw, bins_table)
 
@@ -121,9 +120,9 @@ def classifier(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     Example:  cli.py fit classifier --draft small
               cli.py fit classifier --draft medium --from 3f2a
     """
-    from optimizer.fit.c2t import fit_c2t
-    from optimizer.report.tables import classifier_table
-    from traces.errors import PolicyError
+    from spectune.optimizer.fit.c2t import fit_c2t
+    from spectune.optimizer.report.tables import classifier_table
+    from spectune.traces.errors import PolicyError
 
     if kw["fraction"] is not None and kw["carried"] is None:
         raise PolicyError("--fraction says how much is fine-tuned on: give --from as well")
@@ -143,8 +142,8 @@ def score(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     Example:  cli.py fit score --draft small
               cli.py fit score --recording latest --draft head --width 6
     """
-    from optimizer.fit.score import fit_score
-    from optimizer.report.tables import score_table
+    from spectune.optimizer.fit.score import fit_score
+    from spectune.optimizer.report.tables import score_table
 
     _fit_trees(ctx, as_json, fit_score, kw, score_table)
 
@@ -164,8 +163,8 @@ def static_tree(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     Example:  cli.py fit static-tree --draft small
               cli.py fit static-tree --draft small --nodes 16 --depth 6
     """
-    from optimizer.fit.sequoia import fit_sequoia
-    from optimizer.report.tables import static_tree_table
+    from spectune.optimizer.fit.sequoia import fit_sequoia
+    from spectune.optimizer.report.tables import static_tree_table
 
     _fit_trees(ctx, as_json, fit_sequoia, kw, static_tree_table)
 
@@ -184,7 +183,7 @@ def _fit_shortlists(ctx: click.Context, as_json: bool, fit: Callable[..., Stored
             asked = kw.pop("recording")
             recording = ["" if asked is None else store.resolve_recording(asked)]
         pair = load(kw, store)
-        from optimizer.report.tables import shortlist_fit_table
+        from spectune.optimizer.report.tables import shortlist_fit_table
 
         store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
         given = {key: value for key, value in kw.items() if value not in (None, ())}
@@ -216,13 +215,13 @@ def chooser(ctx: click.Context, as_json: bool, policies: tuple[str, ...], **kw: 
     Example:  cli.py fit chooser
               cli.py fit chooser --rule theorem_3 --policies small.json --policies '{"draft": "ngram"}'
     """
-    from traces.errors import PolicyError
+    from spectune.traces.errors import PolicyError
 
     with open_store(ctx) as store, Meter() as meter:
         recording = store.resolve_recording(kw.pop("recording"))
         pair = load(kw, store)
-        from optimizer.fit.chooser_fits import fit_chooser_artifact
-        from optimizer.report.tables import chooser_table
+        from spectune.optimizer.fit.chooser_fits import fit_chooser_artifact
+        from spectune.optimizer.report.tables import chooser_table
 
         named = [policy_named(store, name, pair.id, pair.device.type, option="--policies") for name in policies]
         candidates = {policy.draft: policy for policy in named} or None
@@ -248,7 +247,7 @@ def frequencies(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     Example:  cli.py fit frequencies
               cli.py fit frequencies --corpus notes.txt --corpus code.py
     """
-    from optimizer.fit.fr_spec import fit_fr_spec
+    from spectune.optimizer.fit.fr_spec import fit_fr_spec
 
     if kw["corpus"]:
         kw["recording"] = None
@@ -268,7 +267,7 @@ def clusters(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     \b
     Example:  cli.py fit clusters --draft small --clusters 64
     """
-    from optimizer.fit.clusters import fit_clusters
+    from spectune.optimizer.fit.clusters import fit_clusters
 
     _fit_shortlists(ctx, as_json, fit_clusters, kw)
 
@@ -292,7 +291,7 @@ def router(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     Example:  cli.py fit router --draft small
               cli.py fit router --draft head --clusters 128
     """
-    from optimizer.fit.dynaspec import fit_router
+    from spectune.optimizer.fit.dynaspec import fit_router
 
     _fit_shortlists(ctx, as_json, fit_router, kw)
 
@@ -320,6 +319,6 @@ def ranks(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     Example:  cli.py fit ranks --draft small --router 7b41 --recording latest
               cli.py fit ranks --draft small --frequencies 09ac
     """
-    from optimizer.fit.dynaspec import fit_ranks
+    from spectune.optimizer.fit.dynaspec import fit_ranks
 
     _fit_shortlists(ctx, as_json, fit_ranks, kw)

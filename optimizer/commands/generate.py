@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import click
-
-from optimizer.commands.shared import (
+from spectune.optimizer.commands.shared import (
     console_for,
     decode_options,
     device_options,
@@ -43,16 +42,16 @@ def generate(ctx: click.Context, as_json: bool, prompt: str, **kw: Any) -> None:
     \b
     Example:  cli.py generate "def fibonacci(n):" --max-new-tokens 64
     """
-    from traces.errors import WorkloadError
+    from spectune.traces.errors import WorkloadError
 
     options = decode_options(kw)
     if not prompt.strip():
         raise WorkloadError("the prompt is empty")
     with open_store(ctx) as store:
         pair = load(kw, store)
-        from optimizer.execute import encode
-        from optimizer.generate import generate as do_generate
-        from traces.schema import Request, Workload
+        from spectune.optimizer.execute import encode
+        from spectune.optimizer.generate import generate as do_generate
+        from spectune.traces.schema import Request, Workload
 
         # What does not fit is refused before anything else is said.
         encode(pair, Workload("prompt", (Request("prompt", "prompt", (prompt,)),)), options)

@@ -22,8 +22,8 @@ def write_rounds(path: str, rows: Iterable[dict[str, Any]]) -> None:
 
 def write_text(path: str, parts: Iterable[str]) -> None:
     """Writes beside the target and puts it in place at the end, so that a failure leaves nothing half-written. Raises OutputError."""
-    from traces.errors import OutputError
-    from traces.files import replacing
+    from spectune.traces.errors import OutputError
+    from spectune.traces.files import replacing
 
     try:
         with replacing(path) as file, io.TextIOWrapper(file, encoding="utf-8") as text:
@@ -36,8 +36,8 @@ def write_text(path: str, parts: Iterable[str]) -> None:
 def kept_unless_stored(ctx: click.Context, command: str, results: Callable[[], Any]) -> Iterator[None]:
     """Around the storing of what a command has worked for: if it fails, ``results()`` are written to a new JSON file in the working
     folder (where that cannot be, in the one for temporary files), and the error says where they are."""
-    from db.errors import DatabaseError
-    from traces.errors import OutputError, SpectuneError
+    from spectune.db.errors import DatabaseError
+    from spectune.traces.errors import OutputError, SpectuneError
 
     try:
         yield
@@ -76,10 +76,10 @@ def _keep(command: str, results: Any) -> str:
 def check_writable(ctx: click.Context, *options: tuple[str, str | None], reads: Iterable[str] = ()) -> None:
     """Raises OutputError for an (option, path) that cannot be written or is needed otherwise, before the work is done whose result
     would go there: databases, the files that a command ``reads`` (names of no file are no matter), and those of any model."""
-    from runtime.pair import is_content
-    from traces.errors import OutputError
-    from traces.files import is_file, why_not_writable
-    from traces.text import shortened
+    from spectune.runtime.pair import is_content
+    from spectune.traces.errors import OutputError
+    from spectune.traces.files import is_file, why_not_writable
+    from spectune.traces.text import shortened
 
     taken = {path.resolve(): "the database in use" for path in _database_files(ctx)}
     taken |= {Path(path).resolve(): "read by this command" for path in reads if is_file(path)}
@@ -109,7 +109,7 @@ def _is_database(file: Path) -> bool:
 
 
 def _database_files(ctx: click.Context) -> list[Path]:
-    from db.urls import parse_url
+    from spectune.db.urls import parse_url
 
     url = parse_url(ctx.find_root().obj)
     if url.get_backend_name() != "sqlite":

@@ -6,8 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import click
-
-from optimizer.commands.shared import (
+from spectune.optimizer.commands.shared import (
     Whole,
     emit,
     json_option,
@@ -21,9 +20,9 @@ from optimizer.commands.shared import (
 )
 
 if TYPE_CHECKING:
-    from runtime.pair import PairSpec
-    from runtime.policies.document import Policy
-    from traces.store import Publication, TraceStore
+    from spectune.runtime.pair import PairSpec
+    from spectune.runtime.policies.document import Policy
+    from spectune.traces.store import Publication, TraceStore
 
 
 @click.group()
@@ -32,7 +31,7 @@ def policies() -> None:
 
 
 def _spec(kw: dict[str, Any]) -> PairSpec:
-    from runtime.pair import read_pair
+    from spectune.runtime.pair import read_pair
 
     return read_pair(kw.pop("pair"), kw.pop("target"), kw.pop("drafts"))
 
@@ -45,7 +44,7 @@ def _device(kw: dict[str, Any]) -> str:
     wanted = str(kw.pop("device"))
     if wanted != "auto":
         return wanted
-    from runtime.models import pick_device
+    from spectune.runtime.models import pick_device
 
     return pick_device("auto").type
 
@@ -85,7 +84,7 @@ def policies_list(ctx: click.Context, as_json: bool, **kw: Any) -> None:
                 }
             )
         known = [{"policy": p.id, "label": p.label, "created_at": p.created_at.isoformat()} for p in store.list_policies()]
-    from optimizer.report.tables import rows_table
+    from spectune.optimizer.report.tables import rows_table
 
     columns = ("version", "active", "policy", "label", "created_at", "actor", "applied", "refused", "reason")
     data = {"pair": spec.id, "device": device, "publications": rows, "policies": known}
@@ -144,8 +143,8 @@ def policies_diff(ctx: click.Context, as_json: bool, left: str, right: str, **kw
     pair_id, device = _pair_id(kw), _device(kw)
     with open_store(ctx) as store:
         one, other = (policy_named(store, name, pair_id, device) for name in (left, right))
-    from optimizer.report.tables import rows_table
-    from runtime.policies.document import differences
+    from spectune.optimizer.report.tables import rows_table
+    from spectune.runtime.policies.document import differences
 
     rows = differences(one, other)
     emit(
@@ -182,16 +181,16 @@ def policies_activate(ctx: click.Context, as_json: bool, policy_name: str, reaso
 
 def _check_runs(store: TraceStore, policy: Policy, pair_id: str, drafts: tuple[str, ...], device: str) -> None:
     """Raises PolicyError now for what every runtime would refuse later."""
-    from optimizer.artifacts import fitted
-    from runtime.policies.plan import prepare
+    from spectune.optimizer.artifacts import fitted
+    from spectune.runtime.policies.plan import prepare
 
     _, found = profile_of(store, None, pair_id, device)
     prepare(policy, drafts, profile=found, artifacts=fitted(store, pair_id))
 
 
 def _holds_a_policy(publication: Publication) -> bool:
-    from optimizer.inputs import published_policy
-    from traces.errors import PolicyError
+    from spectune.optimizer.inputs import published_policy
+    from spectune.traces.errors import PolicyError
 
     try:
         published_policy(publication)
@@ -212,8 +211,8 @@ def policies_rollback(ctx: click.Context, as_json: bool, to: int | None, **kw: A
     \b
     Example:  cli.py policies rollback
     """
-    from optimizer.inputs import published_policy
-    from traces.errors import PolicyError
+    from spectune.optimizer.inputs import published_policy
+    from spectune.traces.errors import PolicyError
 
     pair_id, device = _pair_id(kw), _device(kw)
     with open_store(ctx) as store:
@@ -265,7 +264,7 @@ def policies_export(ctx: click.Context, as_json: bool, policy_name: str, engine:
     spec, device = _spec(kw), _device(kw)
     with open_store(ctx) as store:
         policy = policy_named(store, policy_name, spec.id, device)
-    from optimizer.export import engine_settings
+    from spectune.optimizer.export import engine_settings
 
     data = policy.spelled_out() if engine == "spectune" else engine_settings(policy, spec, engine)
     click.echo(json.dumps(data, indent=None if as_json else 2))

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import click
-
-from optimizer.commands.shared import (
+from spectune.optimizer.commands.shared import (
     Meter,
     decode_options,
     device_options,
@@ -26,10 +25,10 @@ from optimizer.commands.shared import (
 )
 
 if TYPE_CHECKING:
-    from optimizer.execute import DecodeOptions
-    from runtime.loading import LoadedPair
-    from runtime.loop import PolicySource
-    from traces.store import TraceStore
+    from spectune.optimizer.execute import DecodeOptions
+    from spectune.runtime.loading import LoadedPair
+    from spectune.runtime.loop import PolicySource
+    from spectune.traces.store import TraceStore
 
 
 @click.command()
@@ -90,8 +89,8 @@ def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         kw.pop(key, None)
     with open_store(ctx) as store:
         pair = load(kw, store)
-        from optimizer.record import RecordRequest, begun_as, look_around
-        from optimizer.record import record as do_record
+        from spectune.optimizer.record import RecordRequest, begun_as, look_around
+        from spectune.optimizer.record import record as do_record
 
         with Meter() as meter:
             begun = None
@@ -132,8 +131,8 @@ def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
 
 def _source(store: TraceStore, pair: LoadedPair, name: str, options: DecodeOptions) -> PolicySource:
     """The policy to decode by; for ``active`` the newest publication that can run here."""
-    from optimizer.serving import last_good
-    from runtime.loop import StaticSource
+    from spectune.optimizer.serving import last_good
+    from spectune.runtime.loop import StaticSource
 
     _, profile = profile_of(store, None, pair.id, pair.device.type)
     if name == "active":
@@ -143,9 +142,9 @@ def _source(store: TraceStore, pair: LoadedPair, name: str, options: DecodeOptio
 
 def _trees(store: TraceStore, pair: LoadedPair, kw: dict[str, Any], *, sampled: bool) -> dict[str, Any]:
     """What ``record`` was asked for in trees, as arguments of RecordRequest. Raises PolicyError and TraceError."""
-    from optimizer.artifacts import fitted
-    from optimizer.record import cover_of, tree_size
-    from traces.errors import PolicyError, TraceError
+    from spectune.optimizer.artifacts import fitted
+    from spectune.optimizer.record import cover_of, tree_size
+    from spectune.traces.errors import PolicyError, TraceError
 
     wide, deep, proposals = kw["tree_width"], kw["tree_depth"], kw["tree_proposals"]
     if (wide, deep, proposals, kw["covers"]) == (None, None, None, ()):

@@ -6,9 +6,8 @@ import sys
 from typing import Any
 
 import click
-
-from optimizer.commands.outputs import check_writable, write_text
-from optimizer.commands.shared import (
+from spectune.optimizer.commands.outputs import check_writable, write_text
+from spectune.optimizer.commands.shared import (
     FiniteRange,
     Meter,
     Whole,
@@ -41,7 +40,7 @@ filter_options = together(
 def _filter(kw: dict[str, Any]) -> Any:
     from datetime import UTC
 
-    from traces.store.query import TraceFilter
+    from spectune.traces.store.query import TraceFilter
 
     moments = {k: kw[k].replace(tzinfo=UTC) if kw[k] else None for k in ("since", "until")}
     return TraceFilter(
@@ -65,8 +64,8 @@ def traces_list(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     \b
     Example:  cli.py traces list --category code
     """
-    from optimizer.report.tables import rows_table
-    from traces.store.query import list_recordings
+    from spectune.optimizer.report.tables import rows_table
+    from spectune.traces.store.query import list_recordings
 
     with open_store(ctx, create=False) as store:
         found = list_recordings(store.database, _filter(kw))
@@ -100,9 +99,9 @@ def traces_show(ctx: click.Context, as_json: bool, recording: str, request_id: s
     """
     from dataclasses import asdict
 
-    from optimizer.report.tables import rows_table
-    from traces.errors import TraceError
-    from traces.store.query import RequestRow, TraceFilter, request_rows
+    from spectune.optimizer.report.tables import rows_table
+    from spectune.traces.errors import TraceError
+    from spectune.traces.store.query import RequestRow, TraceFilter, request_rows
 
     with open_store(ctx, create=False) as store:
         name = store.resolve_recording(recording)
@@ -150,8 +149,8 @@ def traces_stats(ctx: click.Context, as_json: bool, by: str, executed: bool, **k
     \b
     Example:  cli.py traces stats --by draft,category
     """
-    from optimizer.report.tables import rows_table
-    from traces.store.query import GROUPS, GroupBy, acceptance_stats, executed_stats
+    from spectune.optimizer.report.tables import rows_table
+    from spectune.traces.store.query import GROUPS, GroupBy, acceptance_stats, executed_stats
 
     groups: list[GroupBy] = []
     for name in by.split(","):
@@ -188,7 +187,7 @@ def traces_report(ctx: click.Context, as_json: bool, recording: str, **kw: Any) 
     Example:  cli.py traces report latest --out trees.html
               cli.py traces report latest --draft small --top-n 32 --depth 6
     """
-    from optimizer.simulate.tree_sources import report_of
+    from spectune.optimizer.simulate.tree_sources import report_of
 
     check_writable(ctx, ("--out", kw["out"]))
     with open_store(ctx, create=False) as store, Meter() as meter:
@@ -201,7 +200,7 @@ def traces_report(ctx: click.Context, as_json: bool, recording: str, **kw: Any) 
             depth=kw["depth"],
             progress=lambda done, total: meter("replay", done, total),
         )
-    from optimizer.report.page import page
+    from spectune.optimizer.report.page import page
 
     out = kw["out"] or f"trees-{name}-{report.draft}.html"
     write_text(out, [page(report)])
@@ -221,10 +220,10 @@ def traces_query(ctx: click.Context, as_json: bool, kind: str, **kw: Any) -> Non
     \b
     Example:  cli.py traces query --draft small --max-acceptance 0.5 --format csv
     """
-    from optimizer.report.tables import rows_table
-    from traces.store.export import write_rows
-    from traces.store.query import RequestRow, request_rows
-    from traces.text import json_line
+    from spectune.optimizer.report.tables import rows_table
+    from spectune.traces.store.export import write_rows
+    from spectune.traces.store.query import RequestRow, request_rows
+    from spectune.traces.text import json_line
 
     with open_store(ctx, create=False) as store:
         rows = list(request_rows(store.database, _filter(kw)))
@@ -249,9 +248,9 @@ def traces_export(ctx: click.Context, as_json: bool, path: str, **kw: Any) -> No
     Example:  cli.py traces export rows.parquet --category code
               cli.py traces export recording.db --recording latest
     """
-    from traces.store.export import export_rows
-    from traces.store.query import list_recordings, request_rows
-    from traces.store.transfer import export_recordings
+    from spectune.traces.store.export import export_rows
+    from spectune.traces.store.query import list_recordings, request_rows
+    from spectune.traces.store.transfer import export_recordings
 
     check_writable(ctx, ("export to", path))
     with open_store(ctx, create=False) as store:
@@ -274,7 +273,7 @@ def traces_import(ctx: click.Context, as_json: bool, path: str) -> None:
     \b
     Example:  cli.py traces import recording.db
     """
-    from traces.store.transfer import import_recordings
+    from spectune.traces.store.transfer import import_recordings
 
     with open_store(ctx) as store:
         moved = import_recordings(store.database, path)
@@ -298,8 +297,8 @@ def traces_prune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     """
     from datetime import timedelta
 
-    from optimizer.schedule import parse_duration
-    from traces.store.prune import prune
+    from spectune.optimizer.schedule import parse_duration
+    from spectune.traces.store.prune import prune
 
     with open_store(ctx, create=False) as store:
         before = store.clock() - timedelta(seconds=parse_duration(kw["older_than"])) if kw["older_than"] else None

@@ -7,9 +7,8 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import click
-
-from optimizer.commands.outputs import check_writable, kept_unless_stored, write_rounds
-from optimizer.commands.shared import (
+from spectune.optimizer.commands.outputs import check_writable, kept_unless_stored, write_rounds
+from spectune.optimizer.commands.shared import (
     Meter,
     decode_options,
     device_options,
@@ -31,14 +30,14 @@ from optimizer.commands.shared import (
 )
 
 if TYPE_CHECKING:
-    from optimizer.execute import DecodeOptions
-    from runtime.decoder import Decoded
-    from runtime.loading import LoadedPair
-    from runtime.loop import PolicySource
-    from runtime.policies.document import Policy
-    from traces.errors import OutputError
-    from traces.schema import LatencyProfile, Outcome, Workload
-    from traces.store import TraceStore
+    from spectune.optimizer.execute import DecodeOptions
+    from spectune.runtime.decoder import Decoded
+    from spectune.runtime.loading import LoadedPair
+    from spectune.runtime.loop import PolicySource
+    from spectune.runtime.policies.document import Policy
+    from spectune.traces.errors import OutputError
+    from spectune.traces.schema import LatencyProfile, Outcome, Workload
+    from spectune.traces.store import TraceStore
 
 
 @click.command()
@@ -77,10 +76,10 @@ def run(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     workload = workload_of(kw)
     with open_store(ctx) as store:
         pair = load(kw, store)
-        from optimizer.execute import encode, outcome
-        from optimizer.execute import run as execute
-        from optimizer.record import record_served
-        from optimizer.report.tables import outcome_table
+        from spectune.optimizer.execute import encode, outcome
+        from spectune.optimizer.execute import run as execute
+        from spectune.optimizer.record import record_served
+        from spectune.optimizer.report.tables import outcome_table
 
         encoded = encode(pair, workload, options)
         _, found = profile_of(store, kw["profile_id"], pair.id, pair.device.type)
@@ -125,7 +124,7 @@ def _write_results(
     kw: dict[str, Any], texts: Iterable[dict[str, Any]], decoded: Iterable[Decoded]
 ) -> OutputError | None:
     """Writes the files that ``run`` was asked for. An error is returned: what can be stored is to be stored first."""
-    from traces.errors import OutputError
+    from spectune.traces.errors import OutputError
 
     try:
         if kw["outputs"]:
@@ -159,12 +158,12 @@ def _source(
     store: TraceStore, pair: LoadedPair, name: str, profile: LatencyProfile | None, options: DecodeOptions
 ) -> Iterator[PolicySource]:
     """A policy source: the policy named for ever, or for ``active`` whatever is published, now and later."""
-    from runtime.loop import StaticSource
+    from spectune.runtime.loop import StaticSource
 
     if name != "active":
         yield StaticSource(prepared(store, pair, name, options.sampling, profile))
         return
-    from optimizer.serving import watch
+    from spectune.optimizer.serving import watch
 
     if not store.active_version(pair.id, pair.device.type):
         click.echo(

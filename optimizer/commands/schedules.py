@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-
-from optimizer.commands.shared import (
+from spectune.optimizer.commands.shared import (
     Meter,
     Whole,
     device_options,
@@ -27,7 +26,7 @@ from optimizer.commands.shared import (
 )
 
 if TYPE_CHECKING:
-    from optimizer.schedule import Ended, Fire
+    from spectune.optimizer.schedule import Ended, Fire
 
 
 @click.group()
@@ -61,9 +60,9 @@ def schedule_add(ctx: click.Context, as_json: bool, name: str, **kw: Any) -> Non
               cli.py schedule add drift --every 6h --recorded 24h --budget 20m
               cli.py schedule add chains --every 6h --tree-width 0
     """
-    from optimizer.jobs import check_payload
-    from optimizer.schedule import add_schedule
-    from runtime.pair import read_pair
+    from spectune.optimizer.jobs import check_payload
+    from spectune.optimizer.schedule import add_schedule
+    from spectune.runtime.pair import read_pair
 
     spec = read_pair(kw["pair"], kw["target"], kw["drafts"])
     spec.check()
@@ -85,7 +84,7 @@ def schedule_add(ctx: click.Context, as_json: bool, name: str, **kw: Any) -> Non
     if kw["recorded"]:
         payload["recorded"] = kw["recorded"]
     else:
-        from optimizer.inputs import load_workload
+        from spectune.optimizer.inputs import load_workload
 
         turns = turns_of(kw)
         load_workload(kw["workloads"], turns=turns, limit=kw["limit"], categories=kw["categories"])
@@ -123,8 +122,8 @@ def schedule_list(ctx: click.Context, as_json: bool) -> None:
     \b
     Example:  cli.py schedule list
     """
-    from optimizer.report.tables import rows_table
-    from optimizer.schedule import list_schedules
+    from spectune.optimizer.report.tables import rows_table
+    from spectune.optimizer.schedule import list_schedules
 
     with open_store(ctx) as store:
         found = list_schedules(store.database)
@@ -146,7 +145,7 @@ def schedule_show(ctx: click.Context, as_json: bool, name: str) -> None:
     \b
     Example:  cli.py schedule show nightly
     """
-    from optimizer.schedule import get_schedule
+    from spectune.optimizer.schedule import get_schedule
 
     with open_store(ctx) as store:
         found = get_schedule(store.database, name).to_json()
@@ -159,7 +158,7 @@ def _schedule_verb(verb: str, what: str, outcome: str) -> None:
     @json_option
     @with_context
     def command(ctx: click.Context, as_json: bool, name: str) -> None:
-        import optimizer.schedule as schedules
+        import spectune.optimizer.schedule as schedules
 
         with open_store(ctx) as store:
             found = getattr(schedules, f"{verb}_schedule")(store.database, name)
@@ -182,8 +181,8 @@ def schedule_history(ctx: click.Context, as_json: bool, name: str | None, limit:
     \b
     Example:  cli.py schedule history nightly
     """
-    from optimizer.report.tables import rows_table
-    from optimizer.schedule import history
+    from spectune.optimizer.report.tables import rows_table
+    from spectune.optimizer.schedule import history
 
     with open_store(ctx) as store:
         fires = history(store.database, name, limit=limit)
@@ -219,7 +218,7 @@ def schedule_run(ctx: click.Context, as_json: bool, poll: str) -> None:
     \b
     Example:  cli.py schedule run --poll 10s
     """
-    from optimizer.schedule import parse_duration, run_worker
+    from spectune.optimizer.schedule import parse_duration, run_worker
 
     _work(ctx, as_json, lambda database, execute, **kw: run_worker(database, execute, poll_s=float(parse_duration(poll)), **kw))
 
@@ -233,13 +232,13 @@ def schedule_run_once(ctx: click.Context, as_json: bool) -> None:
     \b
     Example:  cli.py schedule run-once
     """
-    from optimizer.schedule import run_once
+    from spectune.optimizer.schedule import run_once
 
     _work(ctx, as_json, run_once)
 
 
 def _schedule_line(event: Fire | Ended) -> str:
-    from optimizer.schedule import Fire
+    from spectune.optimizer.schedule import Fire
 
     if isinstance(event, Fire):
         return f"{event.schedule}: slot of {event.fire_at:%Y-%m-%d %H:%M:%S} UTC: {event.outcome}"
@@ -249,7 +248,7 @@ def _schedule_line(event: Fire | Ended) -> str:
 
 def _work(ctx: click.Context, as_json: bool, work: Callable[..., Any]) -> None:
     with open_store(ctx) as store:
-        from optimizer.jobs import tuning_job
+        from spectune.optimizer.jobs import tuning_job
 
         with Meter() as meter:
             report = work(

@@ -12,15 +12,14 @@ import click
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from optimizer.execute import DecodeOptions
-    from runtime.loading import LoadedPair
-    from runtime.pair import PairSpec
-    from runtime.policies.document import Policy
-    from runtime.policies.plan import Plan
-    from traces.schema import LatencyProfile, Outcome, Sampling, Step, Workload
-    from traces.store import TraceStore
-    from traces.workloads import Turns
+    from spectune.optimizer.execute import DecodeOptions
+    from spectune.runtime.loading import LoadedPair
+    from spectune.runtime.pair import PairSpec
+    from spectune.runtime.policies.document import Policy
+    from spectune.runtime.policies.plan import Plan
+    from spectune.traces.schema import LatencyProfile, Outcome, Sampling, Step, Workload
+    from spectune.traces.store import TraceStore
+    from spectune.traces.workloads import Turns
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -72,7 +71,7 @@ pair_options = together(
     click.option("--draft", "drafts", multiple=True, metavar="NAME=PATH", help="Draft checkpoint, with --target; repeatable."),
 )
 def _threads(_ctx: click.Context, _param: click.Parameter, threads: int | None) -> int | None:
-    from runtime.pair import check_threads
+    from spectune.runtime.pair import check_threads
 
     check_threads(threads)
     return threads
@@ -133,7 +132,7 @@ search_options = together(
 
 def search_asked(kw: dict[str, Any]) -> dict[str, Any]:
     """What of TuneOptions :data:`search_options` says. Raises TraceError for trees that are too large."""
-    from optimizer.record import tree_size
+    from spectune.optimizer.record import tree_size
 
     chosen = {name: kw.pop(name) for name in ("trials", "gamma_max", "tree_width", "tree_depth", "finalists")}
     if chosen["tree_width"]:
@@ -145,8 +144,8 @@ def search_asked(kw: dict[str, Any]) -> dict[str, Any]:
 
 def decode_options(kw: dict[str, Any]) -> DecodeOptions:
     """What :data:`sampling_options` say, taken out of ``kw``."""
-    from optimizer.execute import DecodeOptions
-    from traces.schema import Sampling
+    from spectune.optimizer.execute import DecodeOptions
+    from spectune.traces.schema import Sampling
 
     sampling = Sampling(kw.pop("temperature"), kw.pop("top_k"), kw.pop("top_p"), kw.pop("seed"))
     return DecodeOptions(
@@ -159,19 +158,19 @@ def load(kw: dict[str, Any], store: TraceStore) -> LoadedPair:
 
     What ``store`` holds of it under a former id is said (:func:`say_former`).
     """
-    from runtime.pair import read_pair
+    from spectune.runtime.pair import read_pair
 
     spec = read_pair(kw.pop("pair"), kw.pop("target"), kw.pop("drafts"))
     spec.check()
     say_former(store, spec)
-    from runtime.loading import load_pair
+    from spectune.runtime.loading import load_pair
 
     return load_pair(spec, device=kw.pop("device"), dtype=kw.pop("dtype"), threads=kw.pop("threads"))
 
 
 def say_former(store: TraceStore, spec: PairSpec) -> None:
     """Says in one line that an earlier version stored a pair under another id, while nothing new takes the place of what is there."""
-    from runtime.pair import former_id
+    from spectune.runtime.pair import former_id
 
     known = {pair.id for pair in store.list_pairs()}
     if not known:
@@ -195,7 +194,7 @@ def say_former(store: TraceStore, spec: PairSpec) -> None:
 
 def workload_of(kw: dict[str, Any]) -> Workload:
     """Reads what :data:`workload_options` say, taken out of ``kw``. Raises WorkloadError."""
-    from optimizer.inputs import load_workload
+    from spectune.optimizer.inputs import load_workload
 
     return load_workload(kw.pop("workloads"), turns=turns_of(kw), limit=kw.pop("limit"), categories=kw.pop("categories"))
 
@@ -211,8 +210,8 @@ def turns_of(kw: dict[str, Any]) -> Turns | None:
 @contextmanager
 def open_store(ctx: click.Context, *, create: bool = True) -> Iterator[TraceStore]:
     """The store of ``--db``; unless ``create``, a database that does not exist is an error. Raises DatabaseError."""
-    from db.database import open_database
-    from traces.store import TraceStore
+    from spectune.db.database import open_database
+    from spectune.traces.store import TraceStore
 
     with open_database(ctx.find_root().obj, create=create) as database:
         yield TraceStore(database)
@@ -230,8 +229,7 @@ def console_for(stderr: bool = False) -> Console:
 def emit(as_json: bool, data: Any, view: Any) -> None:
     """Prints ``data`` as JSON, or what ``view()`` builds as a table; a line of text as it is, control characters spelled out."""
     from rich.text import Text
-
-    from traces.text import json_line, printable
+    from spectune.traces.text import json_line, printable
 
     if as_json:
         click.echo(json_line(data))
@@ -242,7 +240,7 @@ def emit(as_json: bool, data: Any, view: Any) -> None:
 
 def say(text: str, *, err: bool = False) -> None:
     """Prints lines that may hold what others wrote (:func:`traces.text.printable`)."""
-    from traces.text import printable
+    from spectune.traces.text import printable
 
     click.echo(printable(text), err=err)
 
@@ -273,7 +271,7 @@ class Meter:
         self._progress.stop()
 
     def __call__(self, phase: str, done: int, total: int) -> None:
-        from traces.text import one_line
+        from spectune.traces.text import one_line
 
         phase = one_line(phase)
         key = phase.split(",")[0]
@@ -286,11 +284,11 @@ class Meter:
 
 def policy_named(store: TraceStore, name: str, pair_id: str, device: str, *, option: str = "--policy") -> Policy:
     """A policy by built-in name, file, inline JSON, id, or ``active``. Raises PolicyError."""
-    from db.errors import NotFoundError
-    from optimizer.inputs import named_policy, published_policy, stored_policy
-    from runtime.policies.document import AUTOREGRESSIVE
-    from traces.errors import PolicyError
-    from traces.text import shortened
+    from spectune.db.errors import NotFoundError
+    from spectune.optimizer.inputs import named_policy, published_policy, stored_policy
+    from spectune.runtime.policies.document import AUTOREGRESSIVE
+    from spectune.traces.errors import PolicyError
+    from spectune.traces.text import shortened
 
     found = named_policy(name)
     if found is not None:
@@ -314,8 +312,8 @@ def policy_named(store: TraceStore, name: str, pair_id: str, device: str, *, opt
 def prepared(store: TraceStore, pair: LoadedPair, name: str, sampling: Sampling, profile: LatencyProfile | None) -> Plan:
     """A policy by name (:func:`policy_named`), ready to decode with a loaded pair. Raises PolicyError."""
     policy = policy_named(store, name, pair.id, pair.device.type)
-    from optimizer.artifacts import fitted
-    from runtime.decoder import prepare_for
+    from spectune.optimizer.artifacts import fitted
+    from spectune.runtime.decoder import prepare_for
 
     return prepare_for(pair, policy, profile=profile, artifacts=fitted(store, pair.id), sampling=sampling)
 
@@ -332,8 +330,8 @@ def dtype_of(pair: LoadedPair) -> str:
 
 def same_pair(pair_id: str, pair: LoadedPair, recording: str) -> None:
     """Raises TraceError where a recording is of another pair than the one that is loaded."""
-    from runtime.pair import former_id
-    from traces.errors import TraceError
+    from spectune.runtime.pair import former_id
+    from spectune.traces.errors import TraceError
 
     if pair_id == pair.id:
         return

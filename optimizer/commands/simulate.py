@@ -6,9 +6,8 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import click
-
-from optimizer.commands.outputs import check_writable, kept_unless_stored, write_rounds
-from optimizer.commands.shared import (
+from spectune.optimizer.commands.outputs import check_writable, kept_unless_stored, write_rounds
+from spectune.optimizer.commands.shared import (
     Whole,
     emit,
     json_option,
@@ -49,12 +48,12 @@ def simulate(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         device = kw["on"] or str(info.options.get("device", "cpu"))
         policy = policy_named(store, kw["policy_name"], info.pair_id, device)
         _, found = profile_of(store, kw["profile_id"], info.pair_id, device)
-        from optimizer.artifacts import keep_q_table, q_table
-        from optimizer.report.tables import outcome_table
-        from optimizer.simulate.choosers import ChosenReplay
-        from optimizer.simulate.trace import simulate as do_simulate
-        from runtime.policies.document import ChooserPolicy
-        from traces.errors import PolicyError
+        from spectune.optimizer.artifacts import keep_q_table, q_table
+        from spectune.optimizer.report.tables import outcome_table
+        from spectune.optimizer.simulate.choosers import ChosenReplay
+        from spectune.optimizer.simulate.trace import simulate as do_simulate
+        from spectune.runtime.policies.document import ChooserPolicy
+        from spectune.traces.errors import PolicyError
 
         if kw["keep_q_table"] and isinstance(policy, ChooserPolicy):
             raise PolicyError(

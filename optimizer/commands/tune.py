@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import click
-
-from optimizer.commands.outputs import kept_unless_stored
-from optimizer.commands.shared import (
+from spectune.optimizer.commands.outputs import kept_unless_stored
+from spectune.optimizer.commands.shared import (
     SEED,
     Meter,
     decode_options,
@@ -53,7 +52,7 @@ def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     Example:  cli.py tune --limit 60 --max-new-tokens 96
               cli.py tune --pair pair.json --workload chats.jsonl --budget 10m
     """
-    from optimizer.schedule import parse_duration
+    from spectune.optimizer.schedule import parse_duration
 
     options = decode_options(kw)
     budget_s = float(parse_duration(kw.pop("budget")))
@@ -61,9 +60,9 @@ def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     workload = None if kw["recording_id"] else workload_of(kw)
     with open_store(ctx) as store:
         pair = load(kw, store)
-        from optimizer.report.tables import evidence_table
-        from optimizer.tune import TuneOptions, tune_recording
-        from optimizer.tune import tune as do_tune
+        from spectune.optimizer.report.tables import evidence_table
+        from spectune.optimizer.tune import TuneOptions, tune_recording
+        from spectune.optimizer.tune import tune as do_tune
 
         wanted = TuneOptions(
             options=options,

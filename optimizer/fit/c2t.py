@@ -17,18 +17,17 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import torch
-
-from optimizer.fit import perceptron
-from optimizer.fit.perceptron import Weights
-from optimizer.fit.recorded_trees import CHUNK, RecordedTrees, TreeSource, unusual
-from optimizer.fit.shared import Progress, StoredFit, held_out, silent, stored
-from optimizer.simulate.forest import Forest
-from runtime.policies.artifacts import CLASSIFIER
-from runtime.policies.c2t import ClassifierWeights, read_weights
-from runtime.policies.eagle2 import INFINITE
-from runtime.trees.grow import NONE, Growing, TreeRule
-from traces.errors import PolicyError, TraceError
-from traces.schema import TREE_SCALE
+from spectune.optimizer.fit import perceptron
+from spectune.optimizer.fit.perceptron import Weights
+from spectune.optimizer.fit.recorded_trees import CHUNK, RecordedTrees, TreeSource, unusual
+from spectune.optimizer.fit.shared import Progress, StoredFit, held_out, silent, stored
+from spectune.optimizer.simulate.forest import Forest
+from spectune.runtime.policies.artifacts import CLASSIFIER
+from spectune.runtime.policies.c2t import ClassifierWeights, read_weights
+from spectune.runtime.policies.eagle2 import INFINITE
+from spectune.runtime.trees.grow import NONE, Growing, TreeRule
+from spectune.traces.errors import PolicyError, TraceError
+from spectune.traces.schema import TREE_SCALE
 
 Index = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]

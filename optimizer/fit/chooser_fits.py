@@ -12,23 +12,22 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-
-from optimizer.artifacts import fitted
-from optimizer.fit.on_the_fly import Ridge, fit_chooser, read_prompts
-from optimizer.fit.shared import Progress, StoredFit, keep, profile_of, recording_of, search_part
-from optimizer.simulate.replay import ReplayTrace, run_replay
-from optimizer.simulate.trace import open_trace
-from runtime.loading import LoadedPair
-from runtime.policies.artifacts import DRAFT_CHOOSER
-from runtime.policies.document import AUTOREGRESSIVE, ChooserPolicy, Policy
-from runtime.policies.draft_choice import NO_DRAFT, Chooser, Rule
-from runtime.policies.plan import prepare
-from runtime.policies.prepared_chooser import PREDICTED, prompt_key
-from runtime.policies.prompt_features import Prompt
-from runtime.prompts import prompt_reader
-from traces.errors import PolicyError, TraceError
-from traces.schema import LatencyProfile
-from traces.store import RecordingInfo, TraceStore
+from spectune.optimizer.artifacts import fitted
+from spectune.optimizer.fit.on_the_fly import Ridge, fit_chooser, read_prompts
+from spectune.optimizer.fit.shared import Progress, StoredFit, keep, profile_of, recording_of, search_part
+from spectune.optimizer.simulate.replay import ReplayTrace, run_replay
+from spectune.optimizer.simulate.trace import open_trace
+from spectune.runtime.loading import LoadedPair
+from spectune.runtime.policies.artifacts import DRAFT_CHOOSER
+from spectune.runtime.policies.document import AUTOREGRESSIVE, ChooserPolicy, Policy
+from spectune.runtime.policies.draft_choice import NO_DRAFT, Chooser, Rule
+from spectune.runtime.policies.plan import prepare
+from spectune.runtime.policies.prepared_chooser import PREDICTED, prompt_key
+from spectune.runtime.policies.prompt_features import Prompt
+from spectune.runtime.prompts import prompt_reader
+from spectune.traces.errors import PolicyError, TraceError
+from spectune.traces.schema import LatencyProfile
+from spectune.traces.store import RecordingInfo, TraceStore
 
 TRIED: Final = 3
 """Policies of each draft that are taken from a recording's studies, the fastest."""
@@ -162,7 +161,7 @@ def best_by_draft(
     Policies that the recording or the profile is not enough for are passed over, and drafts of which nothing is left. Raises TraceError
     where no draft is.
     """
-    from optimizer.spaces import enumerated  # optuna takes a while to import
+    from spectune.optimizer.spaces import enumerated  # optuna takes a while to import
 
     find = fitted(store, pair.id)
     trace = trace.select(search_part(trace.trajectories))
@@ -188,7 +187,7 @@ def best_by_draft(
 
 def _tried(store: TraceStore, info: RecordingInfo, pair: LoadedPair) -> dict[str, list[Policy]]:
     """The fastest few policies of each draft in the recording's studies. Heads have no chain panorama, so their chains are named here."""
-    from optimizer.simulate.tree_sources import tried_on
+    from spectune.optimizer.simulate.tree_sources import tried_on
 
     found = {draft: [policy for policy, _ in tried_on(store, info, draft)][:TRIED] for draft in pair.draft_names}
     for draft in found.keys() & info.trees.keys() - set(pair.chain_drafts):

@@ -15,21 +15,20 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from spectune.optimizer.artifacts import fitted
+from spectune.optimizer.fit.draft_distributions import States, WholeDistributions, states_over
+from spectune.optimizer.fit.shared import Progress
+from spectune.optimizer.simulate.shortlist_ranks import ClusterRanks, budget_grid, keep_ranks, wanted_ranks
+from spectune.runtime.loading import LoadedPair
+from spectune.runtime.near_ties import near_cluster_places
+from spectune.runtime.policies.document import ClustersShortlist, Policy
+from spectune.runtime.policies.router import top_clusters
+from spectune.runtime.recording.trees import OFF_TEXT, ROWS
+from spectune.runtime.shortlists import Shortlists, compile_shortlist
+from spectune.traces.schema import Proposals, Trajectory, TreePanorama
+from spectune.traces.store import TraceStore
 from torch import Tensor
 from torch.nn import functional
-
-from optimizer.artifacts import fitted
-from optimizer.fit.draft_distributions import States, WholeDistributions, states_over
-from optimizer.fit.shared import Progress
-from optimizer.simulate.shortlist_ranks import ClusterRanks, budget_grid, keep_ranks, wanted_ranks
-from runtime.loading import LoadedPair
-from runtime.near_ties import near_cluster_places
-from runtime.policies.document import ClustersShortlist, Policy
-from runtime.policies.router import top_clusters
-from runtime.recording.trees import OFF_TEXT, ROWS
-from runtime.shortlists import Shortlists, compile_shortlist
-from traces.schema import Proposals, Trajectory, TreePanorama
-from traces.store import TraceStore
 
 KEPT: Final = 16
 """First clusters of the order at every node that are kept: what other nodes of a tree's level add to its shortlist."""

@@ -12,13 +12,12 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-
-from optimizer.fit.shared import Progress, StoredFit, keep, silent, stored
-from runtime.loading import LoadedPair
-from runtime.policies.artifacts import ROUTER
-from runtime.policies.dynaspec import Clusters
-from traces.errors import PolicyError
-from traces.store import TraceStore
+from spectune.optimizer.fit.shared import Progress, StoredFit, keep, silent, stored
+from spectune.runtime.loading import LoadedPair
+from spectune.runtime.policies.artifacts import ROUTER
+from spectune.runtime.policies.dynaspec import Clusters
+from spectune.traces.errors import PolicyError
+from spectune.traces.store import TraceStore
 
 FloatArray = npt.NDArray[np.float32]
 

@@ -9,17 +9,16 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+from spectune.optimizer.simulate.shortlist_ranks import UNKNOWN_CODE
+from spectune.runtime.drafts.eagle import columns
+from spectune.runtime.loading import LoadedPair
+from spectune.runtime.models import CHUNK
+from spectune.runtime.near_ties import near_rival
+from spectune.runtime.recording.trees import ROWS, HeadPasses, LanguageModelPasses
+from spectune.runtime.sampling import Noise, filters, log_distribution, scaled
+from spectune.traces.schema import NAT_SCALE, Sampling, Trajectory, TreePanorama, request_seed
 from torch import Tensor
 from torch.nn import functional
-
-from optimizer.simulate.shortlist_ranks import UNKNOWN_CODE
-from runtime.drafts.eagle import columns
-from runtime.loading import LoadedPair
-from runtime.models import CHUNK
-from runtime.near_ties import near_rival
-from runtime.recording.trees import ROWS, HeadPasses, LanguageModelPasses
-from runtime.sampling import Noise, filters, log_distribution, scaled
-from traces.schema import NAT_SCALE, Sampling, Trajectory, TreePanorama, request_seed
 
 
 class States(Protocol):

@@ -16,24 +16,23 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import torch
-
-from optimizer.fit import perceptron
-from optimizer.fit.cluster_ranks import cluster_ranks
-from optimizer.fit.clusters import check_draft, cohesion, fit_clusters, stored_clusters
-from optimizer.fit.draft_distributions import text_states
-from optimizer.fit.fr_spec import count_tokens, frequency_order, shown_sizes, token_ids
-from optimizer.fit.frequency_ranks import frequency_ranks
-from optimizer.fit.perceptron import Weights
-from optimizer.fit.shared import LeftOut, Progress, StoredFit, held_out, keep, search_texts, silent
-from optimizer.simulate.shortlist_ranks import CLUSTER_RANKS, FREQUENCY_RANKS, budget_grid
-from runtime.loading import LoadedPair
-from runtime.policies.artifacts import ROUTER
-from runtime.policies.dynaspec import Clusters
-from runtime.policies.fr_spec import Frequencies
-from runtime.policies.router import Router, Routing, top_clusters
-from traces.errors import PolicyError, TraceError
-from traces.schema import Proposals, Trajectory
-from traces.store import TraceStore
+from spectune.optimizer.fit import perceptron
+from spectune.optimizer.fit.cluster_ranks import cluster_ranks
+from spectune.optimizer.fit.clusters import check_draft, cohesion, fit_clusters, stored_clusters
+from spectune.optimizer.fit.draft_distributions import text_states
+from spectune.optimizer.fit.fr_spec import count_tokens, frequency_order, shown_sizes, token_ids
+from spectune.optimizer.fit.frequency_ranks import frequency_ranks
+from spectune.optimizer.fit.perceptron import Weights
+from spectune.optimizer.fit.shared import LeftOut, Progress, StoredFit, held_out, keep, search_texts, silent
+from spectune.optimizer.simulate.shortlist_ranks import CLUSTER_RANKS, FREQUENCY_RANKS, budget_grid
+from spectune.runtime.loading import LoadedPair
+from spectune.runtime.policies.artifacts import ROUTER
+from spectune.runtime.policies.dynaspec import Clusters
+from spectune.runtime.policies.fr_spec import Frequencies
+from spectune.runtime.policies.router import Router, Routing, top_clusters
+from spectune.traces.errors import PolicyError, TraceError
+from spectune.traces.schema import Proposals, Trajectory
+from spectune.traces.store import TraceStore
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]

@@ -9,15 +9,14 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-from optimizer.fit.frequency_ranks import frequency_ranks
-from optimizer.fit.shared import LeftOut, Progress, StoredFit, keep, search_texts, silent
-from runtime.loading import LoadedPair
-from runtime.policies.artifacts import FREQUENCIES
-from runtime.policies.fr_spec import Frequencies
-from traces.errors import TraceError, WorkloadError
-from traces.schema import Trajectory
-from traces.store import TraceStore
+from spectune.optimizer.fit.frequency_ranks import frequency_ranks
+from spectune.optimizer.fit.shared import LeftOut, Progress, StoredFit, keep, search_texts, silent
+from spectune.runtime.loading import LoadedPair
+from spectune.runtime.policies.artifacts import FREQUENCIES
+from spectune.runtime.policies.fr_spec import Frequencies
+from spectune.traces.errors import TraceError, WorkloadError
+from spectune.traces.schema import Trajectory
+from spectune.traces.store import TraceStore
 
 IntArray = npt.NDArray[np.int64]
 

@@ -7,18 +7,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-
-from db.errors import CorruptedChunkError
-from optimizer.fit.draft_distributions import WholeDistributions, states_over
-from optimizer.fit.shared import Progress
-from optimizer.simulate.shortlist_ranks import UNKNOWN_CODE, FrequencyRanks, budget_grid, keep_ranks, wanted_ranks
-from runtime.loading import LoadedPair
-from runtime.policies.artifacts import FREQUENCIES
-from runtime.policies.fr_spec import Frequencies
-from runtime.recording.trees import OFF_TEXT, ROWS
-from traces.errors import PolicyError
-from traces.schema import Proposals, Trajectory, TreePanorama
-from traces.store import TraceStore
+from spectune.db.errors import CorruptedChunkError
+from spectune.optimizer.fit.draft_distributions import WholeDistributions, states_over
+from spectune.optimizer.fit.shared import Progress
+from spectune.optimizer.simulate.shortlist_ranks import UNKNOWN_CODE, FrequencyRanks, budget_grid, keep_ranks, wanted_ranks
+from spectune.runtime.loading import LoadedPair
+from spectune.runtime.policies.artifacts import FREQUENCIES
+from spectune.runtime.policies.fr_spec import Frequencies
+from spectune.runtime.recording.trees import OFF_TEXT, ROWS
+from spectune.traces.errors import PolicyError
+from spectune.traces.schema import Proposals, Trajectory, TreePanorama
+from spectune.traces.store import TraceStore
 
 
 @torch.no_grad()

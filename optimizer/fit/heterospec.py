@@ -13,14 +13,13 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-
-from optimizer.fit.recorded_trees import CHUNK, RecordedTrees, TreeSource, unusual
-from optimizer.fit.shared import Progress, StoredFit, silent
-from optimizer.simulate.forest import tabulate_growth
-from optimizer.simulate.tree_tables import NEVER, GrowthTable
-from runtime.policies.artifacts import BINS
-from runtime.policies.document import DEFAULT_TOP_N, NODE_LIMIT
-from traces.errors import PolicyError, TraceError
+from spectune.optimizer.fit.recorded_trees import CHUNK, RecordedTrees, TreeSource, unusual
+from spectune.optimizer.fit.shared import Progress, StoredFit, silent
+from spectune.optimizer.simulate.forest import tabulate_growth
+from spectune.optimizer.simulate.tree_tables import NEVER, GrowthTable
+from spectune.runtime.policies.artifacts import BINS
+from spectune.runtime.policies.document import DEFAULT_TOP_N, NODE_LIMIT
+from spectune.traces.errors import PolicyError, TraceError
 
 Index = npt.NDArray[np.int64]
 

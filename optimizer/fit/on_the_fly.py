@@ -15,18 +15,26 @@ from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
-
-from optimizer.record import split
-from optimizer.simulate.replay import Replay, ReplayTrace, run_replay
-from runtime.loading import LoadedPair
-from runtime.policies.artifacts import Artifacts
-from runtime.policies.document import Policy
-from runtime.policies.draft_choice import ACC_MAX, NO_DRAFT, TARGET, Chooser, LinearAccuracy, Option, Rule, check_candidate
-from runtime.policies.plan import Plan, prepare
-from runtime.policies.prompt_features import TOKEN_PATTERN, Prompt, PromptFeatures, raw_scalars
-from runtime.prompts import prompt_reader, read_prompt
-from traces.errors import PolicyError, TraceError
-from traces.schema import AGREE_NONE, AGREE_YES, PROB_SCALE, LatencyProfile, Trajectory
+from spectune.optimizer.record import split
+from spectune.optimizer.simulate.replay import Replay, ReplayTrace, run_replay
+from spectune.runtime.loading import LoadedPair
+from spectune.runtime.policies.artifacts import Artifacts
+from spectune.runtime.policies.document import Policy
+from spectune.runtime.policies.draft_choice import (
+    ACC_MAX,
+    NO_DRAFT,
+    TARGET,
+    Chooser,
+    LinearAccuracy,
+    Option,
+    Rule,
+    check_candidate,
+)
+from spectune.runtime.policies.plan import Plan, prepare
+from spectune.runtime.policies.prompt_features import TOKEN_PATTERN, Prompt, PromptFeatures, raw_scalars
+from spectune.runtime.prompts import prompt_reader, read_prompt
+from spectune.traces.errors import PolicyError, TraceError
+from spectune.traces.schema import AGREE_NONE, AGREE_YES, PROB_SCALE, LatencyProfile, Trajectory
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]

@@ -9,18 +9,17 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-
-from optimizer.fit.shared import Arrays, keep, search_part
-from optimizer.simulate.forest import Forest
-from optimizer.simulate.replay import ReplayTrace
-from optimizer.simulate.trace import open_trace
-from runtime.policies.document import parse_policy
-from runtime.trees.grow import TreeRule
-from runtime.trees.rules import compile_tree
-from traces.errors import PolicyError, TraceError
-from traces.recording import TREE_DEPTH, TREE_WIDTH
-from traces.schema import TREE_SCALE, Proposals
-from traces.store import RecordingInfo, TraceStore
+from spectune.optimizer.fit.shared import Arrays, keep, search_part
+from spectune.optimizer.simulate.forest import Forest
+from spectune.optimizer.simulate.replay import ReplayTrace
+from spectune.optimizer.simulate.trace import open_trace
+from spectune.runtime.policies.document import parse_policy
+from spectune.runtime.trees.grow import TreeRule
+from spectune.runtime.trees.rules import compile_tree
+from spectune.traces.errors import PolicyError, TraceError
+from spectune.traces.recording import TREE_DEPTH, TREE_WIDTH
+from spectune.traces.schema import TREE_SCALE, Proposals
+from spectune.traces.store import RecordingInfo, TraceStore
 
 Index = npt.NDArray[np.int64]
 

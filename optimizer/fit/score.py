@@ -21,12 +21,11 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-
-from optimizer.fit.recorded_trees import RecordedTrees, TreeSource, child_probabilities, unusual
-from optimizer.fit.shared import Progress, StoredFit, held_out, silent
-from runtime.policies.document import DEFAULT_TOP_N, TopKGrowth
-from runtime.trees.grow import gap_weights
-from traces.errors import TraceError
+from spectune.optimizer.fit.recorded_trees import RecordedTrees, TreeSource, child_probabilities, unusual
+from spectune.optimizer.fit.shared import Progress, StoredFit, held_out, silent
+from spectune.runtime.policies.document import DEFAULT_TOP_N, TopKGrowth
+from spectune.runtime.trees.grow import gap_weights
+from spectune.traces.errors import TraceError
 
 FloatArray = npt.NDArray[np.float64]
 Index = npt.NDArray[np.int64]

@@ -16,13 +16,12 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-
-from optimizer.fit.recorded_trees import RecordedTrees, TreeSource, unusual
-from optimizer.fit.shared import Progress, StoredFit, profile_of, silent
-from runtime.costs import RoundKind, pass_seconds, round_costs
-from runtime.policies.artifacts import STATIC_TREE
-from runtime.policies.document import GAMMA_LIMIT, NODE_LIMIT, WIDTH_LIMIT
-from traces.errors import PolicyError, TraceError
+from spectune.optimizer.fit.recorded_trees import RecordedTrees, TreeSource, unusual
+from spectune.optimizer.fit.shared import Progress, StoredFit, profile_of, silent
+from spectune.runtime.costs import RoundKind, pass_seconds, round_costs
+from spectune.runtime.policies.artifacts import STATIC_TREE
+from spectune.runtime.policies.document import GAMMA_LIMIT, NODE_LIMIT, WIDTH_LIMIT
+from spectune.traces.errors import PolicyError, TraceError
 
 FloatArray = npt.NDArray[np.float64]
 

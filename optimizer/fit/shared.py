@@ -10,13 +10,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-from db.errors import CorruptedChunkError, NotFoundError
-from optimizer.record import split
-from traces.errors import PolicyError, TraceError
-from traces.schema import LatencyProfile, Trajectory
-from traces.store import RecordingInfo, TraceStore
-from traces.store.catalog import Artifact
+from spectune.db.errors import CorruptedChunkError, NotFoundError
+from spectune.optimizer.record import split
+from spectune.traces.errors import PolicyError, TraceError
+from spectune.traces.schema import LatencyProfile, Trajectory
+from spectune.traces.store import RecordingInfo, TraceStore
+from spectune.traces.store.catalog import Artifact
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 Progress = Callable[[str, int, int], None]

@@ -6,26 +6,26 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 
-from db.errors import CorruptedChunkError, NotFoundError
-from optimizer.fit.c2t import fit_c2t
-from optimizer.fit.cluster_ranks import cluster_ranks
-from optimizer.fit.clusters import default_clusters
-from optimizer.fit.dynaspec import EPOCHS, HIDDEN, LABELS, fit_router
-from optimizer.fit.fr_spec import fit_fr_spec
-from optimizer.fit.frequency_ranks import frequency_ranks
-from optimizer.fit.heterospec import ALPHA, fit_heterospec
-from optimizer.fit.recorded_trees import TreeSource, tree_source
-from optimizer.fit.score import fit_score
-from optimizer.fit.sequoia import fit_sequoia
-from optimizer.fit.shared import LeftOut, Progress, search_texts, silent
-from optimizer.simulate.shortlist_ranks import Ranks
-from optimizer.spaces import Fold, ShortlistLimit, TreeLimit
-from runtime.loading import LoadedPair
-from runtime.policies.artifacts import ROUTER
-from runtime.policies.document import Policy
-from runtime.recording.trees import SHARPNESSES
-from traces.errors import PolicyError, TraceError
-from traces.store import TraceStore
+from spectune.db.errors import CorruptedChunkError, NotFoundError
+from spectune.optimizer.fit.c2t import fit_c2t
+from spectune.optimizer.fit.cluster_ranks import cluster_ranks
+from spectune.optimizer.fit.clusters import default_clusters
+from spectune.optimizer.fit.dynaspec import EPOCHS, HIDDEN, LABELS, fit_router
+from spectune.optimizer.fit.fr_spec import fit_fr_spec
+from spectune.optimizer.fit.frequency_ranks import frequency_ranks
+from spectune.optimizer.fit.heterospec import ALPHA, fit_heterospec
+from spectune.optimizer.fit.recorded_trees import TreeSource, tree_source
+from spectune.optimizer.fit.score import fit_score
+from spectune.optimizer.fit.sequoia import fit_sequoia
+from spectune.optimizer.fit.shared import LeftOut, Progress, search_texts, silent
+from spectune.optimizer.simulate.shortlist_ranks import Ranks
+from spectune.optimizer.spaces import Fold, ShortlistLimit, TreeLimit
+from spectune.runtime.loading import LoadedPair
+from spectune.runtime.policies.artifacts import ROUTER
+from spectune.runtime.policies.document import Policy
+from spectune.runtime.recording.trees import SHARPNESSES
+from spectune.traces.errors import PolicyError, TraceError
+from spectune.traces.store import TraceStore
 
 STATIC_SIZES = ((4, 2), (8, 3), (12, 4), (16, 5), (24, 6), (32, 8))
 """(nodes, depth) of static trees tried beside the one that measured costs choose."""

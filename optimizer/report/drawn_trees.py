@@ -9,10 +9,9 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 from rich.tree import Tree
-
-from runtime.loop import Round
-from runtime.trees.draft import GrownTree, Pruned
-from traces.schema import NO_BIN
+from spectune.runtime.loop import Round
+from spectune.runtime.trees.draft import GrownTree, Pruned
+from spectune.traces.schema import NO_BIN
 
 ACCEPTED, OWN, REJECTED = "green", "bold yellow", "dim"
 LINES = 8

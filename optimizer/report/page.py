@@ -9,7 +9,7 @@ from dataclasses import astuple, dataclass
 from html import escape
 from typing import Any, Final
 
-from optimizer.report.trees import FAMILIES, SHARES, TreeReport
+from spectune.optimizer.report.trees import FAMILIES, SHARES, TreeReport
 
 WIDE: Final = 960
 """Width of a figure that takes the page's."""

@@ -9,11 +9,10 @@ import numpy as np
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
-
-from optimizer.verdict import Tuned, finite
-from runtime.policies.document import parse_policy
-from traces.schema import TREE_SCALE, Counts, LatencyProfile, Outcome
-from traces.text import printable
+from spectune.optimizer.verdict import Tuned, finite
+from spectune.runtime.policies.document import parse_policy
+from spectune.traces.schema import TREE_SCALE, Counts, LatencyProfile, Outcome
+from spectune.traces.text import printable
 
 
 def outcome_table(outcome: Outcome) -> RenderableType:

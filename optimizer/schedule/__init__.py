@@ -1,6 +1,6 @@
 """Re-optimization on a schedule, by any number of workers on one database. ``docs/schedules.md`` says what is guaranteed."""
 
-from optimizer.schedule.book import (
+from spectune.optimizer.schedule.book import (
     add_schedule,
     get_job,
     get_schedule,
@@ -10,12 +10,12 @@ from optimizer.schedule.book import (
     remove_schedule,
     resume_schedule,
 )
-from optimizer.schedule.lease import JobContext, LeaseLostError
-from optimizer.schedule.stop import HandBack
-from optimizer.schedule.tick import tick
-from optimizer.schedule.times import ScheduleError, Timing, format_duration, parse_duration
-from optimizer.schedule.values import Fire, Job, Schedule
-from optimizer.schedule.worker import Ended, Execute, WorkReport, run_once, run_worker
+from spectune.optimizer.schedule.lease import JobContext, LeaseLostError
+from spectune.optimizer.schedule.stop import HandBack
+from spectune.optimizer.schedule.tick import tick
+from spectune.optimizer.schedule.times import ScheduleError, Timing, format_duration, parse_duration
+from spectune.optimizer.schedule.values import Fire, Job, Schedule
+from spectune.optimizer.schedule.worker import Ended, Execute, WorkReport, run_once, run_worker
 
 __all__ = [
     "Ended",

@@ -9,12 +9,11 @@ from collections.abc import Callable
 from datetime import datetime, timedelta
 from types import TracebackType
 
+from spectune.db.database import Database
+from spectune.optimizer.schedule.claims import owns, renew
+from spectune.optimizer.schedule.values import Job
+from spectune.traces.errors import SpectuneError
 from sqlalchemy.orm import Session
-
-from db.database import Database
-from optimizer.schedule.claims import owns, renew
-from optimizer.schedule.values import Job
-from traces.errors import SpectuneError
 
 BEATS_PER_LEASE = 3
 """A worker survives two lost heartbeats in a row."""

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any, Literal
 
-from db.schedules import FireRow, JobRow, ScheduleRow
-from optimizer.schedule.times import LONGEST_S, ScheduleError, Timing, format_duration, utc
+from spectune.db.schedules import FireRow, JobRow, ScheduleRow
+from spectune.optimizer.schedule.times import LONGEST_S, ScheduleError, Timing, format_duration, utc
 
 Outcome = Literal["enqueued", "misfired", "coalesced", "skipped"]
 State = Literal["queued", "running", "done", "failed"]

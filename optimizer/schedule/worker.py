@@ -19,14 +19,14 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from db.database import Database
-from db.errors import DatabaseError, UnavailableError
-from optimizer.schedule.claims import claim, complete, fail, release, retry
-from optimizer.schedule.lease import Clock, Heartbeat, JobContext, LeaseLostError
-from optimizer.schedule.stop import HandBack, Stopper
-from optimizer.schedule.tick import tick
-from optimizer.schedule.values import Fire, Job
-from traces.errors import SpectuneError
+from spectune.db.database import Database
+from spectune.db.errors import DatabaseError, UnavailableError
+from spectune.optimizer.schedule.claims import claim, complete, fail, release, retry
+from spectune.optimizer.schedule.lease import Clock, Heartbeat, JobContext, LeaseLostError
+from spectune.optimizer.schedule.stop import HandBack, Stopper
+from spectune.optimizer.schedule.tick import tick
+from spectune.optimizer.schedule.values import Fire, Job
+from spectune.traces.errors import SpectuneError
 
 POLL_S = 5.0
 LEASE_S = 60.0

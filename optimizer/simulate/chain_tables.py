@@ -21,16 +21,15 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-
-import runtime.policies.splitmix as splitmix
-import runtime.policies.stops as stops
-import traces.schema as schema
-from runtime.policies.document import Policy
-from runtime.policies.jit import compiled
-from runtime.policies.splitmix import hash_uniform
-from runtime.policies.stops import STOP_NONE, CompiledStop, compile_stop, should_stop
-from traces.errors import TraceError
-from traces.schema import AGREE_NO, AGREE_NONE, AGREE_YES, PROB_SCALE, ChainPanorama, Trajectory, request_seed
+import spectune.runtime.policies.splitmix as splitmix
+import spectune.runtime.policies.stops as stops
+import spectune.traces.schema as schema
+from spectune.runtime.policies.document import Policy
+from spectune.runtime.policies.jit import compiled
+from spectune.runtime.policies.splitmix import hash_uniform
+from spectune.runtime.policies.stops import STOP_NONE, CompiledStop, compile_stop, should_stop
+from spectune.traces.errors import TraceError
+from spectune.traces.schema import AGREE_NO, AGREE_NONE, AGREE_YES, PROB_SCALE, ChainPanorama, Trajectory, request_seed
 
 ENDLESS: Final = 255
 

@@ -7,15 +7,14 @@ from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-
-import runtime.costs as costs_module
-import runtime.policies.windows as windows
-from optimizer.simulate.chain_tables import Index, Words
-from runtime.costs import RoundCosts, round_seconds
-from runtime.policies.jit import compiled
-from runtime.policies.windows import CompiledWindow, WindowState, advance, reset
-from traces.cost_table import FloatArray
-from traces.schema import NO_BIN
+import spectune.runtime.costs as costs_module
+import spectune.runtime.policies.windows as windows
+from spectune.optimizer.simulate.chain_tables import Index, Words
+from spectune.runtime.costs import RoundCosts, round_seconds
+from spectune.runtime.policies.jit import compiled
+from spectune.runtime.policies.windows import CompiledWindow, WindowState, advance, reset
+from spectune.traces.cost_table import FloatArray
+from spectune.traces.schema import NO_BIN
 
 ROUND_COLUMNS: Final = (
     "request",

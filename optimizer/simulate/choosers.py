@@ -11,15 +11,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-
-from optimizer.simulate.chains import ROUND_COLUMNS
-from optimizer.simulate.replay import Replay, ReplayTrace, run_replay
-from runtime.policies.artifacts import Artifacts
-from runtime.policies.document import ChooserPolicy
-from runtime.policies.plan import prepare
-from runtime.policies.prepared_chooser import stored_chooser
-from runtime.policies.windows import init_state
-from traces.schema import LatencyProfile, Step
+from spectune.optimizer.simulate.chains import ROUND_COLUMNS
+from spectune.optimizer.simulate.replay import Replay, ReplayTrace, run_replay
+from spectune.runtime.policies.artifacts import Artifacts
+from spectune.runtime.policies.document import ChooserPolicy
+from spectune.runtime.policies.plan import prepare
+from spectune.runtime.policies.prepared_chooser import stored_chooser
+from spectune.runtime.policies.windows import init_state
+from spectune.traces.schema import LatencyProfile, Step
 
 
 @dataclass(frozen=True, eq=False)

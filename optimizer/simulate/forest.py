@@ -13,11 +13,10 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-
-from optimizer.simulate.tree_tables import ABSENT, NO_SHORTLIST, GrowthTable, Scratch, ShortlistRanks, Trie, tabulate
-from runtime.trees.grow import Codes, Tree, TreeRule
-from traces.errors import TraceError
-from traces.schema import Trajectory, TreePanorama
+from spectune.optimizer.simulate.tree_tables import ABSENT, NO_SHORTLIST, GrowthTable, Scratch, ShortlistRanks, Trie, tabulate
+from spectune.runtime.trees.grow import Codes, Tree, TreeRule
+from spectune.traces.errors import TraceError
+from spectune.traces.schema import Trajectory, TreePanorama
 
 OFF_TEXT: Final = 255
 

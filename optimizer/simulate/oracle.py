@@ -7,20 +7,19 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-
-from optimizer.simulate.forest import Forest
-from optimizer.simulate.tree_tables import ShortlistRanks
-from runtime.drafts.protocol import Drafted
-from runtime.loop import DecodeRequest, Round, StaticSource, Verified, decode_rounds
-from runtime.policies.document import Policy
-from runtime.policies.plan import Plan
-from runtime.policies.stops import STOP_NONE, should_stop
-from runtime.session import Sessions
-from runtime.trees.draft import AnyGrowing, grow
-from runtime.trees.grow import LawRows
-from runtime.verification import walk
-from traces.errors import TraceError
-from traces.schema import AGREE_NO, AGREE_NONE, AGREE_YES, ChainPanorama, Trajectory, request_seed
+from spectune.optimizer.simulate.forest import Forest
+from spectune.optimizer.simulate.tree_tables import ShortlistRanks
+from spectune.runtime.drafts.protocol import Drafted
+from spectune.runtime.loop import DecodeRequest, Round, StaticSource, Verified, decode_rounds
+from spectune.runtime.policies.document import Policy
+from spectune.runtime.policies.plan import Plan
+from spectune.runtime.policies.stops import STOP_NONE, should_stop
+from spectune.runtime.session import Sessions
+from spectune.runtime.trees.draft import AnyGrowing, grow
+from spectune.runtime.trees.grow import LawRows
+from spectune.runtime.verification import walk
+from spectune.traces.errors import TraceError
+from spectune.traces.schema import AGREE_NO, AGREE_NONE, AGREE_YES, ChainPanorama, Trajectory, request_seed
 
 
 class RecordedTrees(NamedTuple):

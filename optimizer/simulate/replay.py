@@ -17,12 +17,11 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-
-from optimizer.simulate.chain_tables import Chains, Index, Words, check_reach, first_occurrences, join_chains, tabulate
-from optimizer.simulate.chains import ROUND_COLUMNS, Sums, Texts, replay_chains
-from optimizer.simulate.forest import Forest, join_trees, tabulate_growth
-from optimizer.simulate.shortlist_ranks import RanksByPolicy
-from optimizer.simulate.shortlists import (
+from spectune.optimizer.simulate.chain_tables import Chains, Index, Words, check_reach, first_occurrences, join_chains, tabulate
+from spectune.optimizer.simulate.chains import ROUND_COLUMNS, Sums, Texts, replay_chains
+from spectune.optimizer.simulate.forest import Forest, join_trees, tabulate_growth
+from spectune.optimizer.simulate.shortlist_ranks import RanksByPolicy
+from spectune.optimizer.simulate.shortlists import (
     RankedForest,
     RoutedForest,
     chain_seconds,
@@ -31,18 +30,18 @@ from optimizer.simulate.shortlists import (
     shortlist_ranks,
     tree_seconds,
 )
-from optimizer.simulate.tree_tables import GrowthTable
-from optimizer.simulate.trees import Grown, TreeLimits, replay_trees, stop_levels
-from runtime.costs import FREE, Passes, RoundCosts, RoundKind, middles, round_costs, shortlist_seconds
-from runtime.policies.artifacts import Artifacts
-from runtime.policies.document import GAMMA_LIMIT, ChooserPolicy, Policy
-from runtime.policies.plan import Plan, prepare
-from runtime.policies.stops import CompiledStop
-from runtime.policies.windows import WindowState, init_state
-from runtime.shortlists import ShortlistRule
-from runtime.trees.grow import TreeRule
-from traces.errors import PolicyError, TraceError
-from traces.schema import ChainPanorama, Counts, LatencyProfile, Outcome, RequestOutcome, Step, Trajectory, TreePanorama
+from spectune.optimizer.simulate.tree_tables import GrowthTable
+from spectune.optimizer.simulate.trees import Grown, TreeLimits, replay_trees, stop_levels
+from spectune.runtime.costs import FREE, Passes, RoundCosts, RoundKind, middles, round_costs, shortlist_seconds
+from spectune.runtime.policies.artifacts import Artifacts
+from spectune.runtime.policies.document import GAMMA_LIMIT, ChooserPolicy, Policy
+from spectune.runtime.policies.plan import Plan, prepare
+from spectune.runtime.policies.stops import CompiledStop
+from spectune.runtime.policies.windows import WindowState, init_state
+from spectune.runtime.shortlists import ShortlistRule
+from spectune.runtime.trees.grow import TreeRule
+from spectune.traces.errors import PolicyError, TraceError
+from spectune.traces.schema import ChainPanorama, Counts, LatencyProfile, Outcome, RequestOutcome, Step, Trajectory, TreePanorama
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -365,7 +364,7 @@ def run_replay(
     also counts those whose shortlist holds none of the children recorded, where the proposal is taken to be wrong.
     """
     if isinstance(policy, ChooserPolicy):
-        from optimizer.simulate.choosers import run_chosen  # which replays the candidates by this function
+        from spectune.optimizer.simulate.choosers import run_chosen  # which replays the candidates by this function
 
         if state is not None:
             raise ValueError("a chooser's candidates begin with windows of their own: replay one of them to go on from a state")

@@ -17,15 +17,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
-
-from db.errors import CorruptedChunkError
-from runtime.policies.artifacts import FREQUENCIES, ROUTER
-from traces.errors import TraceError
-from traces.recording import TREE_DEPTH, TREE_WIDTH
-from traces.schema import NAT_SCALE, Proposals, Trajectory, TreePanorama
+from spectune.db.errors import CorruptedChunkError
+from spectune.runtime.policies.artifacts import FREQUENCIES, ROUTER
+from spectune.traces.errors import TraceError
+from spectune.traces.recording import TREE_DEPTH, TREE_WIDTH
+from spectune.traces.schema import NAT_SCALE, Proposals, Trajectory, TreePanorama
 
 if TYPE_CHECKING:
-    from traces.store import TraceStore
+    from spectune.traces.store import TraceStore
 
 Index = npt.NDArray[np.int64]
 

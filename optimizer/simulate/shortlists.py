@@ -23,17 +23,16 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-
-from optimizer.simulate.chain_tables import ENDLESS
-from optimizer.simulate.forest import OFF_TEXT, Forest
-from optimizer.simulate.shortlist_ranks import ClusterRanks, FrequencyRanks, Index, Ranks, digest, how_to_rank
-from optimizer.simulate.tree_tables import ClusterUnion, GrowthTable, ShortlistRanks
-from runtime.costs import check_shortlists
-from runtime.policies.document import GAMMA_LIMIT
-from runtime.policies.stops import STOP_NONE, CompiledStop
-from runtime.shortlists import ShortlistRule
-from traces.errors import TraceError
-from traces.schema import LatencyProfile, Trajectory, TreePanorama
+from spectune.optimizer.simulate.chain_tables import ENDLESS
+from spectune.optimizer.simulate.forest import OFF_TEXT, Forest
+from spectune.optimizer.simulate.shortlist_ranks import ClusterRanks, FrequencyRanks, Index, Ranks, digest, how_to_rank
+from spectune.optimizer.simulate.tree_tables import ClusterUnion, GrowthTable, ShortlistRanks
+from spectune.runtime.costs import check_shortlists
+from spectune.runtime.policies.document import GAMMA_LIMIT
+from spectune.runtime.policies.stops import STOP_NONE, CompiledStop
+from spectune.runtime.shortlists import ShortlistRule
+from spectune.traces.errors import TraceError
+from spectune.traces.schema import LatencyProfile, Trajectory, TreePanorama
 
 Words = npt.NDArray[np.uint32]
 FloatArray = npt.NDArray[np.float64]

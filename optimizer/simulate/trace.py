@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from optimizer.artifacts import fitted
-from optimizer.simulate.replay import Replay, ReplayTrace, run_replay
-from optimizer.simulate.shortlist_ranks import Ranks, how_to_rank, stored_ranks
-from runtime.policies.artifacts import Artifacts
-from runtime.policies.document import ChooserPolicy, FullShortlist, Policy
-from runtime.policies.prepared_chooser import stored_chooser
-from runtime.shortlists import compile_shortlist
-from traces.errors import PolicyError, TraceError
-from traces.recording import Skipped
-from traces.schema import LatencyProfile, Proposals, TreePanorama
-from traces.store import RecordingInfo, TraceStore
+from spectune.optimizer.artifacts import fitted
+from spectune.optimizer.simulate.replay import Replay, ReplayTrace, run_replay
+from spectune.optimizer.simulate.shortlist_ranks import Ranks, how_to_rank, stored_ranks
+from spectune.runtime.policies.artifacts import Artifacts
+from spectune.runtime.policies.document import ChooserPolicy, FullShortlist, Policy
+from spectune.runtime.policies.prepared_chooser import stored_chooser
+from spectune.runtime.shortlists import compile_shortlist
+from spectune.traces.errors import PolicyError, TraceError
+from spectune.traces.recording import Skipped
+from spectune.traces.schema import LatencyProfile, Proposals, TreePanorama
+from spectune.traces.store import RecordingInfo, TraceStore
 
 Grown = tuple[str, Proposals]
 """Trees of a draft, by how they rank children."""

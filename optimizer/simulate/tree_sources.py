@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from optimizer.artifacts import fitted
-from optimizer.inputs import stored_policy
-from optimizer.report.trees import Point, Stored, TreeReport, point_of, tree_report
-from optimizer.simulate.trace import open_trace
-from runtime.policies.artifacts import BINS, CLASSIFIER, STATIC_TREE
-from runtime.policies.document import Policy, parse_policy
-from traces.errors import PolicyError, TraceError
-from traces.recording import TREE_DEPTH, TREE_WIDTH
-from traces.schema import Proposals
-from traces.store import RecordingInfo, TraceStore
+from spectune.optimizer.artifacts import fitted
+from spectune.optimizer.inputs import stored_policy
+from spectune.optimizer.report.trees import Point, Stored, TreeReport, point_of, tree_report
+from spectune.optimizer.simulate.trace import open_trace
+from spectune.runtime.policies.artifacts import BINS, CLASSIFIER, STATIC_TREE
+from spectune.runtime.policies.document import Policy, parse_policy
+from spectune.traces.errors import PolicyError, TraceError
+from spectune.traces.recording import TREE_DEPTH, TREE_WIDTH
+from spectune.traces.schema import Proposals
+from spectune.traces.store import RecordingInfo, TraceStore
 
 TRIED = 200
 """Policies of a recording's studies that are replayed again: the fastest that draft with the report's draft."""

@@ -7,11 +7,10 @@ from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-
-import runtime.trees.grow as trees
-from runtime.policies.eagle2 import INFINITE
-from runtime.policies.jit import compiled
-from runtime.trees.grow import NONE, ROOT, Codes, Index, LevelRule, Tree, TreeRule, grow_level
+import spectune.runtime.trees.grow as trees
+from spectune.runtime.policies.eagle2 import INFINITE
+from spectune.runtime.policies.jit import compiled
+from spectune.runtime.trees.grow import NONE, ROOT, Codes, Index, LevelRule, Tree, TreeRule, grow_level
 
 ABSENT: Final = 65535
 """Rank of a node that is not among the candidates."""

@@ -8,19 +8,18 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-
-import optimizer.simulate.chains as chain_replay
-import optimizer.simulate.tree_tables as tree_tabulation
-import runtime.policies.heterospec as heterospec
-import traces.schema as schema
-from optimizer.simulate.chains import Sums, Texts, add_request, write_round
-from optimizer.simulate.tree_tables import ABSENT, NEVER, GrowthTable
-from runtime.costs import RoundCosts, round_seconds
-from runtime.policies.heterospec import bin_of
-from runtime.policies.jit import compiled
-from runtime.policies.windows import CompiledWindow, WindowState, advance, reset
-from runtime.trees.grow import TreeRule
-from traces.schema import NO_BIN
+import spectune.optimizer.simulate.chains as chain_replay
+import spectune.optimizer.simulate.tree_tables as tree_tabulation
+import spectune.runtime.policies.heterospec as heterospec
+import spectune.traces.schema as schema
+from spectune.optimizer.simulate.chains import Sums, Texts, add_request, write_round
+from spectune.optimizer.simulate.tree_tables import ABSENT, NEVER, GrowthTable
+from spectune.runtime.costs import RoundCosts, round_seconds
+from spectune.runtime.policies.heterospec import bin_of
+from spectune.runtime.policies.jit import compiled
+from spectune.runtime.policies.windows import CompiledWindow, WindowState, advance, reset
+from spectune.runtime.trees.grow import TreeRule
+from spectune.traces.schema import NO_BIN
 
 Index = npt.NDArray[np.int64]
 

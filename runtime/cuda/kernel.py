@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from spectune.traces.errors import PairError
 from torch import Tensor
-
-from traces.errors import PairError
 
 
 def power_of_two(number: int) -> int:

@@ -5,16 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from runtime.cuda.graphs import RUNGS, Kind
-from runtime.drafts.protocol import LONG_LAG, TREE_SLOTS
-from runtime.policies.document import NODE_LIMIT, WIDTH_LIMIT, AnalyticWindow, CacheFsmWindow, FsmWindow, Policy, QLearningWindow
-from runtime.sampling import filters
-from runtime.trees.grow import TreeRule
-from traces.schema import Sampling
+from spectune.runtime.cuda.graphs import RUNGS, Kind
+from spectune.runtime.drafts.protocol import LONG_LAG, TREE_SLOTS
+from spectune.runtime.policies.document import (
+    NODE_LIMIT,
+    WIDTH_LIMIT,
+    AnalyticWindow,
+    CacheFsmWindow,
+    FsmWindow,
+    Policy,
+    QLearningWindow,
+)
+from spectune.runtime.sampling import filters
+from spectune.runtime.trees.grow import TreeRule
+from spectune.traces.schema import Sampling
 
 if TYPE_CHECKING:
-    from runtime.loading import LoadedPair
-    from runtime.policies.plan import Plan
+    from spectune.runtime.loading import LoadedPair
+    from spectune.runtime.policies.plan import Plan
 
 
 @dataclass(frozen=True)

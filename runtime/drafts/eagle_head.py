@@ -18,16 +18,15 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from spectune.runtime.attention import causal_mask, slot_attention
+from spectune.runtime.cache import SlotCache, SlotLayer
+from spectune.runtime.models import CausalModel, view_of
+from spectune.runtime.shortlists import OutputHead
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from runtime.attention import causal_mask, slot_attention
-from runtime.cache import SlotCache, SlotLayer
-from runtime.models import CausalModel, view_of
-from runtime.shortlists import OutputHead
-
 if TYPE_CHECKING:
-    from runtime.cuda.graphs import PassGraphs
+    from spectune.runtime.cuda.graphs import PassGraphs
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, query [1, H, n, D], key and value [1, Hkv, n, D]) -> [1, n, H, D]: attention, with whatever memory the caller keeps."""

@@ -4,14 +4,12 @@ level at a time."""
 from __future__ import annotations
 
 import torch
-from torch import Tensor
-
-from runtime import near_ties
-from runtime.drafts.passes import Places, TreeReader, propose_tree, shortlisted
-from runtime.drafts.protocol import LONG_LAG, DraftContext, Drafted
-from runtime.models import CausalModel, ids_tensor
-from runtime.near_ties import near_code
-from runtime.policies.stops import (
+from spectune.runtime import near_ties
+from spectune.runtime.drafts.passes import Places, TreeReader, propose_tree, shortlisted
+from spectune.runtime.drafts.protocol import LONG_LAG, DraftContext, Drafted
+from spectune.runtime.models import CausalModel, ids_tensor
+from spectune.runtime.near_ties import near_code
+from spectune.runtime.policies.stops import (
     STOP_ENTROPY,
     STOP_JOINT_PROB,
     STOP_MAX_PROB,
@@ -19,10 +17,11 @@ from runtime.policies.stops import (
     CompiledStop,
     should_stop,
 )
-from runtime.prompts import log_perplexity
-from runtime.sampling import choose, entropy_of, gumbel_row, log_distribution, nat_code, stream_key
-from runtime.shortlists import Shortlists, States, Support
-from traces.schema import Sampling
+from spectune.runtime.prompts import log_perplexity
+from spectune.runtime.sampling import choose, entropy_of, gumbel_row, log_distribution, nat_code, stream_key
+from spectune.runtime.shortlists import Shortlists, States, Support
+from spectune.traces.schema import Sampling
+from torch import Tensor
 
 
 class LanguageModelDraft:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from runtime.drafts.protocol import DraftContext, Drafted
+from spectune.runtime.drafts.protocol import DraftContext, Drafted
 
 
 class NgramIndex:

@@ -8,14 +8,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from spectune.runtime.cache import SlotCache
+from spectune.runtime.drafts.protocol import DraftContext, Drafted
+from spectune.runtime.models import view_of
+from spectune.runtime.sampling import filters
+from spectune.runtime.shortlists import Beam, Shortlists, Support
+from spectune.runtime.trees.draft import ModelLaws, TreeContext, grow
 from torch import Tensor
-
-from runtime.cache import SlotCache
-from runtime.drafts.protocol import DraftContext, Drafted
-from runtime.models import view_of
-from runtime.sampling import filters
-from runtime.shortlists import Beam, Shortlists, Support
-from runtime.trees.draft import ModelLaws, TreeContext, grow
 
 
 class Places(NamedTuple):

@@ -10,16 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
 
-from runtime.policies.document import EXPANDED_LIMIT
+from spectune.runtime.policies.document import EXPANDED_LIMIT
 
 if TYPE_CHECKING:
     import torch
-
-    from runtime.policies.plan import Plan
-    from runtime.sampling import Noise
-    from runtime.shortlists import Shortlists
-    from runtime.trees.draft import GrownTree
-    from traces.schema import Sampling
+    from spectune.runtime.policies.plan import Plan
+    from spectune.runtime.sampling import Noise
+    from spectune.runtime.shortlists import Shortlists
+    from spectune.runtime.trees.draft import GrownTree
+    from spectune.traces.schema import Sampling
 
 TREE_SLOTS: Final = EXPANDED_LIMIT
 """Slots that a draft keeps beyond the text for the nodes of a tree."""

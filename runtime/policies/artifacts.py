@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import numpy.typing as npt
-
-from runtime.policies.document import Policy
-from runtime.policies.refusals import MALFORMED, MESSAGE_LIMIT
-from traces.errors import PolicyError
-from traces.text import one_line
+from spectune.runtime.policies.document import Policy
+from spectune.runtime.policies.refusals import MALFORMED, MESSAGE_LIMIT
+from spectune.traces.errors import PolicyError
+from spectune.traces.text import one_line
 
 Q_TABLE: Final = "q_table"
 BINS: Final = "bins"

@@ -17,10 +17,9 @@ from typing import Annotated, Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field
-
-from runtime.policies.blocks import WIDTH_LIMIT, TreeGrowth, Width
-from runtime.policies.jit import compiled
-from traces.schema import TREE_SCALE
+from spectune.runtime.policies.blocks import WIDTH_LIMIT, TreeGrowth, Width
+from spectune.runtime.policies.jit import compiled
+from spectune.traces.schema import TREE_SCALE
 
 FloatArray = npt.NDArray[np.float64]
 WeightArray = npt.NDArray[np.float32]

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Union
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
-
-from runtime.policies.blocks import (
+from spectune.runtime.policies.blocks import (
     EXPANDED_LIMIT,
     GAMMA_LIMIT,
     NODE_LIMIT,
@@ -24,19 +23,19 @@ from runtime.policies.blocks import (
     FixedWindow,
     FullShortlist,
 )
-from runtime.policies.c2t import ClassifierGrowth
-from runtime.policies.dynaspec import ClustersShortlist
-from runtime.policies.eagle2 import DEFAULT_TOP_N, Select, TopKGrowth
-from runtime.policies.fr_spec import FrequencyShortlist, PositionFrequencyShortlist
-from runtime.policies.heterospec import Stratify, kept_nodes
-from runtime.policies.heuristic import HeuristicWindow
-from runtime.policies.on_the_fly import AnalyticWindow, CacheFsmWindow, FsmWindow, QLearningWindow
-from runtime.policies.refusals import MALFORMED, MESSAGE_LIMIT, explain, refuse_excess
-from runtime.policies.sequoia import StaticGrowth
-from runtime.policies.stops import EntropyStop, JointProbStop, MaxProbStop, NoStop, Stop
-from traces.errors import PolicyError
-from traces.schema import policy_content, policy_id
-from traces.text import one_line
+from spectune.runtime.policies.c2t import ClassifierGrowth
+from spectune.runtime.policies.dynaspec import ClustersShortlist
+from spectune.runtime.policies.eagle2 import DEFAULT_TOP_N, Select, TopKGrowth
+from spectune.runtime.policies.fr_spec import FrequencyShortlist, PositionFrequencyShortlist
+from spectune.runtime.policies.heterospec import Stratify, kept_nodes
+from spectune.runtime.policies.heuristic import HeuristicWindow
+from spectune.runtime.policies.on_the_fly import AnalyticWindow, CacheFsmWindow, FsmWindow, QLearningWindow
+from spectune.runtime.policies.refusals import MALFORMED, MESSAGE_LIMIT, explain, refuse_excess
+from spectune.runtime.policies.sequoia import StaticGrowth
+from spectune.runtime.policies.stops import EntropyStop, JointProbStop, MaxProbStop, NoStop, Stop
+from spectune.traces.errors import PolicyError
+from spectune.traces.schema import policy_content, policy_id
+from spectune.traces.text import one_line
 
 __all__ = [  # the blocks come with the document
     "AUTOREGRESSIVE", "BUILT_IN", "DEFAULT_TOP_N", "EXPANDED_LIMIT", "GAMMA_LIMIT", "NODE_LIMIT", "POOL_LIMIT", "WIDTH_LIMIT",

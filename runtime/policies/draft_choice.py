@@ -19,16 +19,15 @@ from typing import Any, Final, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
-
-from runtime.costs import token_seconds, window_costs
-from runtime.policies.document import ChooserPolicy, FixedWindow, Policy, parse_policy
-from runtime.policies.on_the_fly import best_window
-from runtime.policies.plan import Plan
-from runtime.policies.prompt_features import SCALARS, TOKEN_PATTERN, PromptFeatures
-from runtime.policies.refusals import MALFORMED
-from traces.cost_table import CostTable
-from traces.errors import PolicyError
-from traces.schema import LatencyProfile
+from spectune.runtime.costs import token_seconds, window_costs
+from spectune.runtime.policies.document import ChooserPolicy, FixedWindow, Policy, parse_policy
+from spectune.runtime.policies.on_the_fly import best_window
+from spectune.runtime.policies.plan import Plan
+from spectune.runtime.policies.prompt_features import SCALARS, TOKEN_PATTERN, PromptFeatures
+from spectune.runtime.policies.refusals import MALFORMED
+from spectune.traces.cost_table import CostTable
+from spectune.traces.errors import PolicyError
+from spectune.traces.schema import LatencyProfile
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]

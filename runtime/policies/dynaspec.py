@@ -12,9 +12,8 @@ from typing import Any, Literal, Self
 import numpy as np
 import numpy.typing as npt
 from pydantic import model_validator
-
-from runtime.policies.blocks import Artifact, Block, Budget
-from runtime.policies.stored import (
+from spectune.runtime.policies.blocks import Artifact, Block, Budget
+from spectune.runtime.policies.stored import (
     Arrays,
     Document,
     IntArray,

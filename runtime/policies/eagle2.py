@@ -8,9 +8,8 @@ from typing import Annotated, Final, Literal
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field
-
-from runtime.policies.blocks import NODE_LIMIT, Block, TreeGrowth
-from runtime.policies.jit import compiled
+from spectune.runtime.policies.blocks import NODE_LIMIT, Block, TreeGrowth
+from spectune.runtime.policies.jit import compiled
 
 DEFAULT_TOP_N = 60
 """Nodes that a top-k tree keeps when the policy does not say (EAGLE-2)."""

@@ -15,9 +15,8 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-
-from runtime.policies.blocks import Artifact, Block, Budget
-from runtime.policies.stored import (
+from spectune.runtime.policies.blocks import Artifact, Block, Budget
+from spectune.runtime.policies.stored import (
     Arrays,
     Document,
     IntArray,

@@ -10,9 +10,8 @@ from typing import Annotated
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field
-
-from runtime.policies.blocks import Block
-from runtime.policies.jit import compiled
+from spectune.runtime.policies.blocks import Block
+from spectune.runtime.policies.jit import compiled
 
 
 class Stratify(Block):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from runtime.policies.blocks import AdaptiveWindow, GammaMax
-from runtime.policies.jit import compiled
+from spectune.runtime.policies.blocks import AdaptiveWindow, GammaMax
+from spectune.runtime.policies.jit import compiled
 
 
 class HeuristicWindow(AdaptiveWindow):

@@ -29,12 +29,11 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
+import spectune.runtime.policies.splitmix as splitmix
 from pydantic import Field, model_validator
-
-import runtime.policies.splitmix as splitmix
-from runtime.policies.blocks import AdaptiveWindow, Gamma, Probability
-from runtime.policies.jit import compiled
-from runtime.policies.splitmix import hash_uniform
+from spectune.runtime.policies.blocks import AdaptiveWindow, Gamma, Probability
+from spectune.runtime.policies.jit import compiled
+from spectune.runtime.policies.splitmix import hash_uniform
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]

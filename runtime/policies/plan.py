@@ -7,19 +7,18 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
-
-from runtime.costs import window_costs
-from runtime.policies.artifacts import Q_TABLE, Artifacts, read_artifact
-from runtime.policies.document import ChooserPolicy, Policy
-from runtime.policies.stops import CompiledStop, compile_stop
-from runtime.policies.windows import CompiledWindow, compile_window
-from traces.errors import PolicyError
-from traces.schema import LatencyProfile, Sampling, Verifier
+from spectune.runtime.costs import window_costs
+from spectune.runtime.policies.artifacts import Q_TABLE, Artifacts, read_artifact
+from spectune.runtime.policies.document import ChooserPolicy, Policy
+from spectune.runtime.policies.stops import CompiledStop, compile_stop
+from spectune.runtime.policies.windows import CompiledWindow, compile_window
+from spectune.traces.errors import PolicyError
+from spectune.traces.schema import LatencyProfile, Sampling, Verifier
 
 if TYPE_CHECKING:
-    from runtime.policies.prepared_chooser import PreparedChooser
-    from runtime.shortlists import ShortlistRule, Shortlists
-    from runtime.trees.grow import TreeRule
+    from spectune.runtime.policies.prepared_chooser import PreparedChooser
+    from spectune.runtime.shortlists import ShortlistRule, Shortlists
+    from spectune.runtime.trees.grow import TreeRule
 
 @dataclass(frozen=True, eq=False)
 class Plan:
@@ -78,7 +77,7 @@ def prepare(
     each of its candidates.
     """
     if isinstance(policy, ChooserPolicy):
-        from runtime.policies.prepared_chooser import prepare_chooser
+        from spectune.runtime.policies.prepared_chooser import prepare_chooser
 
         return prepare_chooser(policy, drafts, profile=profile, version=version, artifacts=artifacts)
     if policy.draft != "none" and policy.draft not in drafts:
@@ -105,7 +104,7 @@ def _shortlist(policy: Policy, artifacts: Artifacts | None) -> ShortlistRule | N
     """The shortlist of a policy that has one."""
     if not (policy.shortlisted and policy.speculates):
         return None
-    from runtime.shortlists import compile_shortlist
+    from spectune.runtime.shortlists import compile_shortlist
 
     return compile_shortlist(policy, artifacts)
 
@@ -114,7 +113,7 @@ def _rules(policy: Policy, artifacts: Artifacts | None) -> tuple[TreeRule, TreeR
     """The trees of a policy at temperature 0 and above; torch is imported here alone, since chains over a trace need none."""
     if not policy.speculates:
         return None
-    from runtime.trees.rules import compile_tree
+    from spectune.runtime.trees.rules import compile_tree
 
     return compile_tree(policy, sampled=False, artifacts=artifacts), compile_tree(policy, sampled=True, artifacts=artifacts)
 

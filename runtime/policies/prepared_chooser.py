@@ -13,16 +13,15 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-
-from runtime.policies.artifacts import DRAFT_CHOOSER, Artifacts, Fitted, read_artifact
-from runtime.policies.document import FixedWindow, Policy
-from runtime.policies.draft_choice import TARGET, Chooser, Option, finite_array
-from runtime.policies.plan import Plan, prepare
-from runtime.policies.prompt_features import Prompt
-from runtime.policies.stops import compile_stop
-from runtime.policies.windows import compile_window
-from traces.errors import PolicyError, TraceError
-from traces.schema import LatencyProfile, Sampling
+from spectune.runtime.policies.artifacts import DRAFT_CHOOSER, Artifacts, Fitted, read_artifact
+from spectune.runtime.policies.document import FixedWindow, Policy
+from spectune.runtime.policies.draft_choice import TARGET, Chooser, Option, finite_array
+from spectune.runtime.policies.plan import Plan, prepare
+from spectune.runtime.policies.prompt_features import Prompt
+from spectune.runtime.policies.stops import compile_stop
+from spectune.runtime.policies.windows import compile_window
+from spectune.traces.errors import PolicyError, TraceError
+from spectune.traces.schema import LatencyProfile, Sampling
 
 PREDICTED: Final = "recorded"
 """The array, float64 [prompts, drafts], of accuracies predicted when it was fitted; the document's list of this name says of whom."""

@@ -10,10 +10,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import torch
-
-from runtime.policies.dynaspec import Clusters
-from runtime.policies.stored import Arrays, Document, check_sizes, stored_array
-from traces.errors import PolicyError
+from spectune.runtime.policies.dynaspec import Clusters
+from spectune.runtime.policies.stored import Arrays, Document, check_sizes, stored_array
+from spectune.traces.errors import PolicyError
 
 ROUTER_WEIGHTS: Final = ("w1", "b1", "w2", "b2")
 HASH_DIGITS: Final = 16

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
-
-from runtime.policies.blocks import GAMMA_LIMIT, NODE_LIMIT, WIDTH_LIMIT, Block
-from runtime.policies.refusals import MESSAGE_LIMIT, explain, refuse_excess
-from traces.text import one_line
+from spectune.runtime.policies.blocks import GAMMA_LIMIT, NODE_LIMIT, WIDTH_LIMIT, Block
+from spectune.runtime.policies.refusals import MESSAGE_LIMIT, explain, refuse_excess
+from spectune.traces.text import one_line
 
 
 class StaticGrowth(Block):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-
-from runtime.policies.jit import compiled
+from spectune.runtime.policies.jit import compiled
 
 
 @compiled(inline=True)

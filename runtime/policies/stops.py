@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from typing import Annotated, Final, Literal, Union
 
 from pydantic import Field
-
-from runtime.policies.blocks import Block, Probability
-from runtime.policies.jit import compiled
-from traces.schema import NAT_SCALE
+from spectune.runtime.policies.blocks import Block, Probability
+from spectune.runtime.policies.jit import compiled
+from spectune.traces.schema import NAT_SCALE
 
 STOP_NONE: Final = 0
 STOP_MAX_PROB: Final = 1

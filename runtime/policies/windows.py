@@ -32,10 +32,9 @@ from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-
-import runtime.policies.heuristic as heuristic_window
-import runtime.policies.on_the_fly as on_the_fly
-from runtime.policies.document import (
+import spectune.runtime.policies.heuristic as heuristic_window
+import spectune.runtime.policies.on_the_fly as on_the_fly
+from spectune.runtime.policies.document import (
     AnalyticWindow,
     CacheFsmWindow,
     FixedWindow,
@@ -44,9 +43,9 @@ from runtime.policies.document import (
     QLearningWindow,
     Window,
 )
-from runtime.policies.heuristic import heuristic
-from runtime.policies.jit import compiled
-from runtime.policies.on_the_fly import (
+from spectune.runtime.policies.heuristic import heuristic
+from spectune.runtime.policies.jit import compiled
+from spectune.runtime.policies.on_the_fly import (
     EVIDENCE_SCALE,
     EXACT,
     LEARNED,
@@ -73,8 +72,8 @@ from runtime.policies.on_the_fly import (
     truncated_excess,
     window_thresholds,
 )
-from runtime.policies.splitmix import mix64
-from traces.errors import PolicyError
+from spectune.runtime.policies.splitmix import mix64
+from spectune.traces.errors import PolicyError
 
 FIXED: Final = 0
 ANALYTIC: Final = 1

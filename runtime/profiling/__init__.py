@@ -1,7 +1,7 @@
 """Latency profiles: rounds of a designed experiment, terms fitted to them, and a check."""
 
-from runtime.profiling.fit import refit_scale
-from runtime.profiling.measure import (
+from spectune.runtime.profiling.fit import refit_scale
+from spectune.runtime.profiling.measure import (
     ACCEPTED_ERROR,
     environment,
     measure_profile,

@@ -17,13 +17,12 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
-
-from runtime.costs import MeasuredRound, RoundKind
-from runtime.decoder import ModelBackend, warmed_shortlists
-from runtime.loading import LoadedPair
-from runtime.loop import DecodeRequest, Round, decode_rounds
-from runtime.policies.c2t import beta_code
-from runtime.policies.document import (
+from spectune.runtime.costs import MeasuredRound, RoundKind
+from spectune.runtime.decoder import ModelBackend, warmed_shortlists
+from spectune.runtime.loading import LoadedPair
+from spectune.runtime.loop import DecodeRequest, Round, decode_rounds
+from spectune.runtime.policies.c2t import beta_code
+from spectune.runtime.policies.document import (
     AUTOREGRESSIVE,
     ClustersShortlist,
     EntropyStop,
@@ -36,13 +35,13 @@ from runtime.policies.document import (
     StaticGrowth,
     TopKGrowth,
 )
-from runtime.policies.dynaspec import Clusters
-from runtime.policies.fr_spec import Frequencies
-from runtime.policies.plan import Plan, prepare
-from runtime.policies.router import Router, Routing
-from runtime.profiling.fit import Prefill
-from runtime.shortlists import ShortlistRule
-from traces.schema import TREE_SCALE, Sampling
+from spectune.runtime.policies.dynaspec import Clusters
+from spectune.runtime.policies.fr_spec import Frequencies
+from spectune.runtime.policies.plan import Plan, prepare
+from spectune.runtime.policies.router import Router, Routing
+from spectune.runtime.profiling.fit import Prefill
+from spectune.runtime.shortlists import ShortlistRule
+from spectune.traces.schema import TREE_SCALE, Sampling
 
 BLOCK: Final = 3
 """Rounds under one policy; the first of them pays for what the policy before left in the caches,

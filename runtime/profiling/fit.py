@@ -14,10 +14,9 @@ from typing import Final, NamedTuple
 
 import numpy as np
 from scipy.optimize import nnls
-
-from runtime.costs import MeasuredRound, Share, drafting_terms, rest_terms, verification_terms
-from traces.cost_table import CostTable, FloatArray
-from traces.latency import LatencyProfile
+from spectune.runtime.costs import MeasuredRound, Share, drafting_terms, rest_terms, verification_terms
+from spectune.traces.cost_table import CostTable, FloatArray
+from spectune.traces.latency import LatencyProfile
 
 HUBER: Final = 1.345
 """Huber's constant: residuals beyond so many standard deviations count less (95% efficient where

@@ -13,13 +13,12 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import torch
-
-from runtime.costs import MeasuredRound, Passes, RoundKind, middles, round_costs, round_seconds
-from runtime.loading import LoadedPair
-from runtime.loop import DecodeRequest, StaticSource, decode_rounds
-from runtime.policies.document import FixedWindow, FsmWindow, MaxProbStop, Policy
-from runtime.policies.plan import prepare
-from runtime.profiling.experiment import (
+from spectune.runtime.costs import MeasuredRound, Passes, RoundKind, middles, round_costs, round_seconds
+from spectune.runtime.loading import LoadedPair
+from spectune.runtime.loop import DecodeRequest, StaticSource, decode_rounds
+from spectune.runtime.policies.document import FixedWindow, FsmWindow, MaxProbStop, Policy
+from spectune.runtime.policies.plan import prepare
+from spectune.runtime.profiling.experiment import (
     SAMPLINGS,
     Cell,
     Experiment,
@@ -27,11 +26,11 @@ from runtime.profiling.experiment import (
     measured,
     tree_policy,
 )
-from runtime.profiling.fit import fit_profile
-from runtime.profiling.shapes import shapes_of
-from traces.cost_table import FloatArray
-from traces.latency import LatencyProfile
-from traces.schema import Sampling
+from spectune.runtime.profiling.fit import fit_profile
+from spectune.runtime.profiling.shapes import shapes_of
+from spectune.traces.cost_table import FloatArray
+from spectune.traces.latency import LatencyProfile
+from spectune.traces.schema import Sampling
 
 ACCEPTED_ERROR: Final = 0.08
 """Median relative error of predicted rounds up to which a profile is accepted."""

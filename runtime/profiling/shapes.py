@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from runtime.costs import MeasuredRound
-from runtime.profiling.fit import Prefill, Shapes
+from spectune.runtime.costs import MeasuredRound
+from spectune.runtime.profiling.fit import Prefill, Shapes
 
 TARGET_ROWS: Final = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 24, 32, 48, 64, 96, 128)
 """A CPU's products are quicker at multiples of four rows than at one row less or more."""

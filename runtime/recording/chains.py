@@ -12,19 +12,18 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-
-from runtime.cache import VIEW_STEP
-from runtime.drafts.language_model import canonical_codes
-from runtime.drafts.ngram import NgramIndex
-from runtime.loading import LoadedPair
-from runtime.models import CHUNK, CausalModel, view_of
-from runtime.near_ties import choose, near_code
-from runtime.sampling import (
+from spectune.runtime.cache import VIEW_STEP
+from spectune.runtime.drafts.language_model import canonical_codes
+from spectune.runtime.drafts.ngram import NgramIndex
+from spectune.runtime.loading import LoadedPair
+from spectune.runtime.models import CHUNK, CausalModel, view_of
+from spectune.runtime.near_ties import choose, near_code
+from spectune.runtime.sampling import (
     Noise,
     entropy_of,
     log_distribution,
 )
-from traces.schema import (
+from spectune.traces.schema import (
     AGREE_NO,
     AGREE_NONE,
     AGREE_YES,

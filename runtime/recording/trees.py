@@ -13,16 +13,15 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-
-from runtime.distributions import read_distributions
-from runtime.drafts.eagle import CanonicalPasses, columns
-from runtime.drafts.eagle_head import EagleHead
-from runtime.loading import LoadedPair
-from runtime.models import CHUNK, CausalModel, view_of
-from runtime.policies.document import ChainGrowth, ClassifierGrowth, Growth, StaticGrowth, TopKGrowth
-from runtime.sampling import Noise
-from runtime.trees.grow import NONE, Codes, Growing, LawRows, TreeRule
-from traces.schema import Proposals, Trajectory, TreePanorama, request_seed
+from spectune.runtime.distributions import read_distributions
+from spectune.runtime.drafts.eagle import CanonicalPasses, columns
+from spectune.runtime.drafts.eagle_head import EagleHead
+from spectune.runtime.loading import LoadedPair
+from spectune.runtime.models import CHUNK, CausalModel, view_of
+from spectune.runtime.policies.document import ChainGrowth, ClassifierGrowth, Growth, StaticGrowth, TopKGrowth
+from spectune.runtime.sampling import Noise
+from spectune.runtime.trees.grow import NONE, Codes, Growing, LawRows, TreeRule
+from spectune.traces.schema import Proposals, Trajectory, TreePanorama, request_seed
 
 GROUP = 8
 """Starts of a head grown together."""

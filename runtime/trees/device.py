@@ -9,11 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-
-from runtime.policies.c2t import CONFIDENCE_SCALE
-from runtime.policies.eagle2 import INFINITE
-from runtime.trees.grow import NONE, ROOT, Growing, LawRows, Tree, TreeRule, gap_weights
-from traces.schema import TREE_SCALE
+from spectune.runtime.policies.c2t import CONFIDENCE_SCALE
+from spectune.runtime.policies.eagle2 import INFINITE
+from spectune.runtime.trees.grow import NONE, ROOT, Growing, LawRows, Tree, TreeRule, gap_weights
+from spectune.traces.schema import TREE_SCALE
 
 _ORDER_BITS = 14
 """Bits of a sort key that hold the creation order; a tree has fewer candidates (``POOL_LIMIT``)."""

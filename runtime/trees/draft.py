@@ -12,15 +12,14 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
-
-from runtime.distributions import read_distributions
-from runtime.policies.eagle2 import INFINITE
-from runtime.policies.heterospec import bin_of
-from runtime.sampling import Noise
-from runtime.trees.device import DeviceGrowing, growing_on
-from runtime.trees.grow import ROOT, Growing, LawRows, Tree, TreeRule, select
-from runtime.trees.near_ties import undecided_nodes
-from traces.schema import NO_BIN, Sampling
+from spectune.runtime.distributions import read_distributions
+from spectune.runtime.policies.eagle2 import INFINITE
+from spectune.runtime.policies.heterospec import bin_of
+from spectune.runtime.sampling import Noise
+from spectune.runtime.trees.device import DeviceGrowing, growing_on
+from spectune.runtime.trees.grow import ROOT, Growing, LawRows, Tree, TreeRule, select
+from spectune.runtime.trees.near_ties import undecided_nodes
+from spectune.traces.schema import NO_BIN, Sampling
 
 AnyGrowing = Growing | DeviceGrowing
 """A tree while it grows, compiled or by tensor operations."""

@@ -15,15 +15,14 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import spectune.runtime.policies.c2t as c2t
+import spectune.runtime.policies.eagle2 as eagle2
 import torch
-
-import runtime.policies.c2t as c2t
-import runtime.policies.eagle2 as eagle2
-from runtime.policies.c2t import CONFIDENCE_SCALE, confidence_code
-from runtime.policies.eagle2 import INFINITE, cheapest
-from runtime.policies.jit import compiled
-from runtime.policies.sequoia import StaticLevel
-from traces.schema import TREE_CODE_MAX, TREE_SCALE
+from spectune.runtime.policies.c2t import CONFIDENCE_SCALE, confidence_code
+from spectune.runtime.policies.eagle2 import INFINITE, cheapest
+from spectune.runtime.policies.jit import compiled
+from spectune.runtime.policies.sequoia import StaticLevel
+from spectune.traces.schema import TREE_CODE_MAX, TREE_SCALE
 
 Index = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]

@@ -14,11 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-
-from runtime.policies.c2t import CONFIDENCE_SCALE
-from runtime.policies.eagle2 import INFINITE
-from runtime.trees.grow import NONE, LawRows, Tree, TreeRule
-from traces.schema import TREE_CODE_MAX, TREE_SCALE
+from spectune.runtime.policies.c2t import CONFIDENCE_SCALE
+from spectune.runtime.policies.eagle2 import INFINITE
+from spectune.runtime.trees.grow import NONE, LawRows, Tree, TreeRule
+from spectune.traces.schema import TREE_CODE_MAX, TREE_SCALE
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-
-from runtime.policies.artifacts import BINS, CLASSIFIER, STATIC_TREE, Artifacts, read_artifact
-from runtime.policies.c2t import beta_code, confidence_table, read_weights
-from runtime.policies.document import (
+from spectune.runtime.policies.artifacts import BINS, CLASSIFIER, STATIC_TREE, Artifacts, read_artifact
+from spectune.runtime.policies.c2t import beta_code, confidence_table, read_weights
+from spectune.runtime.policies.document import (
     GAMMA_LIMIT,
     ChainGrowth,
     ClassifierGrowth,
@@ -19,12 +18,12 @@ from runtime.policies.document import (
     StaticGrowth,
     TopKGrowth,
 )
-from runtime.policies.eagle2 import INFINITE
-from runtime.policies.heterospec import kept_nodes
-from runtime.policies.sequoia import static_levels, static_paths
-from runtime.policies.stops import compile_stop
-from runtime.trees.grow import TreeRule
-from traces.schema import TREE_SCALE
+from spectune.runtime.policies.eagle2 import INFINITE
+from spectune.runtime.policies.heterospec import kept_nodes
+from spectune.runtime.policies.sequoia import static_levels, static_paths
+from spectune.runtime.policies.stops import compile_stop
+from spectune.runtime.trees.grow import TreeRule
+from spectune.traces.schema import TREE_SCALE
 
 BINS_LIMIT = 64
 """Most thresholds of entropy bins."""

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-
-from runtime.policies.on_the_fly import equation_11_root, equation_12_inverse, truncated_excess
-from runtime.policies.windows import WindowCosts
+from spectune.runtime.policies.on_the_fly import equation_11_root, equation_12_inverse, truncated_excess
+from spectune.runtime.policies.windows import WindowCosts
 
 
 def expected_emitted(beta: float, gamma: int) -> float:

@@ -17,11 +17,10 @@ from papers.dynaspec import (
     restricted,
     routing_regret,
 )
-
-from runtime.policies.dynaspec import Clusters
-from runtime.sampling import gumbel_row, stream_key
-from runtime.verification import verify_rejection
-from traces.schema import Sampling
+from spectune.runtime.policies.dynaspec import Clusters
+from spectune.runtime.sampling import gumbel_row, stream_key
+from spectune.runtime.verification import verify_rejection
+from spectune.traces.schema import Sampling
 
 SLACK = 1e-12
 Cases = tuple[FloatArray, FloatArray, BoolArray]

@@ -15,9 +15,8 @@ from papers.on_the_fly import (
     throughput,
     truncated_mean,
 )
-
-from runtime.policies.on_the_fly import truncated_excess, window_thresholds
-from runtime.policies.windows import WindowCosts
+from spectune.runtime.policies.on_the_fly import truncated_excess, window_thresholds
+from spectune.runtime.policies.windows import WindowCosts
 
 COSTS = WindowCosts(0.12, tuple(1.0 + 0.03 * g for g in range(17)))
 BETAS = [0.05, 0.3, 0.5, 0.7, 0.9, 0.97]

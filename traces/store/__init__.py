@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from traces.recording import RecordedRequest, Recording, RecordingInfo, Skipped
-from traces.store.catalog import Artifact, Catalog, Run, StoredPair, StoredPolicy, StoredProfile, Study
-from traces.store.publications import Acknowledgement, AckStatus, Publication, Publications
-from traces.store.recordings import Recordings
+from spectune.traces.recording import RecordedRequest, Recording, RecordingInfo, Skipped
+from spectune.traces.store.catalog import Artifact, Catalog, Run, StoredPair, StoredPolicy, StoredProfile, Study
+from spectune.traces.store.publications import Acknowledgement, AckStatus, Publication, Publications
+from spectune.traces.store.recordings import Recordings
 
 __all__ = [
     "AckStatus",

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, BinaryIO, Literal
 
-from traces.errors import TraceError
-from traces.files import replacing
-from traces.store.query import RequestRow
-from traces.text import json_line, printable
+from spectune.traces.errors import TraceError
+from spectune.traces.files import replacing
+from spectune.traces.store.query import RequestRow
+from spectune.traces.text import json_line, printable
 
 Format = Literal["json", "csv", "parquet"]
 FORMATS: tuple[Format, ...] = ("json", "csv", "parquet")

@@ -12,20 +12,19 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from typing import Any, get_args
 
+from spectune.db import CorruptedChunkError
+from spectune.db.models import PairRow, PanoramaChunkRow, PolicyRow, RecordingRow, StepChunkRow, TrajectoryRow, WorkloadRow
+from spectune.db.types import OutsideJson, UtcDateTime
+from spectune.traces.codec import CodecError
+from spectune.traces.errors import TraceError
+from spectune.traces.packing import unpack_chain, unpack_steps, unpack_tree
+from spectune.traces.schema import Finish, Sampling, Verifier
+from spectune.traces.store.catalog import policy_of, workload_of
+from spectune.traces.store.recording_rows import CHAIN, TREE_KINDS, spec_hash, trajectory_of
+from spectune.traces.store.rows import chunk_of
+from spectune.traces.text import NAME_LIMIT, unstorable
 from sqlalchemy import JSON, BigInteger, Double, Integer, LargeBinary, String, inspect
 from sqlalchemy.orm import DeclarativeBase
-
-from db import CorruptedChunkError
-from db.models import PairRow, PanoramaChunkRow, PolicyRow, RecordingRow, StepChunkRow, TrajectoryRow, WorkloadRow
-from db.types import OutsideJson, UtcDateTime
-from traces.codec import CodecError
-from traces.errors import TraceError
-from traces.packing import unpack_chain, unpack_steps, unpack_tree
-from traces.schema import Finish, Sampling, Verifier
-from traces.store.catalog import policy_of, workload_of
-from traces.store.recording_rows import CHAIN, TREE_KINDS, spec_hash, trajectory_of
-from traces.store.rows import chunk_of
-from traces.text import NAME_LIMIT, unstorable
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _STATES = ("recording", "complete", "abandoned")

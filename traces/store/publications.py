@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal
 
+from spectune.db import NotFoundError, StaleVersionError
+from spectune.db.models import AcknowledgementRow, PairRow, PolicyRow, PublicationRow
+from spectune.traces.schema import policy_id
+from spectune.traces.store.rows import Storage, is_stored, readable
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
-
-from db import NotFoundError, StaleVersionError
-from db.models import AcknowledgementRow, PairRow, PolicyRow, PublicationRow
-from traces.schema import policy_id
-from traces.store.rows import Storage, is_stored, readable
 
 AckStatus = Literal["applied", "refused"]
 

@@ -7,17 +7,16 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from spectune.db import CorruptedChunkError, NotFoundError
+from spectune.db.models import PanoramaChunkRow, RecordingRow, StepChunkRow, TrajectoryRow
+from spectune.traces.acceptance import compact, step_survival
+from spectune.traces.codec import CodecError
+from spectune.traces.packing import unpack_tokens
+from spectune.traces.recording import RecordingInfo, TreeExtent
+from spectune.traces.schema import Proposals, Sampling, Step, Trajectory, Verifier
+from spectune.traces.store.rows import chunk_of, sampling_json
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
-
-from db import CorruptedChunkError, NotFoundError
-from db.models import PanoramaChunkRow, RecordingRow, StepChunkRow, TrajectoryRow
-from traces.acceptance import compact, step_survival
-from traces.codec import CodecError
-from traces.packing import unpack_tokens
-from traces.recording import RecordingInfo, TreeExtent
-from traces.schema import Proposals, Sampling, Step, Trajectory, Verifier
-from traces.store.rows import chunk_of, sampling_json
 
 CHAIN = "chain"
 TREE_KINDS: dict[Proposals, str] = {"coupled": "tree", "probability": "tree_q"}

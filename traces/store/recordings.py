@@ -6,17 +6,14 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Literal
 
-from sqlalchemy import select, update
-from sqlalchemy.orm import Session
-
-from db import NotFoundError
-from db.models import PairRow, PanoramaChunkRow, RecordingRow, StepChunkRow, TrajectoryRow, WorkloadRow
-from traces.acceptance import compact, keep_probability, survival
-from traces.codec import CodecError
-from traces.errors import TraceError
-from traces.packing import pack_chain, pack_steps, pack_tokens, pack_tree, unpack_chain, unpack_steps, unpack_tree
-from traces.recording import RecordedRequest, Recording, RecordingInfo, Skipped
-from traces.schema import (
+from spectune.db import NotFoundError
+from spectune.db.models import PairRow, PanoramaChunkRow, RecordingRow, StepChunkRow, TrajectoryRow, WorkloadRow
+from spectune.traces.acceptance import compact, keep_probability, survival
+from spectune.traces.codec import CodecError
+from spectune.traces.errors import TraceError
+from spectune.traces.packing import pack_chain, pack_steps, pack_tokens, pack_tree, unpack_chain, unpack_steps, unpack_tree
+from spectune.traces.recording import RecordedRequest, Recording, RecordingInfo, Skipped
+from spectune.traces.schema import (
     AGREE_NONE,
     AGREE_YES,
     ChainPanorama,
@@ -27,7 +24,7 @@ from traces.schema import (
     TreePanorama,
     Verifier,
 )
-from traces.store.recording_rows import (
+from spectune.traces.store.recording_rows import (
     CHAIN,
     TREE_KINDS,
     corrupted,
@@ -39,7 +36,9 @@ from traces.store.recording_rows import (
     step_sums,
     trajectory_of,
 )
-from traces.store.rows import Storage, chunk_of, chunk_values, insert_absent, resolve, sampling_json
+from spectune.traces.store.rows import Storage, chunk_of, chunk_values, insert_absent, resolve, sampling_json
+from sqlalchemy import select, update
+from sqlalchemy.orm import Session
 
 BATCH = 64
 """Requests read per query when iterating."""

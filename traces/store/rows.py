@@ -8,15 +8,14 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from spectune.db import Database, NotFoundError
+from spectune.db.models import Packed
+from spectune.db.types import Unreadable
+from spectune.traces.codec import Chunk
+from spectune.traces.schema import Sampling
 from sqlalchemy import literal, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import DeclarativeBase, InstrumentedAttribute, Session
-
-from db import Database, NotFoundError
-from db.models import Packed
-from db.types import Unreadable
-from traces.codec import Chunk
-from traces.schema import Sampling
 
 Clock = Callable[[], datetime]
 _TRIES = 20

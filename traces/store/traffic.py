@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
-from db import DatabaseError, UnavailableError
-from traces.errors import TraceError
-from traces.schema import Step, Trajectory
-from traces.store.recordings import Recordings
+from spectune.db import DatabaseError, UnavailableError
+from spectune.traces.errors import TraceError
+from spectune.traces.schema import Step, Trajectory
+from spectune.traces.store.recordings import Recordings
 
 Item = tuple[Trajectory, tuple[Step, ...]]
 CAPACITY = 1024

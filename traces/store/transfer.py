@@ -16,15 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from alembic.util.exc import CommandError
-from sqlalchemy import StaticPool, create_engine, inspect, select
-from sqlalchemy.exc import SQLAlchemyError
-from sqlalchemy.orm import DeclarativeBase, Session
-
-from db import CorruptedChunkError, Database, SchemaError, migrate, open_database
-from db.models import PairRow, PanoramaChunkRow, PolicyRow, RecordingRow, StepChunkRow, TrajectoryRow, WorkloadRow
-from traces.errors import TraceError
-from traces.files import is_file, why_not_writable
-from traces.store.foreign import (
+from spectune.db import CorruptedChunkError, Database, SchemaError, migrate, open_database
+from spectune.db.models import PairRow, PanoramaChunkRow, PolicyRow, RecordingRow, StepChunkRow, TrajectoryRow, WorkloadRow
+from spectune.traces.errors import TraceError
+from spectune.traces.files import is_file, why_not_writable
+from spectune.traces.store.foreign import (
     check_pair,
     check_panorama,
     check_policy,
@@ -33,8 +29,11 @@ from traces.store.foreign import (
     check_trajectory,
     check_workload,
 )
-from traces.store.rows import insert_absent, resolve
-from traces.text import shortened
+from spectune.traces.store.rows import insert_absent, resolve
+from spectune.traces.text import shortened
+from sqlalchemy import StaticPool, create_engine, inspect, select
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import DeclarativeBase, Session
 
 _CHUNKED: tuple[type[Any], ...] = (TrajectoryRow, PanoramaChunkRow, StepChunkRow)
 _BATCH = 256
