@@ -37,12 +37,9 @@ lint: $(VENV)/.installed-dev ## Style and types
 	MYPYPATH=$(VENV)/typing $(RUN) -m mypy
 
 bench: $(VENV)/.installed-dev ## Speed of replay, recording, loop and store; results in bench/results
-	$(RUN) bench/replay_speed.py
-	$(RUN) bench/loop_overhead.py
-	$(RUN) bench/tree_speed.py
-	$(RUN) bench/tree_replay_speed.py
+	$(RUN) bench/speed.py $(ARGS)
 
-acceptance: $(VENV)/.installed-dev ## The full-size checks (hours on 2 cores, resumable; ARGS="--only NAME" for one); figures in bench/results
+acceptance: $(VENV)/.installed-dev ## The full-size checks (an hour on 2 cores, resumable; ARGS="--only NAME" for one); figures in bench/results
 	$(RUN) bench/acceptance.py $(ARGS)
 
 train: $(VENV)/.installed ## Train the demo pair anew: make train GSM8K=path/to/gsm8k_train.jsonl

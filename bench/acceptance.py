@@ -1,119 +1,110 @@
-"""The full-size checks, resumable: what is done is not done again unless --fresh. Exact comparisons run two at a time, timed ones alone.
+"""The full-size checks: what is done is not done again unless --fresh. Exact checks run two at a time, timed ones alone.
 
-    python bench/acceptance.py [--only NAME ...] [--fresh] [--list]
+    python bench/acceptance.py [--only NAME ...] [--fresh] [--quick] [--list]
 
-Every check writes its figures to ``bench/results/acceptance-NAME.json`` and says whether it holds. Progress is kept in
-``.acceptance/``; a check that was interrupted is begun again, those that ended are not. Exit code 1 if any fails.
+A check is a module of this folder with a function ``check(state, quick)`` that returns figures: a one-line ``summary``, whether it
+``holds``, and more. They are written to ``bench/results/acceptance-NAME.json``. What checks share (:mod:`lab`) and which of them ended is
+kept in ``.acceptance/``. ``--quick`` runs them at a size that proves nothing but that they run, in ``.acceptance/quick``, and leaves the
+results alone. Exit code 1 if any does not hold.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "bench")]
-STATE = ROOT / ".acceptance"
-RESULTS = ROOT / "bench" / "results"
-EXACT = (
-    *("trees-lossless", "lossless", "shortlists-lossless", "shortlist-recovered", "shortlists-parity", "trees-parity", "parity"),
-    *("kills", "schedules", "borders", "shortlist-theory", "verifiers"),
-)
+sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "tests")]
+
+EXACT = ("lossless", "parity", "kills", "borders", "schedules", "verifiers")
 """Checks that do not read the clock, the longest first."""
+TIMED = ("fidelity", "combination", "regret", "draft_choice", "sampled", "shortlists", "chaos")
+CHECKS = (*EXACT, *TIMED)
 
 
 def main() -> int:
     """Runs the checks that are asked for, prints a table, returns the exit code."""
-    import chaos
-    import checks
-    import choice_checks
-    import joint_checks
-    import large_vocab
-    import shortlist_checks
-    import shortlist_tables
-    import shortlist_theory
-    import tree_checks
-
-    CHECKS = {**checks.CHECKS, **tree_checks.CHECKS, **shortlist_checks.CHECKS, **shortlist_tables.CHECKS}
-    CHECKS |= {**shortlist_theory.CHECKS, **choice_checks.CHECKS, **joint_checks.CHECKS, **large_vocab.CHECKS, **chaos.CHECKS}
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", metavar="NAME", choices=list(CHECKS), help="run these checks alone")
+    parser.add_argument("--only", nargs="*", metavar="NAME", choices=CHECKS, help="run these checks alone")
     parser.add_argument("--fresh", action="store_true", help="forget what earlier runs did")
+    parser.add_argument("--quick", action="store_true", help="a tiny size, which proves that a check runs")
     parser.add_argument("--list", action="store_true", help="list the checks")
     wanted = parser.parse_args()
     if wanted.list:
-        for name, check in CHECKS.items():
-            print(f"{name:16} {(check.__doc__ or '').splitlines()[0]}")
+        for name in CHECKS:
+            print(f"{name:14} {_about(name)}")
         return 0
-    names = wanted.only or list(CHECKS)
-    STATE.mkdir(exist_ok=True)
-    RESULTS.mkdir(parents=True, exist_ok=True)
+    names = wanted.only or CHECKS
+    state = ROOT / ".acceptance" / "quick" if wanted.quick else ROOT / ".acceptance"
+    state.mkdir(parents=True, exist_ok=True)
     if wanted.fresh:
-        for name in names:
-            (STATE / f"{name}.done").unlink(missing_ok=True)
-    if len(names) == 1:
-        _run(names[0], CHECKS[names[0]])
+        for file in [state / f"{name}.done" for name in names] + ([] if wanted.only else [*state.glob("lab*")]):
+            file.unlink(missing_ok=True)
+    left = [name for name in names if not (state / f"{name}.done").exists()]
+    if len(names) == 1 and left:
+        _run(names[0], state, wanted.quick)
     else:
-        # Exact comparisons bear company; what reads the clock runs alone.
-        with ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as pool:
-            list(pool.map(_apart, [n for n in names if n in EXACT]))
-        for name in names:
-            if name not in EXACT:
-                _apart(name)
-    failed = []
+        _run_apart(left, state, wanted.quick)
+    return _report(names, state)
+
+
+def _run(name: str, state: Path, quick: bool) -> None:
+    """Runs a check and stores its figures."""
+    from lab import environment
+
+    print(f"{name}: {_about(name)}", flush=True)
+    began, before = time.time(), environment()
+    figures: dict[str, Any] = importlib.import_module(name).check(state, quick)
+    figures |= {"seconds": round(time.time() - began, 1), "environment": before}
+    _results(name, state).write_text(json.dumps(figures, indent=1) + "\n")
+    (state / f"{name}.done").write_text("ok" if figures["holds"] else "failed")
+
+
+def _run_apart(names: Sequence[str], state: Path, quick: bool) -> None:
+    """Runs each check in a process of its own; one that breaks off leaves the others alone."""
+    command = [sys.executable, __file__, *(["--quick"] if quick else []), "--only"]
+
+    def apart(name: str) -> None:
+        subprocess.run([*command, name], check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+    if {"lossless", "parity"} & set(names):  # they share a laboratory, which one of them alone shall make
+        code = f"import lab, pathlib; lab.make(pathlib.Path({str(state)!r}), {quick})"
+        subprocess.run([sys.executable, "-c", code], check=False, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    with ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as pool:
+        list(pool.map(apart, [n for n in EXACT if n in names]))
+    for name in TIMED:
+        if name in names:
+            apart(name)
+
+
+def _report(names: Sequence[str], state: Path) -> int:
+    failed = 0
     for name in names:
-        mark = STATE / f"{name}.done"
-        ok = mark.exists() and mark.read_text() == "ok"
-        failed += [] if ok else [name]
-        figures = json.loads((RESULTS / f"acceptance-{name}.json").read_text()) if mark.exists() else {"seconds": 0, "summary": "broke off"}
-        print(f"{name:16} {'holds' if ok else 'DOES NOT HOLD':14} {figures['seconds']:7.0f} s  {figures['summary']}", flush=True)
-    return 1 if failed else 0
+        mark = state / f"{name}.done"
+        holds = mark.exists() and mark.read_text() == "ok"
+        failed += not holds
+        figures = json.loads(_results(name, state).read_text()) if mark.exists() else {"seconds": 0, "summary": "broke off"}
+        print(f"{name:14} {'holds' if holds else 'DOES NOT HOLD':14} {figures['seconds']:7.0f} s  {figures['summary']}", flush=True)
+    return int(failed > 0)
 
 
-def _run(name: str, check: Callable[[Path], dict[str, Any]]) -> None:
-    """Runs a check unless it is done, and stores its figures."""
-    mark = STATE / f"{name}.done"
-    if mark.exists():
-        return
-    print(f"{name}: {(check.__doc__ or '').splitlines()[0]}", flush=True)
-    began = time.time()
-    figures = check(STATE)
-    figures["seconds"] = round(time.time() - began, 1)
-    figures["environment"] = environment()
-    (RESULTS / f"acceptance-{name}.json").write_text(json.dumps(figures, indent=1) + "\n")
-    mark.write_text("ok" if figures["holds"] else "failed")
+def _results(name: str, state: Path) -> Path:
+    folder = state if state.name == "quick" else ROOT / "bench" / "results"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"acceptance-{name.replace('_', '-')}.json"
 
 
-def _apart(name: str) -> None:
-    """Runs a check in a process of its own; one that breaks off leaves the others alone."""
-    if not (STATE / f"{name}.done").exists():
-        subprocess.run([sys.executable, __file__, "--only", name], check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})
-
-
-def environment() -> dict[str, Any]:
-    """What the figures were measured in."""
-    import torch
-    import transformers
-
-    return {
-        "cpus": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "machine": platform.machine(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "load_before": os.getloadavg()[0],
-    }
+def _about(name: str) -> str:
+    return (importlib.import_module(name).check.__doc__ or "").splitlines()[0]
 
 
 if __name__ == "__main__":

@@ -1,9 +1,7 @@
 """Everything at once on one PostgreSQL while it is spoilt: watchers, publishers, workers and tuners under kills, stops and outages.
 
-    python bench/chaos.py [--seconds 270] [--seed 0] [--out bench/results/acceptance-chaos.json]
-
 Processes of the product's own functions (``chaos_roles.py``) work on a server of the run's own. One fault after another, in an order that
-``--seed`` decides, each with some calm behind it: a process is killed and started again, or stopped for longer than its lease; the server
+its seed decides, each with some calm behind it: a process is killed and started again, or stopped for longer than its lease; the server
 is shut down, dropped as in a crash, frozen, its connections cut, its tables renamed; rows are put into it that nobody should have put
 there. In the end (``chaos_judge.py``): every good publication was in force within 2 s of its commit or of the last fault's end, none was
 lost, none doubled, no stale worker published, every job was done once, no process ended by itself, no log holds a traceback, and every
@@ -12,7 +10,6 @@ text that was decoded meanwhile is autoregression's. Notes and logs of the last 
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -30,19 +27,14 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-PATHS = [str(ROOT), str(ROOT / "tests"), str(ROOT / "bench")]
-sys.path[:0] = [p for p in PATHS if p not in sys.path]
+import chaos_roles as roles
+import chaos_spoil as spoil
+from chaos_judge import BOUND_S, Fault, History, Job, Publication, Said, Verdict, Watched, judge
+from chaos_server import Server
+from spectune.db import open_database
+from spectune.optimizer.schedule import add_schedule, pause_schedule
+from spectune.traces.store import TraceStore
 
-import chaos_roles as roles  # noqa: E402  # these live in folders that no package makes known
-import chaos_spoil as spoil  # noqa: E402
-from chaos_judge import BOUND_S, Fault, History, Job, Publication, Said, Verdict, Watched, judge  # noqa: E402
-from chaos_server import Server  # noqa: E402
-from spectune.db import open_database  # noqa: E402
-from spectune.optimizer.schedule import add_schedule, pause_schedule  # noqa: E402
-from spectune.traces.store import TraceStore  # noqa: E402
-
-STATE = ROOT / ".acceptance"
 LONGEST_S = 590.0
 READY_S, DRAIN_S, END_S = 120.0, 90.0, 20.0
 LAPSES = 5
@@ -441,13 +433,13 @@ def _error_of(traceback: str) -> str:
     return lines[0][:200] if lines else ""
 
 
-def chaos(state: Path, seconds: float = 270.0, seed: int = 0) -> dict[str, Any]:
+def check(state: Path, quick: bool = False) -> dict[str, Any]:
     """Kills, stops, outages and garbage rows under watchers, publishers, workers and tuners: publications applied within 2 s, none lost."""
-    folder = state / "chaos"
+    folder, seconds, seed = state / "chaos", 3.0 if quick else 220.0, 0
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     # For the processes: they come from a server process that has imported everything once.
-    os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join(PATHS)}
+    os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join(sys.path)}
     processes.set_forkserver_preload(list(PRELOAD))
     with _limited(LONGEST_S), Run(folder, seed) as run:
         phases = {}
@@ -484,34 +476,3 @@ def _limited(seconds: float) -> Iterator[None]:
         signal.alarm(0)
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def table(figures: Mapping[str, Any]) -> str:
-    """The figures for people."""
-    rows = [(f"fault: {kind}", n) for kind, n in figures["faults"].items()]
-    shown = ("publications", "judged", "latency_s", "latency_undisturbed_s", "jobs", "failures")
-    rows += [(key, json.dumps(figures[key])) for key in shown]
-    return "\n".join([*(f"{name:32} {value}" for name, value in rows), *figures["failures_listed"], figures["summary"]])
-
-
-CHECKS = {"chaos": chaos}
-
-
-def main() -> int:
-    from acceptance import RESULTS, environment
-
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=270.0, help="how long faults go on (at most 330)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=RESULTS / "acceptance-chaos.json")
-    wanted = parser.parse_args()
-    began = time.time()
-    figures = chaos(STATE, min(330.0, wanted.seconds), wanted.seed)
-    figures |= {"seconds": round(time.time() - began, 1), "environment": environment()}
-    wanted.out.write_text(json.dumps(figures, indent=1) + "\n")
-    print(table(figures))
-    return 0 if figures["holds"] else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

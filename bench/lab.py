@@ -1,0 +1,329 @@
+"""What the checks share: pairs, a recorded and fitted laboratory of each, policies of every kind, and execution side by side."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import platform
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import transformers
+from pairs import make_pair
+from spectune.db.database import open_database
+from spectune.optimizer.artifacts import fitted
+from spectune.optimizer.execute import Comparison, DecodeOptions, Encoded, Expected, Timings, encode, race, run
+from spectune.optimizer.fit.tuning import fit_shortlists, fit_trees, ranks_for
+from spectune.optimizer.inputs import load_workload
+from spectune.optimizer.profiles import profile_for
+from spectune.optimizer.record import RecordRequest, cover_of, record, retrace_trees
+from spectune.optimizer.simulate.replay import ReplayTrace
+from spectune.optimizer.simulate.trace import open_trace
+from spectune.optimizer.spaces import ShortlistLimit, TreeLimit, with_shortlist
+from spectune.runtime.decoder import Decoded
+from spectune.runtime.loading import LoadedPair, load_pair
+from spectune.runtime.loop import StaticSource
+from spectune.runtime.pair import read_pair
+from spectune.runtime.policies.artifacts import Artifacts
+from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
+from spectune.runtime.policies.plan import prepare
+from spectune.traces.latency import LatencyProfile
+from spectune.traces.schema import Sampling, Step, Workload
+from spectune.traces.store import TraceStore
+from synthetic import flat_profile, with_heads
+
+CATEGORIES = ("code", "prose", "math")
+GREEDY, SAMPLED = Sampling(), Sampling(1.0, seed=5)
+WIDTH, DEPTH, GAMMA = 8, 8, 12
+"""Of what is recorded: children and levels of trees, tokens of chains."""
+STATIC = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1], [0, 1, 0], [0, 0, 0, 0]]
+Document = dict[str, Any]
+Item = TypeVar("Item")
+
+
+def environment() -> dict[str, Any]:
+    """What figures were measured in."""
+    return {
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "load_before": os.getloadavg()[0],
+    }
+
+
+def demo(drafts: Sequence[str] | None = None) -> LoadedPair:
+    """The pair that ships, in float32 on the CPU."""
+    return load_pair(read_pair("demo"), device="cpu", drafts=drafts)
+
+
+def gpt2(state: Path) -> LoadedPair:
+    """A tiny pair of another architecture."""
+    folder = state / "gpt2"
+    folder.mkdir(parents=True, exist_ok=True)
+    return load_pair(read_pair(str(make_pair(folder, "gpt2"))), device="cpu")
+
+
+def stored(path: Path, *, fresh: bool = False) -> TraceStore:
+    """The store in a database file; ``fresh``: an empty one."""
+    if fresh:
+        for file in path.parent.glob(f"{path.name}*"):
+            file.unlink()
+    return TraceStore(open_database(str(path)))
+
+
+def requests(limit: int, *, skip: int = 0, category: str | None = None, letters: int | None = None) -> Workload:
+    """Requests of the demo workload, all categories in turn or one, cut to ``letters`` for pairs of short contexts."""
+    workload = load_workload(["demo"], categories=[category] if category else None)
+    found = workload.requests[skip : skip + limit]
+    if letters is not None:
+        found = tuple(replace(r, turns=(r.turns[0][:letters],)) for r in found)
+    return replace(workload, requests=found)
+
+
+# ------------------------------------------------------------------------------------------------ policies
+
+
+def fixed(gamma: int) -> Document:
+    return {"kind": "fixed", "gamma": gamma}
+
+
+def top_k(draft: str, width: int, gamma: int, n: int, **blocks: Any) -> Document:
+    """EAGLE-2's tree."""
+    return {
+        "draft": draft, "growth": {"kind": "top_k", "width": width}, "window": fixed(gamma), "select": {"top_n": n}, **blocks,
+    }  # fmt: skip
+
+
+ADAPTIVE: list[Document] = [
+    {"kind": "fsm", "gamma_max": 6},
+    {"kind": "cache_fsm", "gamma_max": 6},
+    {"kind": "q_learning", "gamma_max": 6, "seed": 1},
+    {"kind": "analytic", "gamma_max": 8},
+    {"kind": "heuristic", "gamma_max": 8},
+]
+STOPS: list[Document] = [
+    {"kind": "max_prob", "threshold": 0.4},
+    {"kind": "joint_prob", "threshold": 0.2},
+    {"kind": "entropy", "threshold": 0.4},
+    {"kind": "max_prob", "threshold": 0.2, "keep_last": False},
+]
+
+
+def chains(draft: str) -> list[Document]:
+    """Chains of every window and stop; prompt lookup has no distribution to stop by."""
+    windows = [*map(fixed, (1, 2, 4, 8, 12)), *ADAPTIVE, {"kind": "analytic", "gamma_max": 12, "history": 16, "estimator": "table"}]
+    found = [{"draft": draft, "window": window} for window in windows]
+    if draft != "ngram":
+        found += [{"draft": draft, "window": fixed(10), "stop": stop} for stop in STOPS]
+    return found
+
+
+def trees(draft: str, limit: TreeLimit | None) -> list[Document]:
+    """Trees of every growth, stop, stratification and adaptive depth, as far as they could be fitted."""
+    sizes = ((8, 6, 59), (8, 4, 32), (8, 2, 16), (4, 6, 24), (4, 4, 12), (4, 2, 8), (2, 4, 8), (2, 3, 5), (2, 1, 2))
+    found = [top_k(draft, *size) for size in sizes]
+    found += [top_k(draft, 6, 8, 16, stop=stop) for stop in STOPS[:3]]
+    found += [{**top_k(draft, 6, 6, 16), "window": {**window, window_key(window): 6}} for window in ADAPTIVE]
+    found += [{"draft": draft, "growth": {"kind": "static", "paths": paths}} for paths in (STATIC, STATIC[:3])]
+    if limit is not None and limit.bins is not None:
+        bins = {"artifact": limit.bins, "alpha": 2}
+        found += [top_k(draft, 8, 4, 24, stratify={**bins, "fractions": [0.3, 0.6, 1.0]})]
+        found += [top_k(draft, 6, 5, 16, stratify={**bins, "fractions": [0.4, 0.8]})]
+    if limit is not None and limit.classifier is not None:
+        found += [{"draft": draft, "growth": limit.grower(beta), "window": fixed(g)} for beta, g in ((0.5, 6), (0.3, 4))]
+        found += [{"draft": draft, "growth": limit.grower(0.5, chain=True), "window": fixed(8)}]
+    return found
+
+
+def window_key(window: Document) -> str:
+    return "gamma" if window["kind"] == "fixed" else "gamma_max"
+
+
+def shortlisted(draft: str, limit: ShortlistLimit, bodies: Sequence[Document]) -> list[Document]:
+    """Policies under shortlists, each of another kind and size in turn."""
+    found = []
+    for i, body in enumerate(bodies):
+        blocks = limit.papers((4, 16, 8)[i // 3 % 3])
+        if blocks:
+            found.append(with_shortlist(parse_policy({**body, "draft": draft}), blocks[i % len(blocks)]).spelled_out())
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ the laboratory
+
+
+@dataclass(frozen=True)
+class Lab:
+    """A pair, one recording of it with chains and trees of every draft, and what was fitted to that."""
+
+    name: str
+    pair: LoadedPair
+    store: TraceStore
+    recording: str
+    options: DecodeOptions
+    workload: Workload
+    trees: dict[str, TreeLimit]
+    shortlists: dict[str, ShortlistLimit]
+    profile: LatencyProfile
+
+    @property
+    def find(self) -> Artifacts:
+        return fitted(self.store, self.pair.id)
+
+    @property
+    def heads(self) -> list[str]:
+        return list(self.pair.heads)
+
+    def trace(self) -> ReplayTrace:
+        """All that was recorded and ranked."""
+        ranks = ranks_for(self.store, self.pair, self.recording, self.shortlists)
+        grown = [(draft, "coupled") for draft in self.pair.models]
+        return open_trace(self.store, self.recording, chains=self.pair.chain_drafts, trees=grown, ranks=ranks).trace  # type: ignore[arg-type]
+
+    def encoded(self, limit: int | None = None) -> Encoded:
+        return encode(self.pair, replace(self.workload, requests=self.workload.requests[:limit]), self.options)
+
+    def chains(self) -> list[Policy]:
+        return [parse_policy(d) for draft in self.pair.chain_drafts for d in chains(draft)]
+
+    def grown(self) -> list[Policy]:
+        return [parse_policy(d) for draft in self.pair.models for d in trees(draft, self.trees.get(draft))]
+
+    def listed(self, *, exact: bool = False) -> list[Policy]:
+        """Policies under shortlists; ``exact``: those that are replayed exactly, chains of language models without a stop."""
+        found = []
+        for draft, limit in self.shortlists.items():
+            bodies = chains(draft)[:10] if exact else [*chains(draft)[2:], *trees(draft, self.trees.get(draft))]
+            if not exact or draft in self.pair.drafts:
+                found += [parse_policy(d) for d in shortlisted(draft, limit, bodies)]
+        return found
+
+    def decode(self, policy: Policy, encoded: Encoded) -> list[Decoded]:
+        prepared = prepare(policy, self.pair.draft_names, profile=self.profile, artifacts=self.find)
+        return list(run(self.pair, StaticSource(prepared), encoded))
+
+
+def laboratory(state: Path, name: str, sampling: Sampling, quick: bool) -> Lab:
+    """The laboratory of a pair (``demo``, ``gpt2``) under a sampling, made unless the state folder has it."""
+    pair = demo() if name == "demo" else gpt2(state)
+    count, tokens = (6, 12) if quick else (48, 48) if name == "demo" else (24, 24)
+    workload = requests(count, letters=None if name == "demo" else 200)
+    options = DecodeOptions(sampling, tokens)
+    kept = state / f"lab-{name}-{sampling.temperature:g}.pickle"
+    store = stored(state / "lab.db")
+    if not kept.exists():
+        print(f"  laboratory of {name}, temperature {sampling.temperature:g}", flush=True)
+        plain = StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names))
+        wanted = RecordRequest(workload, options, tuple(pair.draft_names), GAMMA, WIDTH, DEPTH)
+        recording = record(store, pair, wanted, plain, reuse_complete=True).id
+        fits = fit_trees(store, recording, list(pair.models))
+        lists = fit_shortlists(store, pair, recording, list(pair.models))
+        made = Lab(name, pair, store, recording, options, workload, fits, lists, _profile(store, pair, recording, name, quick))
+        _cover(made)
+        ranks_for(store, pair, recording, lists)
+        kept.write_bytes(pickle.dumps((recording, fits, lists, made.profile)))
+    return Lab(name, pair, store, *_of(kept, options, workload))
+
+
+def _of(kept: Path, options: DecodeOptions, workload: Workload) -> tuple[Any, ...]:
+    recording, fits, lists, profile = pickle.loads(kept.read_bytes())
+    return recording, options, workload, fits, lists, profile
+
+
+def _profile(store: TraceStore, pair: LoadedPair, recording: str, name: str, quick: bool) -> LatencyProfile:
+    """Measured for the demo pair. Exact checks need the windows' choices alone, for which any profile will do."""
+    if name != "demo" or quick:
+        made = flat_profile(pair.id, pair.drafts, pair.heads)
+        for draft, model in pair.models.items():
+            made = with_heads(made, [draft], model.output.rows)
+        return made
+    texts = store.load(recording, []).trajectories
+    return profile_for(store, pair, tuple(pair.draft_names), gamma_max=GAMMA, trajectories=texts).profile
+
+
+def _cover(lab: Lab) -> None:
+    """Records what trees other than EAGLE-2's read."""
+    for draft in lab.pair.models:
+        own = [p for p in lab.grown() if p.draft == draft and p.growth.kind != "top_k"]
+        covers = [cover_of(p, sampled=not lab.options.sampling.greedy, artifacts=lab.find) for p in own]
+        retrace_trees(lab.store, lab.pair, lab.recording, [draft], WIDTH, DEPTH, covers=covers, chain_depth=GAMMA)
+
+
+def laboratories(state: Path, quick: bool) -> Iterator[Lab]:
+    """Both pairs, greedy and at temperature 1."""
+    for name in ("demo", "gpt2"):
+        for sampling in (GREEDY, SAMPLED):
+            yield laboratory(state, name, sampling, quick)
+
+
+def make(state: Path, quick: bool) -> None:
+    """Makes every laboratory that the state folder lacks."""
+    for _ in laboratories(state, quick):
+        pass
+
+
+# ------------------------------------------------------------------------------------------------ rounds and seconds
+
+
+def spread_over(items: Sequence[Item], count: int) -> list[Item]:
+    """``count`` of the items, evenly spread; all where there are fewer."""
+    return [items[i] for i in sorted({int(i) for i in np.linspace(0, len(items) - 1, min(count, len(items)))})]
+
+
+def tau_of(decoded: Sequence[Decoded]) -> float:
+    """Tokens a round."""
+    return sum(s.emitted for d in decoded for s in d.steps) / sum(len(d.steps) for d in decoded)
+
+
+def shape(step: Step) -> tuple[int, ...]:
+    """All that a round is beside its seconds."""
+    return (
+        step.start, step.drafted, step.verified, step.accepted, step.emitted, step.draft_steps, step.lag, step.depth, step.bin,
+    )  # fmt: skip
+
+
+def unlike(executed: Sequence[Decoded], others: Sequence[Sequence[Step]]) -> tuple[int, int]:
+    """How many rounds differ, request by request, from others'; and how many the others are."""
+    wrong = 0
+    for decoded, steps in zip(executed, others, strict=True):
+        one, other = ([shape(s) for s in part] for part in (decoded.steps, steps))
+        wrong += sum(a != b for a, b in zip(one, other, strict=False)) + abs(len(one) - len(other))
+    return wrong, sum(len(steps) for steps in others)
+
+
+def compare(
+    pair: LoadedPair,
+    policies: Sequence[Policy],
+    encoded: Encoded,
+    *,
+    passes: int = 1,
+    profile: LatencyProfile | None = None,
+    artifacts: Artifacts | None = None,
+    expected: Expected | None = None,
+    seed: int = 0,
+) -> Comparison:
+    """Executes every policy on every request ``passes`` times in turn, in another random order each time: a race that drops nobody."""
+    unique = list({p.id: p for p in policies}.values())
+    rng = np.random.default_rng(seed)
+    done = []
+    for n in range(passes):
+        order = [unique[i] for i in rng.permutation(len(unique))]
+        kept = [p.id for p in unique]
+        done.append(race(pair, order, encoded, kept=kept, passes=1, profile=profile, artifacts=artifacts))
+        print(f"  pass {n + 1} of {passes}: {len(unique)} policies on {len(encoded.items)} requests", flush=True)
+    seconds = {p.id: np.concatenate([d.timings.seconds[p.id] for d in done], axis=1) for p in unique}
+    outcomes = {p.id: _typical(done[0].outcomes[p.id], np.median(seconds[p.id], axis=1)) for p in unique}
+    differ = sum(d.texts_differ for d in done)
+    return replace(done[0], outcomes=outcomes, texts_differ=differ, timings=Timings(seconds, expected))
+
+
+def _typical(outcome: Any, seconds: np.ndarray) -> Any:
+    rows = [replace(r, counts=replace(r.counts, seconds=float(s))) for r, s in zip(outcome.per_request, seconds, strict=True)]
+    return replace(outcome, per_request=tuple(rows))

@@ -1,0 +1,260 @@
+"""How fast the tool is: replay of chains and trees, tabulation, a search; the loop's and the recording's share of decoding.
+
+    python bench/speed.py [--only replay trees loop] [--quick]
+
+Figures are added to ``bench/results/speed.json`` (``--quick``: a tiny size, printed alone). Replay and tabulation are in CPU seconds of one
+thread, which other work on the machine hardly touches, the best of several; trials and rounds are wall-clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+import numpy as np
+from lab import GREEDY, SAMPLED, demo, environment, fixed, requests, top_k
+from spectune.db.database import open_database
+from spectune.optimizer.execute import DecodeOptions, encode, warm
+from spectune.optimizer.record import RecordRequest, record, retrace_trees
+from spectune.optimizer.simulate.forest import tabulate_growth
+from spectune.optimizer.simulate.replay import ReplayTrace, replay_many, run_replay
+from spectune.runtime.decoder import Decoder
+from spectune.runtime.loading import LoadedPair
+from spectune.runtime.loop import StaticSource
+from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
+from spectune.runtime.policies.plan import prepare
+from spectune.traces.schema import AGREE_NO, AGREE_YES, ChainPanorama, Sampling, Trajectory
+from spectune.traces.store import TraceStore
+from synthetic import flat_profile
+
+GAMMA_MAX = 16
+RESULTS = Path(__file__).resolve().parent / "results" / "speed.json"
+LONG = {"gamma_max": 16, "history": 32}
+WINDOWS: dict[str, dict[str, Any]] = {
+    "fixed": fixed(4),
+    **{f"analytic {e}": {"kind": "analytic", "estimator": e} for e in ("ratio", "exact", "table")},
+    **{f"analytic {e}, gamma_max 16, history 32": {"kind": "analytic", **LONG, "estimator": e} for e in ("ratio", "exact")},
+    **{f"analytic {e}, recent costs": {"kind": "analytic", "costs": "recent", "estimator": e} for e in ("ratio", "exact", "table")},
+    **{kind: {"kind": kind} for kind in ("fsm", "cache_fsm", "q_learning", "heuristic")},
+    "q_learning speed, memory 2": {"kind": "q_learning", "reward": "speed", "memory": 2},
+}
+
+
+# ------------------------------------------------------------------------------------------------ chains
+
+
+def synthetic_trace(tokens: int, *, length: int = 500, seed: int = 0) -> ReplayTrace:
+    """Texts of ``length`` tokens and one draft, ``small``, whose acceptance drifts between 0.3 and 0.95 along each text."""
+    rng = np.random.default_rng(seed)
+    texts, panoramas = [], []
+    for i in range(max(1, tokens // length)):
+        wave = 0.62 + 0.3 * np.sin(np.arange(length) / rng.uniform(15, 60) + rng.uniform(0, 6))
+        agree = rng.random(length) < wave
+        logp = np.clip(rng.gamma(1.5, 60, length) * np.where(agree, 0.6, 2.0), 0, 4000).astype(np.uint16)
+        prompt, output = (rng.integers(0, 4000, n).astype(np.int32) for n in (int(rng.integers(20, 200)), length))
+        texts.append(Trajectory(f"r{i}", "synthetic", prompt, output, Sampling(), length, "length"))
+        branches = int((~agree).sum()) + 1
+        rows = rng.gamma(1.5, 120, (branches, GAMMA_MAX)).astype(np.uint16)
+        kinds, survival = np.where(agree, AGREE_YES, AGREE_NO).astype(np.uint8), np.where(agree, 65535, 0).astype(np.uint16)
+        ends = np.full(branches, GAMMA_MAX - 1, dtype=np.uint8)
+        panoramas.append(ChainPanorama("small", GAMMA_MAX, kinds, logp, logp.copy(), survival, rows, rows.copy(), ends))
+    return ReplayTrace(texts, {"small": panoramas})
+
+
+def random_policies(count: int) -> list[Policy]:
+    """Policies of all windows and stops, most with a stop of their own threshold."""
+    rng = np.random.default_rng(0)
+    found = []
+    for _ in range(count):
+        window = dict(list(WINDOWS.values())[int(rng.integers(len(WINDOWS)))])
+        window["gamma" if window["kind"] == "fixed" else "gamma_max"] = int(rng.integers(1, GAMMA_MAX + 1))
+        kind = ("none", "max_prob", "joint_prob", "entropy")[int(rng.integers(4))]
+        stop = {"kind": kind} if kind == "none" else {"kind": kind, "threshold": float(rng.uniform(0.05, 0.9))}
+        found.append(parse_policy({"draft": "small", "window": window, "stop": stop}))
+    return found
+
+
+def best_cpu_s(call: Callable[[], object], repeats: int) -> float:
+    """The least CPU seconds of this thread that a call took."""
+    taken = []
+    for _ in range(repeats):
+        began = time.thread_time()
+        call()
+        taken.append(time.thread_time() - began)
+    return min(taken)
+
+
+def replay(quick: bool) -> dict[str, Any]:
+    """Million rounds a second of every window on one core, and the time of 2,000 random trials over 100,000 tokens."""
+    profile = flat_profile("demo", ["small"])
+    trace = synthetic_trace(20_000 if quick else 1_000_000)
+    rates = {}
+    for name, window in WINDOWS.items():
+        policy = parse_policy({"draft": "small", "window": window})
+        rounds = run_replay(trace, policy, profile).total.rounds
+        rates[name] = rounds / best_cpu_s(lambda p=policy: run_replay(trace, p, profile), 3 if quick else 15) / 1e6
+        print(f"{name:42} {rates[name]:8.1f} million rounds/s", flush=True)
+    smaller, trials = synthetic_trace(10_000 if quick else 100_000), 20 if quick else 2_000
+    began = time.perf_counter()
+    replay_many(smaller, random_policies(trials), profile, workers=2)
+    trials_s = time.perf_counter() - began
+    return {"million_rounds_per_s": rates, "trials": trials, "tokens": smaller.tokens, "workers": 2, "trials_s": trials_s}
+
+
+# ------------------------------------------------------------------------------------------------ trees
+
+
+def trees(quick: bool) -> list[dict[str, Any]]:
+    """Recording of trees (k 10, d 8), trees tabulated and rounds replayed a second, by draft and temperature."""
+    pair, rows = demo(), []
+    for sampling in (GREEDY, SAMPLED):
+        for draft in ("small",) if quick else pair.models:
+            rows.append({"draft": draft, "temperature": sampling.temperature, **_trees_of(pair, draft, sampling, quick)})
+            print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def _trees_of(pair: LoadedPair, draft: str, sampling: Sampling, quick: bool) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder, open_database(f"{folder}/a.db") as database:
+        store = TraceStore(database)
+        plain = StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names))
+        wanted = RecordRequest(requests(2 if quick else 12), DecodeOptions(sampling, 16 if quick else 64), ())
+        recording = record(store, pair, wanted, plain).id
+        before = _size(folder, database)
+        began = time.process_time()
+        retrace_trees(store, pair, recording, [draft], 10, 8)
+        seconds = time.process_time() - began
+        size = _size(folder, database) - before
+        loaded = store.load(recording, trees=True)
+        grown = loaded.trees(draft)
+    starts = sum(p.positions for p in grown)
+    repeat = max(1, 4000 // starts)
+    texts = [replace(t, request_id=f"{i} {t.request_id}") for i in range(repeat) for t in loaded.trajectories]
+    trace = ReplayTrace(texts, {}, trees={(draft, "coupled"): list(grown) * repeat})
+    forest, rates = trace.forests[draft, "coupled"], {}
+    every = np.arange(len(forest.root))
+    for width, depth in ((10, 6), (10, 8), (6, 6)):
+        policy = parse_policy(top_k(draft, width, depth, 60))
+        rules = prepare(policy, [draft]).rules
+        assert rules is not None
+        rule = rules[int(not sampling.greedy)]
+        tabulate_growth(forest, [(rule, every[:512])], depth)  # compiles
+        taken = best_cpu_s(lambda r=rule, d=depth: tabulate_growth(forest, [(r, every)], d), 3)
+        rates[f"k {width}, d {depth}"] = len(every) / taken
+    rounds = run_replay(trace, policy).total.rounds
+    return {
+        "starts": starts,
+        "recorded_starts_per_s": starts / seconds,
+        "bytes_per_start": size / starts,
+        "tabulated_trees_per_s": rates,
+        "replayed_million_rounds_per_s": rounds / best_cpu_s(lambda: run_replay(trace, policy), 40) / 1e6,
+    }
+
+
+def _size(folder: str, database: Any) -> int:
+    database.vacuum()
+    return sum(p.stat().st_size for p in Path(folder).glob("a.db*"))
+
+
+# ------------------------------------------------------------------------------------------------ the loop
+
+
+class Stopwatch:
+    """Seconds inside the models' own modules (decoder stack and head)."""
+
+    def __init__(self, pair: LoadedPair) -> None:
+        self.seconds = self._began = 0.0
+        for model in (pair.target, *pair.drafts.values()):
+            for module in (model.model.get_decoder(), model.model.get_output_embeddings()):
+                module.register_forward_pre_hook(self._enter)
+                module.register_forward_hook(self._leave)
+
+    def _enter(self, *_: Any) -> None:
+        self._began = time.perf_counter()
+
+    def _leave(self, *_: Any) -> None:
+        self.seconds += time.perf_counter() - self._began
+
+
+POLICIES: list[dict[str, Any]] = [
+    {},
+    {"draft": "small", "window": fixed(4)},
+    {"draft": "small", "window": {"kind": "cache_fsm", "gamma_max": 8}},
+    {"draft": "medium", "window": fixed(8), "stop": {"kind": "max_prob", "threshold": 0.4}},
+    top_k("small", 10, 6, 60),
+]
+
+
+def loop(quick: bool) -> dict[str, Any]:
+    """What is not model time, as a share of a round (sampling, windows, tensors, bookkeeping); recording as a share of a decode."""
+    pair = demo(("small", "medium"))
+    clock, rows = Stopwatch(pair), []
+    count, tokens = (1, 12) if quick else (12, 96)
+    for temperature in (0.0, 1.0):
+        encoded = encode(pair, requests(count), DecodeOptions(Sampling(temperature), tokens))
+        warm(pair, encoded)
+        for document in POLICIES:
+            policy = parse_policy(document)
+            decoder = Decoder(pair, StaticSource(prepare(policy, pair.draft_names)))
+            shares, lengths = [], []
+            for _, request in encoded.items:
+                before = 0.0
+                for n, item in enumerate(decoder.rounds(request)):
+                    if n:  # the first has the prefill
+                        shares.append(1 - (clock.seconds - before) / item.step.round_s)
+                        lengths.append(item.step.round_s)
+                    before = clock.seconds
+            row = {"policy": policy.label(), "temperature": temperature, "round_ms": 1e3 * statistics.median(lengths)}
+            rows.append({**row, "loop_share": statistics.median(shares), "rounds": len(shares)})
+            print(json.dumps(rows[-1]), flush=True)
+    return {"rounds": rows, "recording_share": recording_share(pair, count, tokens)}
+
+
+def recording_share(pair: LoadedPair, count: int, tokens: int) -> float:
+    """The median seconds of storing a request over those of decoding it."""
+    options = DecodeOptions(Sampling(1.0), tokens)
+    policy = parse_policy({"draft": "small", "window": fixed(3)})
+    decoder = Decoder(pair, StaticSource(prepare(policy, pair.draft_names)))
+    with tempfile.TemporaryDirectory() as folder, open_database(f"{folder}/a.db") as database:
+        store = TraceStore(database)
+        store.put_pair(pair.id, "demo", pair.spec.to_json())
+        info = store.create_recording(pair.id, None, options.sampling, max_new_tokens=tokens)
+        decode_s, store_s = [], []
+        for i, (_, request) in enumerate(encode(pair, requests(count), options).items):
+            began = time.perf_counter()
+            decoded = decoder.decode(request)
+            between = time.perf_counter()
+            store.append_trajectory(info.id, i, decoded.trajectory, decoded.steps)
+            decode_s.append(between - began)
+            store_s.append(time.perf_counter() - between)
+    return statistics.median(store_s) / statistics.median(decode_s)
+
+
+PARTS: dict[str, Callable[[bool], Any]] = {"replay": replay, "trees": trees, "loop": loop}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--quick", action="store_true")
+    wanted = parser.parse_args()
+    found: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for name in wanted.only:
+        found[name] = PARTS[name](wanted.quick)
+    found["environment"] = environment()
+    if not wanted.quick:
+        RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

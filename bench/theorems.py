@@ -1,0 +1,231 @@
+"""DynaSpec's theorems 5.1 and 5.3 against recorded contexts, for the check of :mod:`shortlists`. Nothing here reads the clock."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from lab import CATEGORIES, Document, fixed
+from papers import dynaspec
+from shortlist_fits import NEW_TOKENS, Fits, rounds_of
+from spectune.optimizer.execute import DecodeOptions
+from spectune.runtime.loop import Round
+from spectune.runtime.policies.document import parse_policy
+from spectune.runtime.sampling import gumbel_row, log_distribution, stream_key
+from spectune.runtime.shortlists import Shortlists, Support, compile_shortlist
+from spectune.runtime.verification import verify_rejection
+from spectune.traces.schema import Sampling
+
+FloatArray = npt.NDArray[np.float64]
+DRAWS, CALLS, COUPLED_DRAWS = 2000, 4, 100
+"""Draws per context by the rejection verifier's rule; calls of the verifier itself; draws of noise that target and draft share."""
+BUDGETS = (4, 8, 16, 32)
+"""Clusters of the routed shortlists; each has a frequency shortlist of equal mean size beside it."""
+CHAIN = 4
+ERRORS = 4.0
+"""Standard errors that count as beyond sampling error."""
+PLAIN = Sampling(1.0)
+
+
+class Contexts(NamedTuple):
+    """Contexts of one draft: the target's and the draft's distributions ``p`` and ``q`` float64 [n, vocab], the target's ``logits``, and
+    ``tokens`` [n] and ``previous`` hidden states [n, d], which a router reads."""
+
+    p: FloatArray
+    q: FloatArray
+    logits: torch.Tensor
+    tokens: torch.Tensor
+    previous: torch.Tensor
+
+
+def check(fits: Fits, draft: str, quick: bool) -> dict[str, Any]:
+    """Acceptance measured on contexts of real text against theorem 5.1's bound, on executed chains against theorem 5.3."""
+    contexts = contexts_of(fits, draft, 10 if quick else 200)
+    shortlists: dict[str, npt.NDArray[np.bool_]] = {}
+    for k in BUDGETS[: 1 if quick else 4]:
+        shortlists[f"{k} clusters"] = routed = masks(fits, draft, contexts, fits.routed(draft, k, k, k))
+        size = round(float(routed.sum(1).mean()))
+        shortlists[f"{size} frequent tokens"] = masks(fits, draft, contexts, fits.by_frequency(size))
+    restricted = {name: dynaspec.restricted(contexts.q, mask) for name, mask in shortlists.items()}
+    together = coupled(contexts.p, restricted)
+    rows = [_row(contexts, name, mask, restricted[name], together[name], n) for n, (name, mask) in enumerate(shortlists.items())]
+    blocks = {"full": None, "frequency 192": fits.by_frequency(192), "clusters 8": fits.routed(draft, 8, 8, 8)}
+    chains = [{"shortlist": name, **executed_chains(fits, draft, block, 1 if quick else 6)} for name, block in blocks.items()]
+    violations = sum(r["below_bound"] + r["chance_below_bound"] for r in rows) + sum(r["z"] < -ERRORS for r in chains)
+    largest = max(abs(r[key]) for r in rows for key in ("z", "verifier_z", "coupled_z"))
+    largest = max(largest, *(abs(r["z"]) for r in chains))
+    return {
+        "violations": violations,
+        "largest_deviation": largest,
+        "summary": f"{violations} acceptances below theorem 5.1's bound beyond {ERRORS:g} standard errors ({len(contexts.p)} contexts, "
+        f"{len(rows)} shortlists, {DRAWS} draws), theorem 5.3 met by {sum(r['rounds'] for r in chains)} rounds; acceptance is the overlap "
+        f"to within {largest:.1f} standard errors",
+        "rows": rows,
+        "chains": chains,
+    }
+
+
+def contexts_of(fits: Fits, draft: str, each: int) -> Contexts:
+    """``each`` output tokens of each category, evenly spread over the texts of the test part."""
+    target, model = fits.pair.target, fits.pair.drafts[draft]
+    parts: list[tuple[torch.Tensor, ...]] = []
+    for category in CATEGORIES:
+        texts = [t for t in fits.test if t.category == category]
+        places = [(n, len(t.prompt_ids) - 1 + i) for n, t in enumerate(texts) for i in range(len(t.output_ids))]
+        wanted = {places[i] for i in np.linspace(0, len(places) - 1, each).round().astype(int).tolist()}
+        for n, text in enumerate(texts):
+            at = sorted(i for m, i in wanted if m == n)
+            ids = torch.tensor([*text.prompt_ids.tolist(), *text.output_ids.tolist()])
+            target.reserve(len(ids))
+            model.reserve(len(ids))
+            logits, states = target.chain(ids, 0, logits=len(ids))[at], model.chain_states(ids, 0)
+            parts.append((logits, draft_logits(fits, draft, states[at]), ids[at], states[[i - 1 for i in at]]))
+    logits, own, tokens, previous = (torch.cat(column) for column in zip(*parts, strict=True))
+    return Contexts(distribution(logits), distribution(own), logits, tokens, previous)
+
+
+def draft_logits(fits: Fits, draft: str, states: torch.Tensor) -> torch.Tensor:
+    output = fits.pair.models[draft].output
+    return torch.nn.functional.linear(states, output.weight, output.bias).float()
+
+
+def distribution(logits: torch.Tensor) -> FloatArray:
+    """The distribution at temperature 1, float64."""
+    found: FloatArray = log_distribution(logits, PLAIN).double().softmax(-1).numpy()
+    return found
+
+
+def masks(fits: Fits, draft: str, contexts: Contexts, block: Document) -> npt.NDArray[np.bool_]:
+    """A shortlist of each context as the runtime makes it at a first draft step, bool [n, vocab]."""
+    rule = compile_shortlist(parse_policy({"draft": draft, "window": fixed(CHAIN), "shortlist": block}), fits.find)
+    assert rule is not None
+    ready = Shortlists(rule, fits.pair.models[draft], exact=False)
+    found = np.zeros(contexts.p.shape, dtype=np.bool_)
+    for i in range(len(found)):
+        found[i, ready.of(0, contexts.tokens[i : i + 1], contexts.previous[i : i + 1], lambda _: None).ids.numpy()] = True
+    return found
+
+
+def sampled(p: FloatArray, q: FloatArray, rng: np.random.Generator) -> FloatArray:
+    """How often the rejection verifier's rule, u q(x) <= p(x), keeps an x drawn from q: rates [n]."""
+    rates = np.empty(len(p))
+    for i, (target, proposal) in enumerate(zip(p, q, strict=True)):
+        at = np.flatnonzero(proposal)
+        steps = np.cumsum(proposal[at])
+        tokens = at[np.searchsorted(steps, rng.random(DRAWS) * steps[-1], side="right")]
+        rates[i] = (rng.random(DRAWS) * proposal[tokens] <= target[tokens]).mean()
+    return rates
+
+
+def called(contexts: Contexts, q: FloatArray, seed: int) -> FloatArray:
+    """How often :func:`runtime.verification.verify_rejection` keeps a token that was drawn as a draft draws it: rates [n]."""
+    rates = np.zeros(len(q))
+    for i, row in enumerate(q):
+        log_q, logits = torch.from_numpy(row).log(), contexts.logits[[i, i]]
+        for salt in range(CALLS):
+            token = int((log_q + gumbel_row(stream_key(seed, i, "draft", salt), len(row), log_q.device)).argmax())
+            rates[i] += verify_rejection(logits, i, [token], [log_q], PLAIN, seed, salt).accepted / CALLS
+    return rates
+
+
+def coupled(p: FloatArray, proposals: dict[str, FloatArray]) -> dict[str, FloatArray]:
+    """How often argmax(log p + g) = argmax(log q + g) with the runtime's noise g, for each proposal q: rates [n]."""
+    rates = {name: np.empty(len(p)) for name in proposals}
+    for i, row in enumerate(p):
+        keys = [stream_key(1, i, "target", n) for n in range(COUPLED_DRAWS)]
+        noise = np.stack([gumbel_row(key, len(row), torch.device("cpu")).numpy() for key in keys])
+        targets = (np.log(row) + noise).argmax(1)
+        for name, q in proposals.items():
+            at = np.flatnonzero(q[i])
+            rates[name][i] = (at[(np.log(q[i, at]) + noise[:, at]).argmax(1)] == targets).mean()
+    return rates
+
+
+def deviation(rates: FloatArray, chances: FloatArray, draws: int) -> float:
+    """Standard errors between all rates of ``draws`` each and their chances."""
+    return float((rates - chances).sum() / math.sqrt((chances * (1 - chances)).sum() / draws))
+
+
+def _row(
+    contexts: Contexts, name: str, mask: npt.NDArray[np.bool_], q: FloatArray, together: FloatArray, seed: int
+) -> dict[str, Any]:
+    """What is known of one shortlist."""
+    chance, together_chance = dynaspec.overlap(contexts.p, q), dynaspec.coupled_acceptance(contexts.p, q)
+    bound, sharp = dynaspec.overlap_bounds(contexts.p, contexts.q, mask)
+    rate, verified = sampled(contexts.p, q, np.random.default_rng(seed)), called(contexts, q, seed)
+    # Where a chance is nearly 0 or 1 its variance says nothing of so few draws: one draw's worth at least.
+    one = np.sqrt(np.maximum(chance * (1 - chance), 1 / DRAWS) / DRAWS)
+    means = {"mean_size": mask.sum(1), "kept_mass": dynaspec.kept_mass(contexts.p, mask), "bound": bound, "sharp_bound": sharp}
+    means |= {"overlap": chance, "measured": rate, "coupled": together_chance, "coupled_measured": together}
+    return {
+        "shortlist": name,
+        "contexts": len(rate),
+        **{key: float(values.mean()) for key, values in means.items()},
+        "below_bound": int((rate < bound - ERRORS * one).sum()),
+        "chance_below_bound": int((chance < sharp - 1e-9).sum() + (sharp < bound - 1e-9).sum()),
+        "z": deviation(rate, chance, DRAWS),
+        "verifier_z": deviation(verified, chance, CALLS),
+        "coupled_z": deviation(together, together_chance, COUPLED_DRAWS),
+    }
+
+
+def executed_chains(fits: Fits, draft: str, block: Document | None, requests: int) -> dict[str, Any]:
+    """Chains of ``CHAIN`` tokens executed with the rejection verifier, against theorem 5.3 with the overlaps at the contexts they reached.
+
+    ``z``: tokens kept less the overlaps of all tokens looked at, in standard errors (a sum of martingale differences). ``expected``: the
+    theorem's sum with A_i the mean overlap over rounds that reached token i; ``accepted``: the same with the share of them that kept it. A
+    drafted EOS ends what is looked at.
+    """
+    policy = parse_policy({"draft": draft, "window": fixed(CHAIN), **({"shortlist": block} if block else {})})
+    chances: list[list[float]] = [[] for _ in range(CHAIN)]
+    kept: list[list[bool]] = [[] for _ in range(CHAIN)]
+    rounds = 0
+    for category in CATEGORIES:
+        encoded = fits.encoded(fits.test, category, requests, DecodeOptions(Sampling(1.0, seed=5), NEW_TOKENS, "rejection"))
+        for _, group in itertools.groupby(list(rounds_of(fits, policy, encoded)), key=lambda found: found[0]):
+            for drafted, accepted, overlaps in _overlaps(fits, draft, list(group)):
+                rounds += 1
+                for i in range(min(accepted + 1, len(drafted))):
+                    chances[i].append(overlaps[i])
+                    kept[i].append(accepted > i)
+                    if drafted[i] in fits.pair.eos_ids:
+                        break
+    a, b = np.concatenate([np.array(c) for c in chances]), np.concatenate([np.array(c) for c in kept])
+    reached = [i for i in range(CHAIN) if chances[i]]
+    return {
+        "rounds": rounds,
+        "expected": dynaspec.expected_accepted([float(np.mean(chances[i])) for i in reached]),
+        "accepted": dynaspec.expected_accepted([float(np.mean(kept[i])) for i in reached]),
+        "z": float((b - a).sum() / math.sqrt((a * (1 - a)).sum())),
+    }
+
+
+def _overlaps(
+    fits: Fits, draft: str, rounds: Sequence[tuple[int, list[int], Round, list[Support]]]
+) -> list[tuple[list[int], int, list[float]]]:
+    """Of one request's rounds: what was drafted, how much of it was accepted, and the overlap at every drafted token."""
+    target, model = fits.pair.target, fits.pair.drafts[draft]
+    _, text, last, _ = rounds[-1]
+    ids = torch.tensor([*text, *last.tokens])
+    for each in (target, model):
+        each.reserve(len(ids) + CHAIN)
+        each.read(ids, 0)
+    found = []
+    for _, text, item, supports in reversed(rounds):  # what a round's pass writes over, earlier rounds do not read
+        if not item.drafted:
+            continue
+        fed, start = torch.tensor([text[-1], *item.drafted[:-1]]), len(text) - 1
+        p = distribution(target.chain(fed, start, logits=len(fed)))
+        q = distribution(draft_logits(fits, draft, model.chain_states(fed, start)))
+        if supports:
+            mask = np.zeros(q.shape, dtype=np.bool_)
+            for i in range(len(fed)):
+                mask[i, supports[i].ids.numpy()] = True
+            q = dynaspec.restricted(q, mask)
+        found.append((item.drafted, item.step.accepted, dynaspec.overlap(p, q).tolist()))
+    return found

@@ -1,0 +1,215 @@
+"""The demo pair with a vocabulary of 32768: what shortlists gain where the output head is a large part of a draft.
+
+The pair is made from the demo's checkpoints and never shipped. Every token t gets V / 4096 - 1 *shadows*, tokens t + 4096 j, whose rows of
+the output heads lie near its own (``NEAR``), so that they cost what a token costs and fall into the clusters of the tokens they resemble,
+but whose logits lie ``GAP`` nats or more below: no model proposes or emits one, and the texts are the demo pair's, which is measured
+(``padding``). One more coordinate of the hidden state does that (:func:`widened`).
+
+Shadows never occur, so a frequency list would leave them out for nothing while clusters hold them. The order therefore has every token's
+shadows right behind it: a shortlist of B rows has 4096 B / V tokens that occur, whichever kind it is. The cost of a head of V rows is
+real; what is recovered of tau is that of 4096 tokens at the same share.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lab import CATEGORIES, Document, compare, demo, requests, stored
+from safetensors.torch import load_file, save_file
+from shortlist_fits import STEPS, Fits, decaying_clusters, decaying_tokens, drafting, execute
+from spectune.optimizer.execute import DecodeOptions, encode, run
+from spectune.optimizer.fit.dynaspec import fit_router
+from spectune.optimizer.fit.fr_spec import count_tokens, frequency_order
+from spectune.optimizer.record import record_served
+from spectune.runtime.loading import LoadedPair, load_pair
+from spectune.runtime.loop import StaticSource
+from spectune.runtime.pair import read_pair
+from spectune.runtime.policies.artifacts import FREQUENCIES
+from spectune.runtime.policies.document import AUTOREGRESSIVE
+from spectune.runtime.policies.plan import prepare
+from spectune.traces.schema import Sampling
+
+Tensors = dict[str, torch.Tensor]
+
+NEAR = 0.5
+"""Length of what a shadow's row adds to its token's, in parts of it."""
+GAP = 40.0
+"""Nats between a token and a shadow of equal logits where the last layer's output is ``WIDEST`` times as long as any seen."""
+WIDEST = 1.5
+SHARE = 8
+"""Shortlists are about this part of the vocabulary."""
+
+def widened(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], vocab: int, largest: float) -> tuple[Tensors, Document]:
+    """The tensors and configuration of a Llama, or of an EAGLE-3 head without embeddings of its own, with ``vocab`` tokens.
+
+    The residual stream gets further coordinates (as many as attention heads, since transformers wants a multiple) that no layer reads or
+    writes: the first is c at every position, from the embeddings, the others are 0. RMS norms divide by
+    sqrt((sum x^2 + c^2) / wide + eps'); with weights times sqrt(d / wide) and eps' = (eps - c^2 / d) d / wide they give what they gave. The
+    final norm makes h = g c / rms of the first coordinate, and output rows hold c for tokens and -c for shadows: a constant more for all
+    tokens, which no softmax sees, and 2 c h less for shadows. ``largest``: the longest rms of what the final norm reads.
+    """
+    d, eps = int(config["hidden_size"]), float(config["rms_norm_eps"])
+    wide, c = d + int(config["num_attention_heads"]), math.sqrt(d * eps / 2)
+    out: Tensors = {}
+    for name, tensor in tensors.items():
+        x, kind = tensor.float(), name.split(".")[-2]
+        if kind.endswith("norm"):
+            made = torch.nn.functional.pad(x * math.sqrt(d / wide), (0, wide - d))
+            if name in ("norm.weight", "model.norm.weight"):
+                made[d] = GAP * WIDEST * largest * math.sqrt(d / wide) / (2 * c * c)
+        elif kind == "embed_tokens":
+            made = _rows(x, vocab, wide, c)
+        else:
+            if kind not in ("o_proj", "down_proj"):  # reads hidden states
+                x = torch.nn.functional.pad(x.unflatten(1, (-1, d)), (0, wide - d)).flatten(1)
+            made = torch.nn.functional.pad(x, (0, 0, 0, wide - d)) if kind in ("o_proj", "down_proj", "fc") else x
+            if kind == "fc":
+                made[d, d] = 1.0  # the head's stream takes the target's constant
+        out[name] = made.contiguous()
+    sizes: Document = {"hidden_size": wide, "vocab_size": vocab, "rms_norm_eps": eps / 2 * d / wide, "dtype": "float32"}
+    if "draft_vocab_size" in config:
+        sizes |= {"draft_vocab_size": vocab, "target_hidden_size": wide}
+    return out, {**config, **sizes}
+
+
+def _rows(x: torch.Tensor, vocab: int, wide: int, c: float) -> torch.Tensor:
+    """Rows of all tokens and their shadows, [vocab, wide]: output head and embeddings are one matrix."""
+    tokens, d = x.shape
+    near = torch.randn(vocab - tokens, d, generator=torch.Generator().manual_seed(0))
+    made = torch.zeros(vocab, wide)
+    made[:, :d] = x.repeat(vocab // tokens, 1)
+    made[tokens:, :d] += NEAR * made[tokens:, :d].norm(dim=1, keepdim=True) * torch.nn.functional.normalize(near)
+    made[:tokens, d], made[tokens:, d] = c, -c
+    return made
+
+
+def _largest(pair: LoadedPair) -> dict[str, float]:
+    """The longest rms of what each model's final norm reads while a few requests are decoded."""
+    found: dict[str, float] = {}
+    norms = {"target": pair.target.model.get_decoder().norm}
+    norms |= {name: model.model.get_decoder().norm for name, model in pair.drafts.items()}
+    norms |= {name: head.net.norm for name, head in pair.heads.items()}
+
+    def hook(name: str) -> Callable[[Any, Any], None]:
+        def see(module: Any, args: Any) -> None:
+            found[name] = max(found.get(name, 0.0), float(args[0].square().mean(-1).max().sqrt()))
+
+        return see
+
+    hooks = [norm.register_forward_pre_hook(hook(name)) for name, norm in norms.items()]
+    encoded = encode(pair, requests(len(CATEGORIES)), DecodeOptions(Sampling(1.0, seed=1), 32))
+    for draft in pair.models:
+        list(run(pair, StaticSource(prepare(drafting(draft, "chain"), pair.draft_names)), encoded))
+    for handle in hooks:
+        handle.remove()
+    return found
+
+
+def build(folder: Path, vocab: int) -> Path:
+    """Writes the pair with ``vocab`` tokens, a multiple of the demo's, as checkpoints of float32, and its pair file; returns the file."""
+    small = demo()
+    largest = _largest(small)
+    for name, path in (("target", small.spec.target), *small.spec.drafts):
+        shutil.rmtree(folder / name, ignore_errors=True)
+        shutil.copytree(path, folder / name)
+        config = json.loads((folder / name / "config.json").read_text())
+        tensors, made = widened(load_file(folder / name / "model.safetensors"), config, vocab, largest[name])
+        save_file(tensors, folder / name / "model.safetensors", metadata={"format": "pt"})
+        (folder / name / "config.json").write_text(json.dumps(made))
+    file = folder / "pair.json"
+    file.write_text(json.dumps({"name": f"demo-{vocab}", "target": "target", "drafts": {n: n for n, _ in small.spec.drafts}}))
+    return file
+
+
+def padding(pair: LoadedPair, cases: Sequence[tuple[str, str]]) -> dict[str, int]:
+    """Requests whose text or rounds are not those of the demo pair, at temperatures 0 and 1."""
+    workload, differ, count = requests(len(CATEGORIES)), 0, 0
+    for sampling in (Sampling(), Sampling(1.0, seed=2)):
+        for draft, shape in cases:
+            policy = drafting(draft, shape)
+            found = []
+            for p in (demo(), pair):
+                encoded = encode(p, workload, DecodeOptions(sampling, 24))
+                decoded = run(p, StaticSource(prepare(policy, p.draft_names)), encoded)
+                found.append([(d.trajectory.output_ids.tolist(), [(s.start, s.drafted, s.accepted) for s in d.steps]) for d in decoded])
+            count += len(found[0])
+            differ += sum(x != y for x, y in zip(*found, strict=True))
+    return {"requests": count, "requests_that_differ": differ}
+
+
+def check(state: Path, fits: Fits, vocab: int, quick: bool) -> dict[str, Any]:
+    """Speed and tau under shortlists of an eighth of the wide vocabulary, executed in turn, over the whole head."""
+
+    cases = (("small", "chain"),) if quick else (("medium", "chain"), ("head", "tree"))
+    wide = fit(state, fits, vocab, cases)
+    changed = padding(wide.pair, cases)
+    rows: list[dict[str, Any]] = []
+    differ = int(changed["requests_that_differ"])
+    for draft, shape in cases:
+        policies = {name: drafting(draft, shape, block) for name, block in shortlists(wide, draft, shape).items()}
+        for category in CATEGORIES[: 1 if quick else 3]:
+            encoded = wide.encoded(wide.test, category, 2 if quick else 5, DecodeOptions(Sampling(), 8 if quick else 40))
+            compared = compare(wide.pair, [AUTOREGRESSIVE, *policies.values()], encoded, artifacts=wide.find)
+            differ += compared.texts_differ
+            full = compared.outcomes[policies["full"].id].total
+            for name, policy in policies.items():
+                total = compared.outcomes[policy.id].total
+                row = {"category": category, "draft": draft, "shape": shape, "shortlist": name, "tau": total.mean_accepted_length}
+                row |= {"recovered": total.mean_accepted_length / full.mean_accepted_length, "tokens_per_s": total.tokens_per_s}
+                rows.append({**row, "over_full": compared.ratio(policy.id, policies["full"].id)[0]})
+
+    def mean(name: str, key: str) -> float:
+        return float(np.exp(np.mean(np.log([r[key] for r in rows if r["shortlist"] == name]))))
+
+    said = [f"{k} {mean(k, 'over_full'):.2f} x the speed with {mean(k, 'recovered'):.3f} of tau" for k in policies if k != "full"]
+    return {
+        "differ": differ,
+        "summary": f"{vocab} tokens, greedy, over the whole head: " + "; ".join(said) + " (paper: DynaSpec 1.17, FR-Spec 1.10)",
+        "vocab": vocab,
+        "padding": changed,
+        "rows": rows,
+    }
+
+
+def fit(state: Path, fits: Fits, vocab: int, cases: Sequence[tuple[str, str]]) -> Fits:
+    """Builds the pair unless that was done, and fits frequencies and routers to the demo pair's texts, which are this pair's as well."""
+
+    folder = state / f"wide-{vocab}"
+    folder.mkdir(exist_ok=True)
+    file = folder / "pair.json"
+    pair = load_pair(read_pair(str(file if file.exists() else build(folder, vocab))), device="cpu")
+    store = stored(folder / "wide.db", fresh=True)
+    with record_served(store, pair, DecodeOptions(Sampling(1.0, seed=7), 48)) as writer:
+        for text in (*fits.search, *fits.test):
+            writer.put(text)
+    tokens = fits.pair.target.vocab_size
+    counts = count_tokens([np.concatenate([t.prompt_ids, t.output_ids]) for t in fits.search], vocab)
+    shadowed = frequency_order(np.tile(counts[:tokens], vocab // tokens), sorted(pair.eos_ids))
+    provenance = {"recording": writer.recording}
+    frequencies = store.put_artifact(FREQUENCIES, *shadowed.to_document(), pair_id=pair.id, provenance=provenance)
+    routers = {draft: fit_router(store, writer.recording, pair, draft).artifact for draft in dict(cases)}
+    return Fits(pair, store, fits.workload, fits.search, fits.test, frequencies, routers)
+
+
+def shortlists(wide: Fits, draft: str, shape: str) -> dict[str, Document | None]:
+    """The whole head and shortlists of the mean size that clusters executed on requests of the search part have."""
+
+    scores = wide.store.get_artifact(wide.routers[draft]).document["scores"]
+    ks = np.arange(scores["ks"][-1] + 1)
+    table = np.tile(np.interp(ks, [0, *scores["ks"]], [0, *scores["size"]]), (STEPS[shape], 1))
+    clusters = wide.routed(draft, *decaying_clusters(table, wide.pair.target.vocab_size // SHARE))
+    encoded = wide.encoded(wide.search, CATEGORIES[0], 2, DecodeOptions(Sampling(), 24))
+    size = round(execute(wide, drafting(draft, shape, clusters), encoded).size)
+    return {
+        "full": None,
+        "frequency": wide.by_frequency(size),
+        "position_frequency": wide.by_position(decaying_tokens(STEPS[shape], size)),
+        "clusters": clusters,
+    }
