@@ -29,7 +29,7 @@ from typing import Any
 
 import chaos_roles as roles
 import chaos_spoil as spoil
-from chaos_judge import BOUND_S, Fault, History, Job, Publication, Said, Verdict, Watched, judge
+from chaos_judge import BOUND_S, Fault, History, Job, Publication, Said, Watched, judge
 from chaos_server import Server
 from spectune.db import open_database
 from spectune.optimizer.schedule import add_schedule, pause_schedule
@@ -396,36 +396,6 @@ class Run:
             problems += [("traceback", f"{path.name}: {_error_of(text)}") for text in found]
         return History(publications, said, self.faults, watched, [*self.told, *told], attempts, jobs, slots, problems, self.until)
 
-    def figures(self, history: History, verdict: Verdict) -> dict[str, Any]:
-        """What was done and what it came to, for the results."""
-        notes = [n for m in self.members for n in self.notes(m.name)]
-        said = Counter((s.version, s.node) for s in history.said)
-        return {
-            "faults": dict(sorted(Counter(f.kind for f in self.faults).items())),
-            "fault_seconds": round(sum(f.end - f.begin for f in self.faults), 1),
-            "processes": dict(Counter(m.kind for m in self.members)),
-            "publications": {
-                "good": sum(p.is_good for p in history.publications),
-                "bad": sum(not p.is_good for p in history.publications),
-                "by_actor": dict(Counter(p.actor for p in history.publications)),
-            },
-            "acknowledgements": len(history.said),
-            "acknowledgements_twice": sum(n > 1 for n in said.values()),
-            "texts": sum(n["event"] == "text" for n in notes),
-            "tuned": sum(n["event"] == "tuned" for n in notes),
-            "tuned_and_published": sum(n["event"] == "tuned" and n["version"] is not None for n in notes),
-            "tried_again": dict(Counter(n["kind"] for n in notes if n["event"] == "again")),
-            "jobs": dict(Counter(f"{j.schedule} {j.state}" for j in history.jobs)),
-            "attempts": len(history.attempts),
-            "attempts_taken_over": sum(attempt > 1 for _, attempt, _ in history.attempts),
-            "endings": dict(Counter(n["ending"] for n in notes if n["event"] == "ended")),
-            **verdict.to_json(),
-            "fault_log": [
-                {"kind": f.kind, "what": f.what, "begin_s": round(f.begin - self.faults[0].begin, 2), "seconds": round(f.end - f.begin, 2)}
-                for f in self.faults
-            ],
-        }  # fmt: skip
-
 
 def _error_of(traceback: str) -> str:
     """The error's line of a traceback's text."""
@@ -442,20 +412,24 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join(sys.path)}
     processes.set_forkserver_preload(list(PRELOAD))
     with _limited(LONGEST_S), Run(folder, seed) as run:
-        phases = {}
-        for name, phase in (("begin", run.begin), ("spoil", lambda: run.spoil(seconds, run.kinds())), ("finish", run.finish)):
-            began = time.monotonic()
-            phase()
-            phases[f"{name}_s"] = round(time.monotonic() - began, 1)
+        run.begin()
+        run.spoil(seconds, run.kinds())
+        run.finish()
         history = run.history()
         verdict = judge(history)
-        figures = run.figures(history, verdict)
+        texts = sum(n["event"] == "text" for m in run.members for n in run.notes(m.name))
+    figures = verdict.to_json()
     late = figures["latency_s"] or {"median": None, "worst": None}
-    summary = (
-        f"{len(run.faults)} faults, {len(history.publications)} publications, {figures['judged'].get('good', 0)} times a good one was due: "
-        f"median {late['median']} s, worst {late['worst']} s; {len(verdict.failures)} failures"
-    )
-    return {"holds": not verdict.failures, "summary": summary, "seed": seed, **phases, **figures}
+    return {
+        "holds": not verdict.failures,
+        "summary": f"{len(run.faults)} faults, {len(history.publications)} publications, {verdict.judged['good']} times one was due: "
+        f"median {late['median']} s, worst {late['worst']} s; {len(verdict.failures)} failures",
+        "faults": dict(sorted(Counter(f.kind for f in run.faults).items())),
+        "texts": texts,
+        "jobs": dict(Counter(f"{j.schedule} {j.state}" for j in history.jobs)),
+        "attempts": len(history.attempts),
+        **figures,
+    }
 
 
 @contextmanager

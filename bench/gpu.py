@@ -1,0 +1,296 @@
+"""What captured passes and the gathered head save on a GPU.
+
+    python bench/gpu.py [--only graphs head] [--device cuda] [--layers 16] [--hidden 2048] [--context 512]
+    python bench/gpu.py --device cpu --quick    (the logic alone, at a tiny size: no figure of it means anything)
+
+graphs: a random target of Llama's architecture and a draft of a few such layers; eager and replayed calls take turns. ``verify`` has
+milliseconds of a chain of n tokens for every rung of ``RUNGS``, ``apart`` the largest difference of its logits; ``rounds`` milliseconds of
+a round under each kind of policy. Texts are compared: shapes differ in their last bits, so the first difference may be a near tie; ``gap``
+is how far apart the target's two best tokens were there (nats, by the canonical pass), and must be small.
+
+head: microseconds of logits over a union of tokens, by each way of :class:`GatheredHead`, beside the whole head. On CUDA a call is a
+replayed graph that goes through several unions.
+
+Figures go to ``bench/results/gpu-DEVICE.json``. Exit code 1 if a difference is more than rounding explains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from spectune.runtime.cuda.graphs import RUNGS, CudaRecorder, Kind, use_graphs
+from spectune.runtime.cuda.pass_sizes import prepare_graphs
+from spectune.runtime.decoder import Decoder, prepare_for
+from spectune.runtime.gathered_head import GatheredHead
+from spectune.runtime.loading import LoadedPair
+from spectune.runtime.loop import DecodeRequest, StaticSource
+from spectune.runtime.models import CausalModel, pick_device, pick_dtype
+from spectune.runtime.pair import PairSpec
+from spectune.runtime.policies.artifacts import Fitted
+from spectune.runtime.policies.document import AUTOREGRESSIVE, parse_policy
+from spectune.runtime.policies.plan import prepare
+from spectune.runtime.sampling import Noise, scaled
+from spectune.traces.errors import SpectuneError
+from spectune.traces.schema import Sampling
+from transformers import LlamaConfig, LlamaForCausalLM
+
+SIZES = {"layers": 16, "draft_layers": 2, "hidden": 2048, "heads": 32, "kv_heads": 8, "vocab": 128256, "context": 512}
+TINY = {"layers": 2, "draft_layers": 1, "hidden": 64, "heads": 4, "kv_heads": 2, "vocab": 320, "context": 48}
+TREE = {"draft": "draft", "growth": {"kind": "top_k", "width": 8}, "window": {"kind": "fixed", "gamma": 5}, "select": {"top_n": 60}}
+POLICIES: dict[str, dict[str, Any]] = {
+    "autoregressive": {"draft": "none"},
+    "chain, gamma 4": {"draft": "draft", "window": {"kind": "fixed", "gamma": 4}},
+    "EAGLE-2, N 60": TREE,
+    "HeteroSpec, N 60": {**TREE, "stratify": {"artifact": "bins", "alpha": 3, "fractions": [0.3, 0.6, 1.0]}},
+}
+BINS = Fitted("bins", {"thresholds": [60, 120, 180, 240, 300], "depth": 5, "draft": "draft"}, {})
+TOLERANCE = {torch.float32: 2e-4, torch.float16: 0.05, torch.bfloat16: 0.25}
+"""Nats by which rounding may part passes of different shapes."""
+HEADS = {
+    "cpu": [(4096, 160, torch.float32), (32000, 1024, torch.float32), (128000, 512, torch.float32)],
+    "cuda": [(32000, 4096, torch.bfloat16), (128256, 4096, torch.bfloat16), (32000, 1024, torch.float32)],
+}
+"""Output matrices: tokens, hidden size, dtype."""
+SHARES = (0.01, 0.05, 0.2, 0.5)
+UNIONS = 4
+"""Unions that a cell of the head goes through."""
+
+
+class Repeating:
+    """In a recorder's place where there is no CUDA: a replay runs the pass again."""
+
+    def capture(self, run: Callable[[], None], rehearse: Callable[[], None]) -> Callable[[], None]:
+        rehearse()
+        return run
+
+
+@contextmanager
+def replaying(pair: LoadedPair, replayed: bool) -> Iterator[None]:
+    """Takes the graphs away meanwhile, unless ``replayed``."""
+    models = [pair.target, *pair.drafts.values()]
+    kept = [model.graphs for model in models]
+    for model in models if not replayed else ():
+        model.graphs = None
+    yield
+    for model, graphs in zip(models, kept, strict=True):
+        model.graphs = graphs
+
+
+def random_model(wanted: argparse.Namespace, device: torch.device, dtype: torch.dtype, layers: int, seed: int) -> CausalModel:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=wanted.vocab,
+        hidden_size=wanted.hidden,
+        intermediate_size=4 * wanted.hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=wanted.heads,
+        num_key_value_heads=wanted.kv_heads,
+        max_position_embeddings=wanted.context + 1024,
+    )
+    with device:
+        model = LlamaForCausalLM(config).to(dtype)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(8.0)  # so that distributions are neither flat nor certain
+    return CausalModel(model, "target", f"random {seed}")
+
+
+class Graphs:
+    """A random pair whose passes can be captured, under the clock."""
+
+    def __init__(self, wanted: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> None:
+        self.wanted, self.device = wanted, device
+        target, draft = (random_model(wanted, device, dtype, n, i) for i, n in enumerate((wanted.layers, wanted.draft_layers)))
+        spec = PairSpec("gpu", "random", (("draft", "random"),))
+        self.pair = LoadedPair(spec, target, {"draft": draft}, None, frozenset())
+        draft.name = "draft"
+        use_graphs((target, draft), CudaRecorder() if device.type == "cuda" else Repeating())
+        prepare_graphs(self.pair, prepare(AUTOREGRESSIVE, self.pair.draft_names), Sampling(), wanted.context + 256)
+
+    def timed(self, call: Callable[[], Any]) -> tuple[float, Any]:
+        began = self._now()
+        out = call()
+        return self._now() - began, out
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def tokens(self, count: int, seed: int) -> torch.Tensor:
+        return torch.randint(self.wanted.vocab, (count,), generator=torch.Generator().manual_seed(seed)).to(self.device)
+
+    def verification(self) -> list[dict[str, Any]]:
+        """A row for every rung up to 128."""
+        target, context, repeats = self.pair.target, self.wanted.context, self.wanted.repeats
+        rungs = [r for r in RUNGS if r <= 128]
+        graphs = target.graphs
+        assert graphs is not None
+        graphs.capture({Kind(): rungs}, 0)
+        if graphs.problem:
+            raise SystemExit(f"error: nothing could be captured: {graphs.problem}")
+        target.read(self.tokens(context, 0), 0)
+        rows = []
+        for n in rungs:
+            ids, taken, logits = self.tokens(n, n), {False: list[float](), True: list[float]()}, dict[bool, torch.Tensor]()
+            for repeat in range(repeats + 2):  # two warm up
+                for replayed in (False, True):
+                    with replaying(self.pair, replayed):
+                        s, logits[replayed] = self.timed(partial(target.chain, ids, context, logits=n))
+                    taken[replayed] += [s] if repeat > 1 else []
+            rows.append({"tokens": n, **both(taken), "apart": float((logits[True] - logits[False]).abs().max())})
+        if graphs.replayed.total() != len(rungs) * (repeats + 2):
+            raise SystemExit("error: a pass that should have been replayed ran eagerly")
+        return rows
+
+    def rounds(self, name: str, sampling: Sampling) -> dict[str, Any]:
+        """A row for one policy."""
+        policy = parse_policy(POLICIES[name])
+        capture_s, prepared = self.timed(lambda: prepare_for(self.pair, policy, artifacts=lambda _: BINS, sampling=sampling))
+        decoder = Decoder(self.pair, StaticSource(prepared))
+        taken: dict[bool, list[float]] = {False: [], True: []}
+        gaps: list[float | None] = []
+        for n in range(self.wanted.requests + 1):
+            prompt = self.tokens(self.wanted.context, 1000 + n).tolist()
+            request = DecodeRequest(str(n), prompt, sampling, n + 1, self.wanted.new_tokens)
+            texts = {}
+            for replayed in (False, True):
+                with replaying(self.pair, replayed):
+                    texts[replayed] = decoder.decode(request)
+            if n:  # the first request warms up
+                for replayed, text in texts.items():
+                    taken[replayed] += [step.round_s for step in text.steps]
+                gaps.append(self._gap(request, *(texts[r].trajectory.output_ids.tolist() for r in (False, True))))
+        apart = [gap for gap in gaps if gap is not None]
+        row = {"policy": name, "temperature": sampling.temperature, **both(taken), "capture_s": capture_s}
+        return {**row, "texts": len(gaps), "same": len(gaps) - len(apart), "gap": max(apart, default=0.0)}
+
+    def _gap(self, request: DecodeRequest, one: list[int], other: list[int]) -> float | None:
+        """Nats between the scores of the two tokens where two texts part; None where they do not."""
+        at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
+        if at is None:
+            return None
+        target, prefix = self.pair.target, request.prompt_ids + one[:at]
+        scores = scaled(target.canonical(prefix), request.sampling)
+        if not request.sampling.greedy:
+            scores = scores + Noise(request.seed, target.vocab_size, target.device).row(len(prefix))
+        return float((scores[one[at]] - scores[other[at]]).abs())
+
+
+def both(taken: dict[bool, list[float]]) -> dict[str, float]:
+    """Medians in milliseconds, eager and replayed, and how much faster the latter is."""
+    eager, graph = (1e3 * statistics.median(taken[replayed]) for replayed in (False, True))
+    return {"eager_ms": eager, "graph_ms": graph, "speedup": eager / graph}
+
+
+def measure_graphs(wanted: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    dtype = pick_dtype("auto", device)
+    graphs = Graphs(wanted, device, dtype)
+    with torch.no_grad():
+        verify = graphs.verification()
+        rounds = [graphs.rounds(name, s) for name in POLICIES for s in (Sampling(), Sampling(temperature=1.0, seed=1))]
+    limit = TOLERANCE[dtype]
+    agrees = all(row["apart"] <= limit for row in verify) and all(row["gap"] <= 2 * limit for row in rounds)
+    return {"dtype": str(dtype), "agrees": agrees, "verify": verify, "rounds": rounds}
+
+
+# ------------------------------------------------------------------------------------------------ the gathered head
+
+
+def timer(call: Callable[[int], object], device: torch.device) -> Callable[[], float]:
+    """A timer of one call: on CUDA of a graph that holds a call for each union, else of a call behind one for another union."""
+    if device.type != "cuda":
+
+        def once() -> float:
+            call(UNIONS - 1)
+            began = time.perf_counter()
+            call(0)
+            return time.perf_counter() - began
+
+        return once
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(UNIONS):
+            call(i)
+    begun, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+    def replay() -> float:
+        begun.record()
+        graph.replay()
+        done.record()
+        torch.cuda.synchronize(device)
+        return float(begun.elapsed_time(done)) / 1e3 / UNIONS
+
+    return replay
+
+
+def measure_head(wanted: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
+    """A row for every matrix, number of hidden states and share of the vocabulary."""
+    cells = []
+    for vocab, d, dtype in HEADS[device.type][: 1 if wanted.quick else None]:
+        generator = torch.Generator().manual_seed(0)
+        weight = (torch.randn(vocab, d, generator=generator) / d**0.5).to(device, dtype)
+        head = GatheredHead(weight)
+        heads = {"chosen": head} | {way: GatheredHead(weight, way=way) for way in head.ways["over"]}
+        for rows in (1,) if wanted.quick else (1, 4, 10):
+            hidden = torch.randn(rows, d, generator=generator).to(device, dtype)
+            for share in SHARES:
+                count = max(1, int(vocab * share))
+                unions = [torch.randperm(vocab, generator=generator)[:count].sort().values.to(device) for _ in range(UNIONS)]
+                calls: dict[str, Callable[[int], object]] = {"whole": lambda _, w=weight, h=hidden: F.linear(h, w).float()}  # type: ignore[misc]
+                calls |= {name: partial(lambda o, h, u, i: o.over(h, u[i]), owner, hidden, unions) for name, owner in heads.items()}
+                for call in calls.values():  # compiles, measures, makes buffers
+                    for i in range(UNIONS):
+                        call(i)
+                timers = {name: timer(call, device) for name, call in calls.items()}
+                taken: dict[str, list[float]] = {name: [] for name in calls}
+                for _ in range(wanted.repeats):
+                    for name, once in timers.items():
+                        taken[name].append(once())
+                micros = {name: 1e6 * statistics.median(values) for name, values in taken.items()}
+                cell = {"vocab": vocab, "d": d, "dtype": str(dtype), "rows": rows, "tokens": count, "us": micros}
+                cells.append({**cell, "chosen": head.fastest(rows, count), "speedup": micros["whole"] / micros["chosen"]})
+    return cells
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", choices=("graphs", "head"), default=("graphs", "head"))
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--quick", action="store_true", help="a tiny size")
+    for name, size in {**SIZES, "repeats": 30, "requests": 4, "new_tokens": 96}.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=size)
+    wanted = parser.parse_args()
+    if wanted.quick:
+        vars(wanted).update({**TINY, "repeats": 3, "requests": 1, "new_tokens": 24})
+    try:
+        device = pick_device(wanted.device)
+    except SpectuneError as error:
+        raise SystemExit(f"error: {error}") from None
+    if device.type != "cuda" and not wanted.quick:
+        wanted.only = [name for name in wanted.only if name == "head"]  # there are no CUDA graphs to time
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {"device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu", "torch": torch.__version__}
+    if "graphs" in wanted.only:
+        found["graphs"] = measure_graphs(wanted, device)
+    if "head" in wanted.only:
+        with torch.inference_mode():
+            found["head"] = measure_head(wanted, device)
+    print(json.dumps(found, indent=1))
+    if not wanted.quick:
+        (Path(__file__).resolve().parent / "results" / f"gpu-{device.type}.json").write_text(json.dumps(found, indent=1) + "\n")
+    sys.exit(not found.get("graphs", {"agrees": True})["agrees"])
+
+
+if __name__ == "__main__":
+    main()
