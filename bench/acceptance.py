@@ -33,6 +33,7 @@ CHECKS = (*EXACT, *TIMED)
 
 def main() -> int:
     """Runs the checks that are asked for, prints a table, returns the exit code."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch is not imported yet
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", metavar="NAME", choices=CHECKS, help="run these checks alone")
     parser.add_argument("--fresh", action="store_true", help="forget what earlier runs did")
@@ -74,7 +75,7 @@ def _run_apart(names: Sequence[str], state: Path, quick: bool) -> None:
     command = [sys.executable, __file__, *(["--quick"] if quick else []), "--only"]
 
     def apart(name: str) -> None:
-        subprocess.run([*command, name], check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        subprocess.run([*command, name], check=False)
 
     if {"lossless", "parity"} & set(names):  # they share a laboratory, which one of them alone shall make
         code = f"import lab, pathlib; lab.make(pathlib.Path({str(state)!r}), {quick})"

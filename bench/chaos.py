@@ -411,13 +411,15 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
     # For the processes: they come from a server process that has imported everything once.
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join(sys.path)}
     processes.set_forkserver_preload(list(PRELOAD))
-    with _limited(LONGEST_S), Run(folder, seed) as run:
+    signal.alarm(int(LONGEST_S))  # ends this process, and with it the server and all members
+    with Run(folder, seed) as run:
         run.begin()
         run.spoil(seconds, run.kinds())
         run.finish()
         history = run.history()
         verdict = judge(history)
         texts = sum(n["event"] == "text" for m in run.members for n in run.notes(m.name))
+    signal.alarm(0)
     figures = verdict.to_json()
     late = figures["latency_s"] or {"median": None, "worst": None}
     return {
@@ -430,23 +432,3 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
         "attempts": len(history.attempts),
         **figures,
     }
-
-
-@contextmanager
-def _limited(seconds: float) -> Iterator[None]:
-    """No run is longer than this, and SIGTERM ends it as Ctrl-C does: the processes are cleared away."""
-
-    def late(*_: object) -> None:
-        raise TimeoutError(f"the chaos run took longer than {seconds:.0f} s")
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = {signal.SIGALRM: signal.signal(signal.SIGALRM, late), signal.SIGTERM: signal.signal(signal.SIGTERM, interrupt)}
-    signal.alarm(int(seconds))
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        for number, handler in before.items():
-            signal.signal(number, handler)

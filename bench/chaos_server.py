@@ -86,12 +86,14 @@ class Server:
         """Shuts down: connections are cut, and ``immediately`` memory is dropped as in a crash."""
         if self._process is None:
             return
+        pids = [self._process.pid, *_children(self._process.pid)]
         self._process.send_signal(signal.SIGQUIT if immediately else signal.SIGINT)
         try:
             self._process.wait(10)
         except subprocess.TimeoutExpired:
-            self._process.send_signal(signal.SIGQUIT)
-            self._process.wait(10)
+            for pid in pids:
+                _signal(pid, signal.SIGKILL)
+            self._process.wait()
         self._process = None
 
     @contextmanager
@@ -112,17 +114,9 @@ class Server:
     def close(self) -> None:
         """Ends the server and all its processes, frozen ones included."""
         if self._process is not None:
-            pids = [self._process.pid, *_children(self._process.pid)]
-            for pid in pids:
+            for pid in (self._process.pid, *_children(self._process.pid)):
                 _signal(pid, signal.SIGCONT)
-            self._process.send_signal(signal.SIGQUIT)
-            try:
-                self._process.wait(10)
-            except subprocess.TimeoutExpired:
-                for pid in pids:
-                    _signal(pid, signal.SIGKILL)
-                self._process.wait()
-            self._process = None
+            self.stop(immediately=True)
 
     def sql(self, statement: str, values: Any = None) -> list[dict[str, Any]]:
         """Executes one statement in a transaction of its own, behind the product's back; its rows, if it has any."""

@@ -113,7 +113,7 @@ def _chosen(lab: Lab, trace: ReplayTrace, quick: bool) -> dict[str, list[Trial]]
 def _confirmed(lab: Lab, category: str, chosen: dict[str, list[Trial]], quick: bool) -> list[dict[str, Any]]:
     """Chooses among finalists by execution, and executes the winners on requests that are new to all of this."""
     how = {"profile": lab.profile, "artifacts": lab.find}
-    first, second = (2, 3) if quick else (12, 32)
+    first, second = (2, 3) if quick else (9, 24)
     seen = len(lab.workload.requests)
     raced = {t.policy.id: t.policy for found in chosen.values() for t in found}
     decided = compare(lab.pair, list(raced.values()), encode(lab.pair, requests(first, skip=seen, category=category), lab.options), **how)
@@ -158,7 +158,7 @@ def tree_methods(lab: Lab, category: str, trace: ReplayTrace, quick: bool) -> li
     """HeteroSpec, C2T, adaptive depth and AdaEDL against EAGLE-2: tau and verified tokens replayed, exactly; speed executed on a few
     requests. ``eagle2_tokens_at_equal_tau`` is by EAGLE-2's own sweep of N."""
     rows: list[dict[str, Any]] = []
-    encoded = encode(lab.pair, requests(2 if quick else 4, skip=len(lab.workload.requests), category=category), lab.options)
+    encoded = encode(lab.pair, requests(2 if quick else 3, skip=len(lab.workload.requests), category=category), lab.options)
     for draft in DRAFTS:
         policies = {name: parse_policy(d) for name, d in _methods(lab, draft).items()}
         compared = compare(lab.pair, [AUTOREGRESSIVE, *policies.values()], encoded, artifacts=lab.find)

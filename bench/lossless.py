@@ -21,14 +21,14 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
     """
     rows: list[dict[str, Any]] = []
     outside = 0
-    for name, prompts in (("demo", 2 if quick else 36), ("gpt2", 2 if quick else 50)):
+    for name, prompts in (("demo", 2 if quick else 16), ("gpt2", 2 if quick else 24)):
         for n, sampling in enumerate((GREEDY, Sampling(0.7, top_p=0.95, seed=1), Sampling(1.0, seed=2))):
             lab = laboratory(state, name, GREEDY if sampling.greedy else SAMPLED, quick)
             workload = requests(prompts, skip=60, letters=None if name == "demo" else 200)
             encoded = encode(lab.pair, workload, DecodeOptions(sampling, TOKENS))
             if sampling.greedy:
                 outside += unlike_generate(lab, encoded)
-            rows += texts_differ(lab, encoded, n, 1 if quick else 6)
+            rows += texts_differ(lab, encoded, n, 1 if quick else 4)
     differences, texts = (sum(r[key] for r in rows) for key in ("differ", "prompts"))
     kinds = len({r["policy"] for r in rows})
     return {

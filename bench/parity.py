@@ -21,8 +21,8 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
     """
     rows: list[dict[str, Any]] = []
     for turn, lab in enumerate(laboratories(state, quick)):
-        trace, limit = lab.trace(), 2 if quick else 16 if lab.name == "demo" else 24
-        exact, rough = _policies(lab, turn, 1 if quick else 6)
+        trace, limit = lab.trace(), 2 if quick else 8 if lab.name == "demo" else 16
+        exact, rough = _policies(lab, turn, 1 if quick else 4)
         rows += [compared(lab, trace, policy, limit, exact=True) for policy in exact]
         rows += [compared(lab, trace, policy, limit, exact=False) for policy in rough]
     exact_rows = [r for r in rows if r["exact"]]

@@ -14,6 +14,7 @@ from spectune.optimizer.verdict import finite
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import AUTOREGRESSIVE, parse_policy
+from spectune.traces.latency import LatencyProfile
 from spectune.traces.schema import Sampling
 
 DRAFTS = ("small", "medium")
@@ -26,7 +27,11 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
     near ties owes something to luck. Where the only draft is as large as the target, nothing may be published.
     """
     pair = demo(DRAFTS)
-    rows = [_against_fixed(state, pair, category, quick) for category in CATEGORIES[: 1 if quick else 3]]
+    rows: list[dict[str, Any]] = []
+    profile: LatencyProfile | None = None
+    for category in CATEGORIES[: 1 if quick else 3]:
+        row, profile = _against_fixed(state, pair, category, profile, quick)
+        rows.append(row)
     worthless = _no_gain(state, pair, quick)
     least = min(r["share_of_best"] for r in rows)
     widest = max((r["share_interval"][1] or 9.0) - (r["share_interval"][0] or 0.0) for r in rows) / 2
@@ -39,9 +44,15 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
     }
 
 
-def _against_fixed(state: Path, pair: LoadedPair, category: str, quick: bool) -> dict[str, Any]:
+def _against_fixed(
+    state: Path, pair: LoadedPair, category: str, measured: LatencyProfile | None, quick: bool
+) -> tuple[dict[str, Any], LatencyProfile]:
+    """Figures of one workload, and the profile that was tuned by: the one given, if any."""
     store = stored(state / f"regret-{category}.db", fresh=True)
-    count, tokens, gammas, budget_s = (5, 10, 2, 2.0) if quick else (30, 48, 12, 45.0)
+    if measured is not None:
+        store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
+        store.put_profile(measured)
+    count, tokens, gammas, budget_s = (5, 10, 2, 2.0) if quick else (30, 48, 12, 40.0)
     workload, options = requests(count, category=category), DecodeOptions(Sampling(), tokens)
     wanted = TuneOptions(options=options, trials=4 if quick else 200, budget_s=budget_s, tree_width=0)
     tuned = tune(store, pair, workload, wanted)
@@ -60,10 +71,10 @@ def _against_fixed(state: Path, pair: LoadedPair, category: str, quick: bool) ->
     left = [p.id for p in exhaustive if p.id in compared.survivors] or [compared.timings.leader([p.id for p in exhaustive])]
     best = policies[max(left, key=lambda p: compared.ratio(p, winner.id, projected=True)[0])]
     both = [winner.id, best.id]
-    again = race(pair, [winner, best], encoded, whole=both, kept=both, profile=profile, passes=3)
+    again = race(pair, [winner, best], encoded, whole=both, kept=both, profile=profile, passes=2)
     share = again.ratio(winner.id, best.id)
     print(f"  {category}: {winner.label()} at {share[0]:.4f} ({share[1]:.4f}-{share[2]:.4f}) of {best.label()}", flush=True)
-    return {
+    row = {
         "workload": category,
         "winner": winner.label(),
         "best_fixed": best.label(),
@@ -74,6 +85,7 @@ def _against_fixed(state: Path, pair: LoadedPair, category: str, quick: bool) ->
         "tokens_per_s": {p.label(): compared.outcomes[p.id].total.tokens_per_s for p in policies.values() if p.id in compared.outcomes},
         "tune_seconds": dict(tuned.seconds),
     }
+    return row, profile
 
 
 def _no_gain(state: Path, pair: LoadedPair, quick: bool) -> dict[str, Any]:
