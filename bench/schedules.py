@@ -10,5 +10,5 @@ from suites import tests
 
 def check(state: Path, quick: bool = False) -> dict[str, Any]:
     """8 workers x 200 due slots on SQLite and PostgreSQL, takeover of a dead worker, daylight saving by table."""
-    times = "tests/test_schedule_times.py"
-    return tests([times] if quick else [times, "tests/test_schedule_store.py", "tests/test_schedule_workers.py"])
+    parts = ("times",) if quick else ("times", "store", "workers", "retries", "parking")
+    return tests([f"tests/test_schedule_{part}.py" for part in parts])
