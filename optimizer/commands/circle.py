@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 @click.option(
     "--contexts", help="Context lengths to measure at, comma-separated; default: those that the recording serves, else 32,160,384."
 )
-@click.option("--repeats", type=click.IntRange(1, 10_000), default=2, show_default=True, help="Sweeps over all that is measured.")
+@click.option("--repeats", type=click.IntRange(1, 10_000), default=1, show_default=True, help="Sweeps over all that is measured.")
 @click.option("--no-trees", is_flag=True, help="Leave out what trees cost: quicker, for chains alone.")
 @click.option(
     "--recording", help="Measure trees on the texts of ID or latest; default: the pair's newest complete one, else random tokens."

@@ -48,6 +48,9 @@ BLOCK: Final = 3
 and is not counted."""
 PER_REQUEST: Final = 10
 """Blocks of one request."""
+CHECKS: Final = 3
+CHECKED_TOKENS: Final = 12
+"""Requests of each policy to check with in a sweep and at each temperature, and their tokens."""
 SAMPLINGS: Final = (Sampling(), Sampling(temperature=1.0))
 TREES: Final = (
     (1, 4, 4),
@@ -111,15 +114,21 @@ class Experiment:
     clock: Clock = time.perf_counter
     rounds: list[MeasuredRound] = field(default_factory=list)
     prefills: list[Prefill] = field(default_factory=list)
+    checked: list[tuple[int, MeasuredRound]] = field(default_factory=list)
+    """Rounds of policies to check with, beside the policy's number."""
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.seed)
         self.backend = ModelBackend(self.pair)
         self.backend.every_shape = True
 
-    def sweep(self, cells: Mapping[str, Sequence[Cell]]) -> None:
-        """Every cell of every draft once at each temperature, and every prefill, in random order."""
+    def sweep(self, cells: Mapping[str, Sequence[Cell]], checked: Sequence[Cell] = ()) -> None:
+        """Every cell of every draft once at each temperature, every prefill, and short requests
+        under each cell of ``checked``, in random order."""
         work: list[Callable[[], None]] = []
+        for number, cell in enumerate(checked):
+            for sampling in SAMPLINGS * CHECKS:
+                work.append(partial(self.check, number, cell, sampling))
         for own in cells.values():
             for sampling in SAMPLINGS:
                 order = [own[i] for i in self.rng.permutation(len(own))]
@@ -145,6 +154,16 @@ class Experiment:
             for n, made in enumerate(islice(rounds, BLOCK)):
                 if n or made.step.lag > 2:
                     self.rounds.append(measured(made, cell, len(prompt), sampling))
+
+    def check(self, number: int, cell: Cell, sampling: Sampling) -> None:
+        """One request under one policy, whose rounds are kept apart from those to be fitted."""
+        prompt = self.prompt(CHECKED_TOKENS)
+        budget = min(CHECKED_TOKENS, self.pair.max_positions - len(prompt))
+        seed = int(self.rng.integers(1 << 31))
+        request = DecodeRequest("check", prompt, sampling, seed, budget)
+        source = Blocks(cell.plan)
+        made = list(decode_rounds(self.backend, request, source, self.clock))[1:]
+        self.checked += [(number, measured(one, cell, len(prompt), sampling)) for one in made]
 
     def prefill(self, draft: str, rows: int) -> None:
         """What precedes the rounds of a request of which ``rows`` tokens are read, by ``draft``

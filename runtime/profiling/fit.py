@@ -14,7 +14,13 @@ from typing import Final, NamedTuple
 
 import numpy as np
 from scipy.optimize import nnls
-from spectune.runtime.costs import MeasuredRound, Share, drafting_terms, rest_terms, verification_terms
+from spectune.runtime.costs import (
+    MeasuredRound,
+    Share,
+    drafting_terms,
+    rest_terms,
+    verification_terms,
+)
 from spectune.traces.cost_table import CostTable, FloatArray
 from spectune.traces.latency import LatencyProfile
 

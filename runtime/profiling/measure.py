@@ -13,30 +13,33 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import torch
-from spectune.runtime.costs import MeasuredRound, Passes, RoundKind, middles, round_costs, round_seconds
+from spectune.runtime.costs import (
+    MeasuredRound,
+    Passes,
+    RoundKind,
+    middles,
+    round_costs,
+    round_seconds,
+)
 from spectune.runtime.loading import LoadedPair
-from spectune.runtime.loop import DecodeRequest, StaticSource, decode_rounds
 from spectune.runtime.policies.document import FixedWindow, FsmWindow, MaxProbStop, Policy
 from spectune.runtime.policies.plan import prepare
 from spectune.runtime.profiling.experiment import (
-    SAMPLINGS,
+    CHECKED_TOKENS,
     Cell,
     Experiment,
     cells_of,
-    measured,
     tree_policy,
 )
 from spectune.runtime.profiling.fit import fit_profile
 from spectune.runtime.profiling.shapes import shapes_of
 from spectune.traces.cost_table import FloatArray
 from spectune.traces.latency import LatencyProfile
-from spectune.traces.schema import Sampling
 
 ACCEPTED_ERROR: Final = 0.08
 """Median relative error of predicted rounds up to which a profile is accepted."""
 CHECKED_TREES: Final = ((8, 5, 32), (5, 3, 12))
 """(width, levels, nodes) of the trees that a profile is checked with."""
-CHECKED_TOKENS: Final = 32
 
 CONTEXTS: Final = (32, 160, 384)
 """Knots of the context where nobody says what is served."""
@@ -50,7 +53,7 @@ def measure_profile(
     *,
     gamma_max: int = 16,
     contexts: Sequence[int] = (),
-    repeats: int = 2,
+    repeats: int = 1,
     trees: bool = True,
     texts: Sequence[Sequence[int]] = (),
     seed: int = 0,
@@ -70,21 +73,20 @@ def measure_profile(
     )
     experiment = Experiment(pair, usable, [t for t in texts if len(t) > usable[0]], seed, clock)
     cells = cells_of(pair, gamma_max, trees=trees)
+    checked = _checked_cells(pair, gamma_max, trees=trees)
     experiment.sweep(
         {name: own[:2] for name, own in cells.items()}
     )  # first touches and compilation
     experiment.rounds.clear()
     experiment.prefills.clear()
     for done in range(repeats):
-        experiment.sweep(cells)
-        progress("rounds", done + 1, repeats + 1)
+        experiment.sweep(cells, checked)
+        progress("rounds", done + 1, repeats)
     dtype = str(pair.target.dtype).removeprefix("torch.")
     empty = LatencyProfile(pair.id, pair.device.type, dtype, {}, environment(pair))
     shapes = shapes_of(cells, usable, experiment.rounds, experiment.prefills)
     profile = fit_profile(empty, shapes, experiment.rounds, experiment.prefills)
-    checked = _check(experiment, profile, gamma_max, trees=trees)
-    progress("check", repeats + 1, repeats + 1)
-    return checked
+    return _check(experiment, profile)
 
 
 def predicted_seconds(profile: LatencyProfile, rounds: Sequence[MeasuredRound]) -> FloatArray:
@@ -109,29 +111,18 @@ def predicted_seconds(profile: LatencyProfile, rounds: Sequence[MeasuredRound]) 
     return found
 
 
-def _check(
-    experiment: Experiment, profile: LatencyProfile, gamma_max: int, *, trees: bool
-) -> LatencyProfile:
-    """Executes requests under a few other policies in random order, and compares predicted with
-    executed rounds."""
-    cells = _checked_cells(experiment.pair, gamma_max, trees=trees)
-    rounds: list[MeasuredRound] = []
-    places: list[int] = []
-    for sampling in SAMPLINGS:
-        prompt = experiment.prompt(CHECKED_TOKENS)
-        for i in experiment.rng.permutation(len(cells)):
-            own = _request(experiment, cells[i], prompt, sampling)[1:]
-            rounds += own
-            places += [int(i)] * len(own)
-    predicted, executed = (
-        predicted_seconds(profile, rounds),
-        np.array([[r.draft_s, r.verify_s, r.round_s] for r in rounds]),
-    )
-    which, tree = np.array(places), np.array([bool(r.kind.growth) for r in rounds])
-    check = _errors(predicted[~tree, 2], executed[~tree, 2], which[~tree])
-    check["overhead_share"] = float(1.0 - np.median(executed[:, :2].sum(1) / executed[:, 2]))
+def _check(experiment: Experiment, profile: LatencyProfile) -> LatencyProfile:
+    """Compares predicted with executed rounds of policies that the fit has not seen."""
+    rounds = [r for _, r in experiment.checked]
+    predicted = predicted_seconds(profile, rounds)[:, 2]
+    executed = np.array([r.round_s for r in rounds])
+    which = np.array([number for number, _ in experiment.checked])
+    tree = np.array([bool(r.kind.growth) for r in rounds])
+    check = _errors(predicted[~tree], executed[~tree], which[~tree])
+    phases = np.array([r.draft_s + r.verify_s for r in rounds])
+    check["overhead_share"] = float(1.0 - np.median(phases / executed))
     if tree.any():
-        check["trees"] = _errors(predicted[tree, 2], executed[tree, 2], which[tree])
+        check["trees"] = _errors(predicted[tree], executed[tree], which[tree])
     return replace(profile, check=check)
 
 
@@ -170,20 +161,13 @@ def _checked_cells(pair: LoadedPair, gamma_max: int, *, trees: bool) -> list[Cel
         )
     for name in pair.models if trees else ():
         policies += [tree_policy(name, *shape) for shape in CHECKED_TREES]
-    kinds = [RoundKind.of(p, tree=p.is_tree or p.draft not in (*pair.chain_drafts, "none")) for p in policies]
+    kinds = [
+        RoundKind.of(p, tree=p.is_tree or p.draft not in (*pair.chain_drafts, "none"))
+        for p in policies
+    ]
     return [
         Cell(prepare(p, pair.draft_names), kind) for p, kind in zip(policies, kinds, strict=True)
     ]
-
-
-def _request(
-    experiment: Experiment, cell: Cell, prompt: list[int], sampling: Sampling
-) -> list[MeasuredRound]:
-    """One request under one policy."""
-    budget = min(CHECKED_TOKENS, experiment.pair.max_positions - len(prompt))
-    request = DecodeRequest("check", prompt, sampling, 1, budget)
-    rounds = decode_rounds(experiment.backend, request, StaticSource(cell.plan), experiment.clock)
-    return [measured(made, cell, len(prompt), sampling) for made in rounds]
 
 
 def environment(pair: LoadedPair) -> dict[str, Any]:
