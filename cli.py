@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 import click
+
 from spectune.optimizer.commands.circle import profile
 from spectune.optimizer.commands.database import db
 from spectune.optimizer.commands.fits import fit

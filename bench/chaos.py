@@ -31,6 +31,7 @@ import chaos_roles as roles
 import chaos_spoil as spoil
 from chaos_judge import BOUND_S, Fault, History, Job, Publication, Said, Watched, judge
 from chaos_server import Server
+
 from spectune.db import open_database
 from spectune.optimizer.schedule import add_schedule, pause_schedule
 from spectune.traces.store import TraceStore

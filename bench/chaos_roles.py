@@ -101,7 +101,7 @@ def watcher(place: Place, note: Notes, stop: threading.Event, pair_file: Path) -
     from spectune.runtime.loop import PolicySource, StaticSource
     from spectune.runtime.pair import read_pair
     from spectune.runtime.policies.document import parse_policy
-    from spectune.runtime.policies.plan import prepare
+    from spectune.runtime.policies.prepare import prepare
     from spectune.traces.schema import Request, Sampling
 
     pair = load_pair(read_pair(str(pair_file)), device="cpu")
@@ -271,6 +271,7 @@ def prepare_pairs(place: Place, note: Notes, stop: threading.Event, names: Seque
     """Makes a tiny pair for each name, each of other weights, stores it with a made-up profile, and notes its id."""
     from doors import put_profile
     from pairs import make_pair
+
     from spectune.runtime.pair import read_pair
 
     for seed, name in enumerate(names):

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from chaos_server import Server
+
 from spectune.traces.schema import policy_id
 from spectune.traces.store import TraceStore
 

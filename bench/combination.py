@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from lab import CATEGORIES, DEPTH, GREEDY, Document, Lab, compare, fixed, laboratory, requests, top_k
+
 from spectune.optimizer.execute import Comparison, encode
 from spectune.optimizer.search import TIE, Study, Trial, finalists, search
-from spectune.optimizer.simulate.replay import ReplayTrace, run_replay
+from spectune.optimizer.simulate.replay import run_replay
+from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.spaces import Kinds
 from spectune.optimizer.verdict import finite, weighed
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy

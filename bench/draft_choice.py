@@ -11,18 +11,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from lab import CATEGORIES, compare, demo, requests, stored
+
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.execute import DecodeOptions, Encoded, Timings, encode, run
 from spectune.optimizer.fit.chooser_fits import ChooserSource, fit_source, keep_chooser
 from spectune.optimizer.fit.on_the_fly import read_prompts
 from spectune.optimizer.profiles import profile_for
 from spectune.optimizer.record import split
-from spectune.optimizer.simulate.replay import ReplayTrace, run_replay
+from spectune.optimizer.simulate.replay import run_replay
+from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.verdict import finite
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import StaticSource
 from spectune.runtime.policies.document import AUTOREGRESSIVE, ChooserPolicy, Policy, parse_policy
-from spectune.runtime.policies.plan import prepare
+from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.recording.chains import record_panorama
 from spectune.traces.latency import LatencyProfile
 from spectune.traces.schema import Request, Sampling, Workload

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 from lab import GAMMA, GREEDY, Lab, compare, demo, fixed, gpt2, laboratory, requests, spread_over, stored
 from scipy.stats import kendalltau
+
 from spectune.optimizer.execute import Comparison, DecodeOptions
 from spectune.optimizer.profiles import at_pace_of, expected_seconds
-from spectune.optimizer.simulate.replay import ReplayTrace, run_replay
+from spectune.optimizer.simulate.replay import run_replay
+from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.tune import TuneOptions, tune
 from spectune.runtime.policies.document import Policy, parse_policy
 

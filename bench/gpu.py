@@ -29,6 +29,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
 from spectune.runtime.cuda.graphs import RUNGS, CudaRecorder, Kind, use_graphs
 from spectune.runtime.cuda.pass_sizes import prepare_graphs
 from spectune.runtime.decoder import Decoder, prepare_for
@@ -39,11 +41,10 @@ from spectune.runtime.models import CausalModel, pick_device, pick_dtype
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.artifacts import Fitted
 from spectune.runtime.policies.document import AUTOREGRESSIVE, parse_policy
-from spectune.runtime.policies.plan import prepare
+from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.sampling import Noise, scaled
 from spectune.traces.errors import SpectuneError
 from spectune.traces.schema import Sampling
-from transformers import LlamaConfig, LlamaForCausalLM
 
 SIZES = {"layers": 16, "draft_layers": 2, "hidden": 2048, "heads": 32, "kv_heads": 8, "vocab": 128256, "context": 512}
 TINY = {"layers": 2, "draft_layers": 1, "hidden": 64, "heads": 4, "kv_heads": 2, "vocab": 320, "context": 48}

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 import transformers
 from pairs import make_pair
+from synthetic import flat_profile, with_heads
+
 from spectune.db.database import open_database
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.execute import Comparison, DecodeOptions, Encoded, Expected, Timings, encode, race, run
@@ -21,7 +23,7 @@ from spectune.optimizer.fit.tuning import fit_shortlists, fit_trees, ranks_for
 from spectune.optimizer.inputs import load_workload
 from spectune.optimizer.profiles import profile_for
 from spectune.optimizer.record import RecordRequest, cover_of, record, retrace_trees
-from spectune.optimizer.simulate.replay import ReplayTrace
+from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.trace import open_trace
 from spectune.optimizer.spaces import ShortlistLimit, TreeLimit, with_shortlist
 from spectune.runtime.decoder import Decoded
@@ -30,11 +32,10 @@ from spectune.runtime.loop import StaticSource
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
-from spectune.runtime.policies.plan import prepare
+from spectune.runtime.policies.prepare import prepare
 from spectune.traces.latency import LatencyProfile
 from spectune.traces.schema import Sampling, Step, Workload
 from spectune.traces.store import TraceStore
-from synthetic import flat_profile, with_heads
 
 CATEGORIES = ("code", "prose", "math")
 GREEDY, SAMPLED = Sampling(), Sampling(1.0, seed=5)

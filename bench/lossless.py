@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from lab import GREEDY, SAMPLED, Lab, laboratory, requests, spread_over, tau_of
+
 from spectune.optimizer.execute import DecodeOptions, Encoded, encode
 from spectune.runtime.policies.document import AUTOREGRESSIVE
 from spectune.traces.schema import Sampling

@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 from lab import Lab, laboratories, spread_over, tau_of, unlike
-from spectune.optimizer.simulate.replay import ReplayTrace, run_replay
+
+from spectune.optimizer.simulate.replay import run_replay
+from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.runtime.policies.document import Policy
 
 TAU_TARGET = 0.005

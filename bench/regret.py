@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lab import CATEGORIES, demo, fixed, requests, stored
+
 from spectune.optimizer.execute import DecodeOptions, encode, race
 from spectune.optimizer.profiles import expected_seconds
 from spectune.optimizer.simulate.trace import open_trace

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lab import CATEGORIES, compare, demo, fixed, requests, top_k
+
 from spectune.optimizer.execute import DecodeOptions, encode
 from spectune.runtime.policies.document import AUTOREGRESSIVE, parse_policy
 from spectune.traces.schema import Sampling

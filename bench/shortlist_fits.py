@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 from lab import Document, demo, fixed, requests, stored, top_k
+
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.execute import DecodeOptions, Encoded, encode
 from spectune.optimizer.fit.dynaspec import fit_router
@@ -25,7 +26,7 @@ from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.runtime.policies.dynaspec import cluster_budget
 from spectune.runtime.policies.fr_spec import frequency_budget
-from spectune.runtime.policies.plan import prepare
+from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.shortlists import Support
 from spectune.traces.schema import Sampling, Trajectory, Workload
 from spectune.traces.store import TraceStore

@@ -23,6 +23,7 @@ from shortlist_fits import (
     fit,
     fixed_clusters,
 )
+
 from spectune.optimizer.execute import DecodeOptions
 from spectune.runtime.policies.document import AUTOREGRESSIVE
 from spectune.traces.schema import Sampling

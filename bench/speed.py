@@ -23,19 +23,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 import numpy as np
 from lab import GREEDY, SAMPLED, demo, environment, fixed, requests, top_k
+from synthetic import flat_profile
+
 from spectune.db.database import open_database
 from spectune.optimizer.execute import DecodeOptions, encode, warm
 from spectune.optimizer.record import RecordRequest, record, retrace_trees
 from spectune.optimizer.simulate.forest import tabulate_growth
-from spectune.optimizer.simulate.replay import ReplayTrace, replay_many, run_replay
+from spectune.optimizer.simulate.replay import replay_many, run_replay
+from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import StaticSource
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
-from spectune.runtime.policies.plan import prepare
+from spectune.runtime.policies.prepare import prepare
 from spectune.traces.schema import AGREE_NO, AGREE_YES, ChainPanorama, Sampling, Trajectory
 from spectune.traces.store import TraceStore
-from synthetic import flat_profile
 
 GAMMA_MAX = 16
 RESULTS = Path(__file__).resolve().parent / "results" / "speed.json"

@@ -13,6 +13,7 @@ import torch
 from lab import CATEGORIES, Document, fixed
 from papers import dynaspec
 from shortlist_fits import NEW_TOKENS, Fits, rounds_of
+
 from spectune.optimizer.execute import DecodeOptions
 from spectune.runtime.loop import Round
 from spectune.runtime.policies.document import parse_policy

@@ -24,6 +24,7 @@ import torch
 from lab import CATEGORIES, Document, compare, demo, requests, stored
 from safetensors.torch import load_file, save_file
 from shortlist_fits import STEPS, Fits, decaying_clusters, decaying_tokens, drafting, execute
+
 from spectune.optimizer.execute import DecodeOptions, encode, run
 from spectune.optimizer.fit.dynaspec import fit_router
 from spectune.optimizer.fit.fr_spec import count_tokens, frequency_order
@@ -33,7 +34,7 @@ from spectune.runtime.loop import StaticSource
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.artifacts import FREQUENCIES
 from spectune.runtime.policies.document import AUTOREGRESSIVE
-from spectune.runtime.policies.plan import prepare
+from spectune.runtime.policies.prepare import prepare
 from spectune.traces.schema import Sampling
 
 Tensors = dict[str, torch.Tensor]

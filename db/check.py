@@ -7,14 +7,15 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from sqlalchemy import inspect, select
+from sqlalchemy.orm import Session
+
 from spectune.db.database import Database, schema_of
 from spectune.db.errors import DatabaseError
 from spectune.db.migrate import head
 from spectune.db.models import Packed
 from spectune.db.tables import PACKED
 from spectune.db.urls import parse_url, shown
-from sqlalchemy import inspect, select
-from sqlalchemy.orm import Session
 
 _BATCH = 256
 

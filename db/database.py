@@ -10,6 +10,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from sqlalchemy import URL, Connection, text
+from sqlalchemy.orm import Session
+
 from spectune.db.copies import keep_copy
 from spectune.db.engine import LONG, NO_BEGIN, WRITES, make_engine
 from spectune.db.errors import DatabaseError, SchemaError
@@ -17,8 +20,6 @@ from spectune.db.failures import translated, understood
 from spectune.db.migrate import current, foreign_tables, head, migrate, revisions
 from spectune.db.sqlite import is_read_only, real_path
 from spectune.db.urls import parse_url, shown
-from sqlalchemy import URL, Connection, text
-from sqlalchemy.orm import Session
 
 _MIGRATION_LOCK = 7_310_021
 """Key of the PostgreSQL advisory lock that upgrades take."""

@@ -9,8 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from spectune.db.sqlite import connect as connect_sqlite
 from sqlalchemy import URL, Connection, Engine, NullPool, create_engine, event
+
+from spectune.db.sqlite import connect as connect_sqlite
 
 WRITES = {"spectune_write": True}
 """Execution option of connections that write: on SQLite they begin IMMEDIATE."""

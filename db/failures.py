@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from spectune.db.errors import DatabaseError, UnavailableError
-from spectune.db.sqlite import BUSY_TIMEOUT_S
-from spectune.db.urls import masked, shown
 from sqlalchemy import URL
 from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
+
+from spectune.db.errors import DatabaseError, UnavailableError
+from spectune.db.sqlite import BUSY_TIMEOUT_S
+from spectune.db.urls import masked, shown
 
 _LATER = frozenset({"55P03", "57014", "40001", "40P01", "25006", "25P03", "42P01", "3D000", "3F000"})
 """SQLSTATEs that may be gone next time: locked, out of time, serialization, deadlock; a standby's refusal to write, a transaction that

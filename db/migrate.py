@@ -9,8 +9,9 @@ from alembic import command
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from spectune.db.tables import metadata
 from sqlalchemy import Connection, inspect
+
+from spectune.db.tables import metadata
 
 VERSION_TABLE = "spectune_schema"
 _FOLDER = Path(__file__).with_name("migrations")

@@ -10,8 +10,6 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
-from spectune.db.base import Base
-from spectune.db.types import OutsideJson, UtcDateTime
 from sqlalchemy import (
     JSON,
     BigInteger,
@@ -26,6 +24,9 @@ from sqlalchemy import (
     UniqueConstraint,
 )
 from sqlalchemy.orm import Mapped, mapped_column
+
+from spectune.db.base import Base
+from spectune.db.types import OutsideJson, UtcDateTime
 
 Document = dict[str, Any]
 CASCADE = "CASCADE"

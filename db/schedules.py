@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from spectune.db.base import Base
-from spectune.db.types import OutsideJson
 from sqlalchemy import BigInteger, Boolean, CheckConstraint, Double, ForeignKey, Index, Integer, String, Text
 from sqlalchemy.orm import Mapped, mapped_column
+
+from spectune.db.base import Base
+from spectune.db.types import OutsideJson
 
 OUTCOMES = ("enqueued", "misfired", "coalesced", "skipped")
 """What became of a slot: a job; nothing, as it came too late; nothing, as a later slot of the same tick stands for it;

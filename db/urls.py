@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from urllib.parse import quote, quote_plus
 
-from spectune.db.errors import DatabaseError
 from sqlalchemy import URL, make_url
 from sqlalchemy.exc import ArgumentError
+
+from spectune.db.errors import DatabaseError
 
 _POSTGRES = ("postgres", "postgresql", "postgresql+psycopg")
 _SQLITE = ("sqlite", "sqlite+pysqlite")

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from spectune.demo.prompts import CATEGORIES, Prompt, demo_workload
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from spectune.demo.prompts import CATEGORIES, Prompt, demo_workload
 
 HEAD = "head"
 """The folder of the EAGLE-3-style head, which demo/train_head.py measures itself."""

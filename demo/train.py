@@ -25,11 +25,12 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
-from spectune.demo.corpus import END_OF_TEXT, Document, corpus
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.cache_utils import StaticCache
+
+from spectune.demo.corpus import END_OF_TEXT, Document, corpus
 
 VOCAB_SIZE = 4096
 MAX_POSITIONS = 2048

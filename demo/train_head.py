@@ -28,13 +28,14 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+
 from spectune.demo.card import posterior_gumbel
 from spectune.demo.corpus import corpus
 from spectune.demo.prompts import CATEGORIES, demo_workload
 from spectune.demo.train import Windows, own_text, stable_then_decay
-from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 TAPS = 3
 """Hidden states of the target that the head reads."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
 from spectune.db.errors import CorruptedChunkError, NotFoundError
 from spectune.runtime.policies.artifacts import Q_TABLE, Artifacts, Fitted
 from spectune.runtime.policies.windows import WindowState
@@ -15,7 +16,7 @@ from spectune.traces.store import TraceStore
 
 
 def fitted(store: TraceStore, pair_id: str | None = None) -> Artifacts:
-    """Finds artifacts by id or an unambiguous beginning of one, for :func:`runtime.policies.plan.prepare`;
+    """Finds artifacts by id or an unambiguous beginning of one, for :func:`runtime.policies.prepare.prepare`;
     with ``pair_id`` only what was fitted for that pair (a Q-table may be any pair's).
 
     It raises PolicyError where there is none, or it is damaged. What was found is remembered: an artifact

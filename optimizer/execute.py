@@ -9,13 +9,14 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import stdtrit
+
 from spectune.runtime.cuda.pass_sizes import prepare_graphs
 from spectune.runtime.decoder import Decoded, Decoder, prepare_for
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import DecodeRequest, PolicySource, StaticSource
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import Policy
-from spectune.runtime.policies.plan import prepare
+from spectune.runtime.policies.prepare import prepare
 from spectune.traces.schema import (
     Counts,
     LatencyProfile,

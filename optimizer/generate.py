@@ -7,13 +7,15 @@ from typing import Any
 
 from rich.console import Console
 from rich.text import Text
+
 from spectune.optimizer.execute import DecodeOptions, counts_of
 from spectune.optimizer.report.drawn_trees import ACCEPTED, OWN, tree_json, tree_view
 from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import Round, StaticSource
 from spectune.runtime.policies.document import AUTOREGRESSIVE
-from spectune.runtime.policies.plan import Plan, prepare
+from spectune.runtime.policies.plan import Plan
+from spectune.runtime.policies.prepare import prepare
 from spectune.traces.schema import Request
 from spectune.traces.text import printable
 

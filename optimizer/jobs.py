@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any, cast
 
 import numpy as np
+
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.inputs import load_workload
 from spectune.optimizer.record import recording_options

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from sqlalchemy.orm import Session
+
 from spectune.db.errors import StaleVersionError
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.inputs import published_policy
@@ -15,7 +17,6 @@ from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
 from spectune.traces.errors import PolicyError
 from spectune.traces.schema import LatencyProfile
 from spectune.traces.store import Publication, TraceStore
-from sqlalchemy.orm import Session
 
 
 def incumbent_of(store: TraceStore, pair: LoadedPair, active: Publication | None, profile: LatencyProfile) -> tuple[Policy, str]:

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import optuna
-from spectune.optimizer.simulate.replay import ReplayTrace, replay, run_replay
+
+from spectune.optimizer.simulate.replay import replay, run_replay
+from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.spaces import (
     ALL_KINDS,
     GROWTH_ORDER,

@@ -8,6 +8,7 @@ from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+
 from spectune.runtime.policies.document import (
     AUTOREGRESSIVE,
     DEFAULT_TOP_N,

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from sqlalchemy.orm import Session
+
 from spectune.db.errors import CorruptedChunkError
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.execute import Comparison, DecodeOptions, encode_recorded, race
@@ -24,7 +26,8 @@ from spectune.optimizer.profiles import at_pace_of, doubts, expected_seconds, pr
 from spectune.optimizer.publish import earlier_winners, incumbent_of, publish
 from spectune.optimizer.record import RecordRequest, cover_of, look_around, record, retrace_trees, split
 from spectune.optimizer.search import Study, finalists, is_fixed, rivals, search, worth_trying
-from spectune.optimizer.simulate.replay import ReplayTrace, replay
+from spectune.optimizer.simulate.replay import replay
+from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.trace import Grown, open_trace
 from spectune.optimizer.spaces import ShortlistLimit, TreeLimit, transformers_heuristic
 from spectune.optimizer.verdict import Tuned, candidates_of, fastest_of, verdict
@@ -33,13 +36,12 @@ from spectune.runtime.loop import StaticSource
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import AUTOREGRESSIVE, ChooserPolicy, Policy, parse_policy
 from spectune.runtime.policies.draft_choice import Chooser
-from spectune.runtime.policies.plan import prepare
+from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.policies.prepared_chooser import PREDICTED, prompt_key, stored_chooser
 from spectune.runtime.recording.trees import Cover
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.schema import Trajectory, Workload
 from spectune.traces.store import Publication, StoredProfile, TraceStore
-from sqlalchemy.orm import Session
 
 MOST_COVERS = 4
 """Growths of one draft beyond the recording that are recorded as well; each makes every tree larger."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
 from spectune.runtime.policies.document import GAMMA_LIMIT, NODE_LIMIT, Policy
 from spectune.runtime.policies.jit import compiled
 from spectune.runtime.policies.windows import WindowCosts

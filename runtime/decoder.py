@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
+from torch import Tensor
+
 from spectune.runtime.cuda.pass_sizes import prepare_graphs
 from spectune.runtime.drafts.eagle import EagleDraft, Features
 from spectune.runtime.drafts.language_model import LanguageModelDraft
@@ -22,7 +24,8 @@ from spectune.runtime.models import ids_tensor
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import NODE_LIMIT, Policy
 from spectune.runtime.policies.draft_choice import TARGET, keeps_reading
-from spectune.runtime.policies.plan import Plan, check_verifier, prepare
+from spectune.runtime.policies.plan import Plan, check_verifier
+from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.policies.prepared_chooser import with_candidates
 from spectune.runtime.policies.prompt_features import Prompt
 from spectune.runtime.prompts import log_perplexity
@@ -42,7 +45,6 @@ from spectune.traces.schema import (
     Verifier,
     request_seed,
 )
-from torch import Tensor
 
 SHORTLISTS_KEPT = 8
 """Shortlists of policies that a backend keeps ready, with the weights cut out for them."""
@@ -379,7 +381,7 @@ def prepare_for(
     artifacts: Artifacts | None = None,
     sampling: Sampling | None = None,
 ) -> Plan:
-    """:func:`runtime.policies.plan.prepare` for a loaded pair, with everything done that its first
+    """:func:`runtime.policies.prepare.prepare` for a loaded pair, with everything done that its first
     rounds would otherwise wait for: a shortlist's weights are cut out, and the quickest ways to
     multiply them measured; on CUDA the graphs that rounds at ``sampling`` (None: any) can need are
     captured. It may run in another thread than decoding does.

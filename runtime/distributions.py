@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+
 from spectune.runtime import near_ties
 from spectune.runtime.policies.jit import compiled
 from spectune.runtime.sampling import kept, scaled

@@ -30,9 +30,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
 from spectune.runtime.cuda.kernel import gathered_logits, kernel_runs, power_of_two
 from spectune.traces.errors import PairError, PolicyError
-from torch import Tensor
 
 Sums = Callable[
     [

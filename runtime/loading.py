@@ -9,6 +9,8 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from transformers import AutoTokenizer
+
 from spectune.runtime.cuda.graphs import CudaRecorder, use_graphs, wanted
 from spectune.runtime.drafts.eagle_formats import load_head
 from spectune.runtime.drafts.eagle_head import EagleHead
@@ -17,7 +19,6 @@ from spectune.runtime.models import CausalModel, load_model, pick_device, pick_d
 from spectune.runtime.pair import PairSpec, check_threads, expanded, is_head, is_local, translated
 from spectune.traces.errors import PairError
 from spectune.traces.schema import Request
-from transformers import AutoTokenizer
 
 
 @dataclass

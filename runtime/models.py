@@ -17,16 +17,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from transformers import AutoModelForCausalLM
+from transformers.cache_utils import Cache
+from transformers.utils import logging as transformers_logging
+
 from spectune.runtime import attention
 from spectune.runtime.attention import causal_mask
 from spectune.runtime.cache import VIEW_STEP, SlotCache, SlotLayer
 from spectune.runtime.pair import expanded, identity, is_local, model_config, translated
 from spectune.runtime.shortlists import OutputHead
 from spectune.traces.errors import PairError
-from torch.nn.modules.module import register_module_parameter_registration_hook
-from transformers import AutoModelForCausalLM
-from transformers.cache_utils import Cache
-from transformers.utils import logging as transformers_logging
 
 if TYPE_CHECKING:
     from spectune.runtime.cuda.graphs import Outputs, PassGraphs

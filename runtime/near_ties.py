@@ -22,6 +22,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 import torch
+
 from spectune.runtime import sampling as plain
 from spectune.runtime.policies.jit import compiled
 from spectune.runtime.sampling import filters, kept_by, scaled

@@ -13,6 +13,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 import torch
+
 from spectune.runtime.policies.jit import compiled
 from spectune.traces.schema import NAT_CODE_MAX, NAT_SCALE, Sampling
 

@@ -17,6 +17,8 @@ from typing import Final, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor, nn
+
 from spectune.runtime.cuda.streams import forked
 from spectune.runtime.gathered_head import GatheredHead
 from spectune.runtime.near_ties import near_clusters, router_margin
@@ -26,7 +28,6 @@ from spectune.runtime.policies.dynaspec import cluster_budget
 from spectune.runtime.policies.fr_spec import Frequencies, frequency_budget
 from spectune.runtime.policies.router import Routing, head_hash, top_clusters
 from spectune.traces.errors import PolicyError
-from torch import Tensor, nn
 
 STATES_KEPT: Final = 160
 """Positions of the text whose hidden states a draft remembers; more than any round looks back."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+
 from spectune.runtime.generation_settings import Process
 from spectune.runtime.loop import Verified
 from spectune.runtime.models import CausalModel

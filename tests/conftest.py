@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 from databases import postgresql_server
+from sqlalchemy.engine import make_url
+
 from spectune.db import Database, open_database, upgrade
 from spectune.traces.store import TraceStore
-from sqlalchemy.engine import make_url
 
 TEMPLATE = "spectune_template"
 SLOWEST = ("parity", "tree_parity", "cli_flow", "shortlists", "hot_reload", "shortlist_replay", "frequency_ranks", "kill")

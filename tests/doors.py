@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from click.testing import CliRunner, Result
+from synthetic import flat_profile
+
 from spectune.cli import main
 from spectune.db import open_database
 from spectune.runtime.loading import load_pair
 from spectune.runtime.pair import read_pair
 from spectune.runtime.profiling import environment
 from spectune.traces.store import TraceStore
-from synthetic import flat_profile
 
 ROOT = Path(__file__).resolve().parent.parent
 CLI = [sys.executable, str(ROOT / "cli.py")]

@@ -127,6 +127,7 @@ class Driver:
     def facts(self, database: str) -> Facts:
         """Everything committed, by key: contents that must never change again."""
         import sqlalchemy as sa
+
         from spectune.db import open_database
         from spectune.db.models import LatencyProfileRow, PanoramaChunkRow, PublicationRow, StudyRow, TrajectoryRow
 
@@ -147,6 +148,7 @@ class Driver:
     def complete(self, database: str) -> list[dict[tuple[Any, ...], bytes]]:
         """The texts and chain panoramas of every complete recording, without its id (``tune`` adds trees to what ``record`` made)."""
         import sqlalchemy as sa
+
         from spectune.db import open_database
         from spectune.db.models import RecordingRow
 

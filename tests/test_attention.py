@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from pairs import tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from spectune.runtime.attention import slot_attention
 from spectune.runtime.models import CausalModel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 VOCAB, LONG = 60, 4096
 

@@ -30,6 +30,11 @@ from click.testing import CliRunner
 from doors import write_workload
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from synthetic import flat_profile
+from test_docs import blocks
+from test_traces_codec import sealed
+from trace_values import PAIR, a_panorama, a_profile, a_recording, a_trajectory, a_tree, an_outcome, steps_of
+
 from spectune.cli import main
 from spectune.db.database import open_database
 from spectune.db.errors import DatabaseError
@@ -44,7 +49,7 @@ from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.artifacts import BINS, CLASSIFIER, DRAFT_CHOOSER, Q_TABLE, STATIC_TREE, Fitted
 from spectune.runtime.policies.document import parse_policy
 from spectune.runtime.policies.draft_choice import Chooser, LinearAccuracy
-from spectune.runtime.policies.plan import prepare
+from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.policies.prompt_features import PromptFeatures
 from spectune.traces.codec import _HEADERS, CODEC, SCHEMA_VERSION, Chunk, CodecError, unpack
 from spectune.traces.errors import SpectuneError
@@ -63,10 +68,6 @@ from spectune.traces.packing import (
 from spectune.traces.store import TraceStore
 from spectune.traces.store.publications import Publication
 from spectune.traces.store.query import TraceFilter, acceptance_stats, executed_stats, list_recordings, request_rows
-from synthetic import flat_profile
-from test_docs import blocks
-from test_traces_codec import sealed
-from trace_values import PAIR, a_panorama, a_profile, a_recording, a_trajectory, a_tree, an_outcome, steps_of
 
 FULL = os.environ.get("SPECTUNE_BORDERS") == "full"
 LONGEST_LINE = 4000

@@ -13,6 +13,11 @@ import pytest
 import torch
 from doors import Door, lines, put_profile, write_workload
 from pairs import make_pair, tiny_model, tokenizer
+from synthetic import flat_profile
+from test_draft_choice import CANDIDATES, PROFILE, chain, planted_trace
+from test_heads import HIDDEN, LAYERS, VOCAB, _eagle1
+from test_lossless import PROMPTS
+
 from spectune.db import open_database
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.execute import DecodeOptions, encode, encode_recorded, race
@@ -23,7 +28,8 @@ from spectune.optimizer.profiles import expected_seconds
 from spectune.optimizer.record import RecordRequest, record
 from spectune.optimizer.serving import watch
 from spectune.optimizer.simulate.oracle import replay_rounds
-from spectune.optimizer.simulate.replay import ReplayTrace, replay, run_replay
+from spectune.optimizer.simulate.replay import replay, run_replay
+from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.runtime.decoder import Decoder, prepare_for
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.loop import DecodeRequest, StaticSource
@@ -31,16 +37,13 @@ from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.artifacts import DRAFT_CHOOSER, Fitted
 from spectune.runtime.policies.document import AUTOREGRESSIVE, ChooserPolicy, Policy, differences, parse_policy, policy_schema
 from spectune.runtime.policies.draft_choice import Chooser, LinearAccuracy
-from spectune.runtime.policies.plan import Plan, prepare
+from spectune.runtime.policies.plan import Plan
+from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.policies.prompt_features import Prompt
 from spectune.runtime.prompts import prompt_reader
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.schema import LatencyProfile, Request, Sampling, Step, Workload
 from spectune.traces.store import TraceStore
-from synthetic import flat_profile
-from test_draft_choice import CANDIDATES, PROFILE, chain, planted_trace
-from test_heads import HIDDEN, LAYERS, VOCAB, _eagle1
-from test_lossless import PROMPTS
 
 TOKENS = 14
 SAMPLINGS = [Sampling(), Sampling(temperature=1.0, seed=4)]

@@ -19,9 +19,10 @@ import torch
 from click.testing import CliRunner
 from doors import CLI, ROOT, Door, lines, write_workload
 from pairs import tiny_model, tokenizer
+from sqlalchemy.pool import Pool
+
 from spectune.cli import main
 from spectune.optimizer.commands.outputs import write_rounds
-from sqlalchemy.pool import Pool
 
 FIXED = '{"draft": "near", "window": {"kind": "fixed", "gamma": 3}}'
 ANALYTIC = '{"draft": "near", "window": {"kind": "analytic", "gamma_max": 4}}'

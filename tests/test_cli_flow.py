@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import spectune.runtime.profiling
 from doors import USAGE, Door, lines, one_object, put_profile, write_workload
+
+import spectune.runtime.profiling
 from spectune.db import open_database
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.jobs import gather, tuning_options
@@ -373,6 +374,7 @@ def test_gathering_again_for_the_same_slot_finds_the_same_recording(door: Door, 
 
 def test_the_database_is_named_by_the_environment(tmp_path: Path, door: Door) -> None:
     from click.testing import CliRunner
+
     from spectune.cli import main
 
     there = tmp_path / "there.db"

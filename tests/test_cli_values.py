@@ -10,6 +10,7 @@ from typing import Any
 import click
 import pytest
 from doors import Door, write_workload
+
 from spectune.cli import main
 from spectune.optimizer.inputs import load_workload
 from spectune.optimizer.jobs import tuning_workload

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from synthetic import flat_profile, over_rows, with_heads, with_terms
+
 from spectune.runtime.costs import (
     BUCKET,
     LAG_LIMIT,
@@ -29,7 +31,6 @@ from spectune.runtime.profiling import predicted_seconds
 from spectune.traces.cost_table import CostTable
 from spectune.traces.errors import PolicyError
 from spectune.traces.latency import LatencyProfile
-from synthetic import flat_profile, over_rows, with_heads, with_terms
 
 ROOT = Path(__file__).parent.parent
 PROFILE = with_terms(

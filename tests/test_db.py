@@ -19,6 +19,7 @@ import pytest
 import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
+
 from spectune.db import (
     Database,
     DatabaseError,

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
 from spectune.demo import PAIR_PATH, demo_workload
 from spectune.demo.card import posterior_gumbel
 from spectune.demo.corpus import END_OF_TEXT, code_documents, is_held_out, math_documents
 from spectune.demo.train import generate, stable_then_decay, train_tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 MODELS = ("target", "small", "medium")
 AWKWARD = (

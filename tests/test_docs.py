@@ -16,6 +16,8 @@ import click
 import pytest
 from pairs import make_pair
 from pydantic import BaseModel
+from synthetic import flat_profile
+
 from spectune.cli import main
 from spectune.optimizer.inputs import named_policy
 from spectune.runtime.loading import load_pair
@@ -23,7 +25,6 @@ from spectune.runtime.pair import PairSpec, read_pair
 from spectune.runtime.policies.document import _KINDS, _PLAIN, AUTOREGRESSIVE, ChooserPolicy, Policy, parse_policy
 from spectune.traces.schema import Request
 from spectune.traces.workloads import parse_request
-from synthetic import flat_profile
 
 ROOT = Path(__file__).parent.parent
 PAGES = {

@@ -13,6 +13,9 @@ import numpy as np
 import pytest
 from pairs import TEXT
 from papers.on_the_fly import acceptance_rate, expected_emitted, larger_draft_condition, optimal_window, throughput
+from synthetic import flat_profile, over_rows, with_terms
+from trace_values import a_panorama, a_trajectory
+
 from spectune.optimizer.fit.on_the_fly import (
     RIDGES,
     Measured,
@@ -26,7 +29,8 @@ from spectune.optimizer.fit.on_the_fly import (
     r_squared,
     read_prompts,
 )
-from spectune.optimizer.simulate.replay import ReplayTrace, run_replay
+from spectune.optimizer.simulate.replay import run_replay
+from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.runtime.costs import window_costs
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.runtime.policies.draft_choice import ACC_MAX, Chooser, Option, theorem_3
@@ -35,8 +39,6 @@ from spectune.runtime.prompts import log_perplexity, prompt_reader, read_prompt
 from spectune.traces.cost_table import CostTable
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.schema import AGREE_NONE, AGREE_YES, ChainPanorama, Sampling
-from synthetic import flat_profile, over_rows, with_terms
-from trace_values import a_panorama, a_trajectory
 
 PROFILE = flat_profile("tiny", ["near", "far"])
 WINDOW = {"kind": "analytic", "gamma_max": 8}
@@ -577,6 +579,7 @@ def test_candidates_that_cannot_be_weighed_are_refused() -> None:
 @pytest.fixture(scope="module")
 def pair(tiny_pair: Any) -> Any:
     import torch
+
     from spectune.runtime.loading import load_pair
     from spectune.runtime.pair import read_pair
 

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from doors import Door
 from rich.console import Console
+from trace_values import PAIR, a_trajectory
+
 from spectune.optimizer.commands.outputs import write_text
 from spectune.optimizer.report.tables import rows_table
 from spectune.runtime.pair import identity
@@ -23,7 +25,6 @@ from spectune.traces.store import TraceStore
 from spectune.traces.store.export import export_rows, write_rows
 from spectune.traces.store.query import RequestRow
 from spectune.traces.workloads import make_workload, read_workload
-from trace_values import PAIR, a_trajectory
 
 NESTED = "[" * 50_000
 LONG = "x" * 5_000

@@ -12,6 +12,9 @@ import numpy as np
 import pytest
 import sqlalchemy as sa
 from doors import Door, write_workload
+from synthetic import flat_profile, with_terms
+from tree_reference import Law, Node, Stratify, TopK, build, cheapest_first, verify
+
 from spectune.db import open_database
 from spectune.db.models import ArtifactRow
 from spectune.optimizer.artifacts import fitted
@@ -23,16 +26,15 @@ from spectune.optimizer.fit.sequoia import DEPTH as STATIC_DEPTH
 from spectune.optimizer.fit.sequoia import rank_acceptance
 from spectune.optimizer.record import split
 from spectune.optimizer.serving import last_good, watch
-from spectune.optimizer.simulate.replay import ReplayTrace, run_replay
+from spectune.optimizer.simulate.replay import run_replay
+from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import Policy, parse_policy
-from spectune.runtime.policies.plan import prepare
+from spectune.runtime.policies.prepare import prepare
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.schema import TreePanorama
 from spectune.traces.store import TraceStore
-from synthetic import flat_profile, with_terms
-from tree_reference import Law, Node, Stratify, TopK, build, cheapest_first, verify
 
 WIDTH, DEPTH, TOP_N = 4, 5, 14
 TOKENS = 36

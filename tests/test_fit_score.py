@@ -9,6 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tree_reference import Law
+from tree_reference import local_costs as reference_costs
+
 from spectune.optimizer.fit.score import (
     DEFAULT,
     LEAST,
@@ -20,8 +23,6 @@ from spectune.optimizer.fit.score import (
     probability_loss,
 )
 from spectune.runtime.trees.grow import Codes, Growing, TreeRule
-from tree_reference import Law
-from tree_reference import local_costs as reference_costs
 
 
 def laws_of(gap: Any, taken: Any, *, count: Any = None, q: Any = None) -> ScoreExamples:

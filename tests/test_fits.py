@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+
 from spectune.optimizer.fit.c2t import FEATURES, Classifier, Examples, evaluate, fine_tune, train
 from spectune.optimizer.fit.heterospec import DEEPER_LAYERS, MIN_FULL, Bins, Rounds, fit_bins, overlaps
 from spectune.optimizer.fit.sequoia import BestTrees, best_static_tree, choose, frontier_widths

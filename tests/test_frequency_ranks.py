@@ -7,13 +7,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import spectune.optimizer.fit.frequency_ranks as ranking
 from pairs import make_pair
+from test_lossless import PROMPTS
+from test_store import damage
+from test_tree_parity import shape
+
+import spectune.optimizer.fit.frequency_ranks as ranking
 from spectune.db import CorruptedChunkError, open_database, upgrade
 from spectune.db.models import ArtifactRow
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.fit.frequency_ranks import frequency_ranks
-from spectune.optimizer.simulate.replay import ReplayTrace, run_replay
+from spectune.optimizer.simulate.replay import run_replay
+from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.shortlist_ranks import FrequencyRanks, stored_ranks
 from spectune.runtime import near_ties
 from spectune.runtime.decoder import Decoder
@@ -23,15 +28,12 @@ from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.artifacts import FREQUENCIES, ROUTER
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.policies.fr_spec import Frequencies
-from spectune.runtime.policies.plan import prepare
+from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.recording.chains import record_panorama
 from spectune.runtime.recording.trees import OFF_TEXT, record_tree_panorama
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.schema import Request, Sampling
 from spectune.traces.store import TraceStore
-from test_lossless import PROMPTS
-from test_store import damage
-from test_tree_parity import shape
 
 TOKENS, WIDTH, DEPTH, GAMMA = 24, 2, 2, 8
 SAMPLINGS = [Sampling(), Sampling(temperature=1.0, seed=4)]

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from spectune.runtime import gathered_head
 from spectune.runtime.cuda import kernel as kernels
 from spectune.runtime.cuda.kernel import Tile, gathered_kernel, gathered_logits, kernel_runs, tile_for

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from pairs import make_pair
+from transformers import AutoModelForCausalLM
+
 from spectune.runtime.decoder import Decoder, prepare_for
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.loop import StaticSource
@@ -16,7 +18,6 @@ from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import parse_policy
 from spectune.traces.errors import PairError
 from spectune.traces.schema import Request, Sampling, Verifier
-from transformers import AutoModelForCausalLM
 
 PROMPT, NEW = [5, 6, 7, 5, 6, 7, 5, 6], 40
 POLICIES: list[dict[str, Any]] = [

@@ -10,6 +10,12 @@ from typing import Any
 import pytest
 import torch
 from pairs import make_pair, tiny_model, tokenizer
+from test_heads import HIDDEN, VOCAB, _eagle1, _eagle3_without_lm_head
+from test_shortlists import artifacts as shortlist_artifacts
+from test_tree_parity import STATIC, artifacts, shape
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
 from spectune.optimizer.execute import DecodeOptions, encode, run
 from spectune.runtime.costs import RoundKind
 from spectune.runtime.cuda import graphs
@@ -20,14 +26,10 @@ from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.loop import PolicySource, Round, StaticSource
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import Policy, parse_policy
-from spectune.runtime.policies.plan import Plan, prepare
+from spectune.runtime.policies.plan import Plan
+from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.profiling.experiment import Cell, Experiment
 from spectune.traces.schema import Request, Sampling, Workload
-from test_heads import HIDDEN, VOCAB, _eagle1, _eagle3_without_lm_head
-from test_shortlists import artifacts as shortlist_artifacts
-from test_tree_parity import STATIC, artifacts, shape
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 TOKENS = 16
 DEEP = 3

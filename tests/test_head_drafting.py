@@ -9,22 +9,25 @@ from pathlib import Path
 import pytest
 import torch
 from pairs import make_pair, tiny_model, tokenizer
+from synthetic import flat_profile
+from test_heads import HIDDEN, LAYERS, VOCAB, Case, _eagle1, _eagle3_without_lm_head, _eagle31
+from test_lossless import PROMPTS
+from test_tree_parity import artifacts, covers, decode, shape, tree_policies
+
 from spectune.optimizer.execute import DecodeOptions, encode, run
-from spectune.optimizer.simulate.replay import ReplayTrace, run_replay
+from spectune.optimizer.simulate.replay import run_replay
+from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.runtime.decoder import Decoder
 from spectune.runtime.drafts.eagle import CanonicalPasses
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.loop import StaticSource
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import Policy, parse_policy
-from spectune.runtime.policies.plan import Plan, prepare
+from spectune.runtime.policies.plan import Plan
+from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.recording.trees import record_tree_panorama
 from spectune.traces.errors import PolicyError
 from spectune.traces.schema import Request, Sampling, Workload
-from synthetic import flat_profile
-from test_heads import HIDDEN, LAYERS, VOCAB, Case, _eagle1, _eagle3_without_lm_head, _eagle31
-from test_lossless import PROMPTS
-from test_tree_parity import artifacts, covers, decode, shape, tree_policies
 
 WIDTH, DEPTH = 5, 5
 SAMPLINGS = [Sampling(), Sampling(temperature=1.0, seed=4)]

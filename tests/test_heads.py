@@ -14,6 +14,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
+from torch import Tensor
+
 from spectune.demo.prompts import demo_workload
 from spectune.demo.train_head import Head, Unroller, begin_as_target
 from spectune.runtime.drafts.eagle_formats import default_taps, load_head
@@ -22,8 +24,6 @@ from spectune.runtime.loading import load_pair
 from spectune.runtime.models import FINAL, CausalModel
 from spectune.runtime.pair import identity, is_head, read_pair
 from spectune.traces.errors import PairError
-from torch import Tensor
-
 from tests.pairs import make_pair, tiny_model, tokenizer
 
 VOCAB, HIDDEN, LAYERS = 300, 48, 7

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 from doors import Door, lines, write_workload
+from synthetic import flat_profile
+
 from spectune.db import Database, DatabaseError
 from spectune.optimizer.publish import incumbent_of
 from spectune.optimizer.serving import watch
@@ -22,11 +24,10 @@ from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.loop import DecodeRequest, Round, StaticSource
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
-from spectune.runtime.policies.plan import prepare
+from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.reload import Published, WatchedSource
 from spectune.traces.schema import Request, Sampling, Verifier, policy_id
 from spectune.traces.store import TraceStore
-from synthetic import flat_profile
 
 TOKENS = 40
 

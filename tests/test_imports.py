@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 import spectune
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -131,13 +132,6 @@ def test_the_test_sees_a_wrong_arrow(module: str, line: str) -> None:
     assert forbidden(module, line)
 
 
-KNOWN_CIRCLES: tuple[set[str], ...] = (
-    {"runtime.policies.draft_choice", "runtime.policies.plan", "runtime.policies.prepared_chooser"},
-    {"optimizer.simulate.choosers", "optimizer.simulate.replay"},
-)
-"""Circles that stand today. This list only shrinks."""
-
-
 def needed(tree: ast.Module) -> ast.Module:
     """A module without what only the type checker imports."""
 
@@ -171,10 +165,7 @@ def test_no_import_circle() -> None:
         tree = needed(ast.parse(file.read_text(encoding="utf-8")))
         arrows[module] = set(imports(tree, module, file.name == "__init__.py")) & MODULES.keys()
     found = circles(arrows)
-    new = [circle for circle in found if circle not in KNOWN_CIRCLES]
-    assert not new, f"modules that import each other: {[sorted(circle) for circle in new]}"
-    broken = [circle for circle in KNOWN_CIRCLES if circle not in found]
-    assert not broken, f"no circle any more, take it off the list: {[sorted(circle) for circle in broken]}"
+    assert not found, f"modules that import each other: {[sorted(circle) for circle in found]}"
 
 
 def test_the_test_sees_a_circle() -> None:

@@ -12,14 +12,15 @@ from typing import Any
 import pytest
 import torch
 from pairs import make_pair
+from synthetic import flat_profile
+
 from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.loop import StaticSource
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import Policy, parse_policy
-from spectune.runtime.policies.plan import prepare
+from spectune.runtime.policies.prepare import prepare
 from spectune.traces.schema import LatencyProfile, Request, Sampling, Trajectory
-from synthetic import flat_profile
 
 PROMPTS = ["def add(a, b):", "The quick brown", "Question: Bob has 9", "for i in", "x"]
 FILTERED = Sampling(temperature=1.0, top_k=20, seed=5)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from spectune.runtime import near_ties
 from spectune.runtime.near_ties import CHOICE, Choices, choose, lead, near_code
 from spectune.traces.schema import Sampling

@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 from doors import Door
+from test_db import at_revision
+
 from spectune.db import migrate, open_database
 from spectune.db.engine import WRITES, make_engine
 from spectune.db.urls import parse_url
 from spectune.optimizer.artifacts import fitted
 from spectune.runtime.policies.document import parse_policy
 from spectune.traces.store import TraceStore
-from test_db import at_revision
 
 OLD = Path(__file__).parent / "old" / "schema-0003.db"
 PAIR, RECORDING = "b4e20f8c543c", "rec-5abf98"

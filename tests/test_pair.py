@@ -13,6 +13,7 @@ import torch
 from doors import Door, write_workload
 from pairs import make_pair
 from safetensors.torch import load_file, save_file
+
 from spectune.runtime.file_hashes import FileHashes, cache_file
 from spectune.runtime.loading import load_pair
 from spectune.runtime.pair import former_id, is_head, read_pair

@@ -11,23 +11,25 @@ import numpy as np
 import pytest
 import torch
 from pairs import make_pair
+from synthetic import flat_profile
+from test_lossless import PROMPTS, policies
+
 from spectune.db.database import open_database
 from spectune.optimizer.artifacts import fitted, keep_q_table
 from spectune.optimizer.simulate.oracle import replay_rounds
-from spectune.optimizer.simulate.replay import ReplayTrace, run_replay
+from spectune.optimizer.simulate.replay import run_replay
+from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.loop import StaticSource
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import Policy, parse_policy
-from spectune.runtime.policies.plan import prepare
+from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.recording.chains import record_panorama
 from spectune.runtime.session import Sessions
 from spectune.traces.errors import PolicyError
 from spectune.traces.schema import ChainPanorama, Request, Sampling, Step, Trajectory
 from spectune.traces.store import TraceStore
-from synthetic import flat_profile
-from test_lossless import PROMPTS, policies
 
 GAMMA_MAX = 16
 TOKENS = 40

@@ -7,13 +7,15 @@ import re
 from typing import Any
 
 import pytest
+
 from spectune.optimizer.export import engine_settings
 from spectune.optimizer.search import complexity
 from spectune.optimizer.spaces import Space, enumerated, transformers_heuristic
 from spectune.runtime.pair import PairSpec, read_pair
 from spectune.runtime.policies.artifacts import COMMANDS, Fitted
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, differences, parse_policy, policy_schema
-from spectune.runtime.policies.plan import check_verifier, prepare
+from spectune.runtime.policies.plan import check_verifier
+from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.trees.rules import compile_tree
 from spectune.traces.errors import PolicyError
 from spectune.traces.schema import Sampling

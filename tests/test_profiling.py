@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import spectune.optimizer.profiles
 import torch
 from pairs import make_pair
+from synthetic import flat_profile
+
+import spectune.optimizer.profiles
 from spectune.optimizer.execute import Expected, Timings
 from spectune.optimizer.profiles import at_pace_of, doubts, prediction_spread, profile_for, served_contexts, usable_profile
 from spectune.runtime.costs import MeasuredRound, RoundKind
@@ -25,7 +27,6 @@ from spectune.runtime.profiling.shapes import shapes_of
 from spectune.traces.latency import LatencyProfile
 from spectune.traces.schema import Sampling, Trajectory
 from spectune.traces.store import TraceStore
-from synthetic import flat_profile
 
 TRUE = flat_profile("p", ["near"])
 

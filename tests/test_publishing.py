@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import text
+from synthetic import flat_profile
+
 from spectune.db.database import Database
 from spectune.optimizer import schedule as schedules
 from spectune.optimizer.execute import DecodeOptions
@@ -21,8 +24,6 @@ from spectune.runtime.policies.document import parse_policy
 from spectune.runtime.profiling import environment
 from spectune.traces.schema import Request, Sampling, Workload
 from spectune.traces.store import Publication, TraceStore
-from sqlalchemy import text
-from synthetic import flat_profile
 
 T0 = datetime(2026, 5, 4, 12, 0, tzinfo=UTC)
 HOUR = timedelta(hours=1)

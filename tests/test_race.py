@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from spectune.optimizer.execute import BLOCK, SETTLED, Comparison, DecodeOptions, Expected, Timings, eliminate, encode, race
 from spectune.optimizer.search import PREDICTION_ERROR, Study, Trial, rivals
 from spectune.optimizer.verdict import Candidate, fastest_of, finite

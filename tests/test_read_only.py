@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from test_db import at_revision
+from trace_values import a_recording
+
 from spectune.cli import main
 from spectune.db import DatabaseError, SchemaError, check, open_database, schema_of
 from spectune.traces.store import TraceStore
 from spectune.traces.store.transfer import export_recordings
-from test_db import at_revision
-from trace_values import a_recording
 
 NOBODY = 65534
 READS = (

@@ -13,13 +13,17 @@ import numpy as np
 import pytest
 import sqlalchemy as sa
 from doors import Door, write_workload
+from synthetic import flat_profile
+from trace_values import a_tree
+
 from spectune.db import open_database
 from spectune.db.models import PanoramaChunkRow
 from spectune.optimizer import record as recorder
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.record import cover_of, retrace, retrace_trees
 from spectune.optimizer.search import search
-from spectune.optimizer.simulate.replay import ReplayTrace, run_replay
+from spectune.optimizer.simulate.replay import run_replay
+from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.tune import TuneOptions, record_beyond
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.pair import read_pair
@@ -29,8 +33,6 @@ from spectune.runtime.trees.rules import compile_tree
 from spectune.traces.errors import PolicyError
 from spectune.traces.schema import Trajectory, TreePanorama
 from spectune.traces.store import TraceStore
-from synthetic import flat_profile
-from trace_values import a_tree
 
 SHORT = ("--max-new-tokens", 8, "--gamma-max", 4)
 STATIC = {"draft": "near", "growth": {"kind": "static", "paths": [[0], [1], [0, 0], [0, 1], [0, 0, 0]]}}

@@ -14,11 +14,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from synthetic import flat_profile, with_terms
+
 from spectune.optimizer.simulate.oracle import replay_rounds
-from spectune.optimizer.simulate.replay import ReplayTrace, replay, replay_many, run_replay
+from spectune.optimizer.simulate.replay import replay, replay_many, run_replay
+from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.runtime.costs import RoundKind, middles, round_costs, round_seconds
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
-from spectune.runtime.policies.plan import prepare
+from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.session import Session, Sessions
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.schema import (
@@ -33,7 +36,6 @@ from spectune.traces.schema import (
     Step,
     Trajectory,
 )
-from synthetic import flat_profile, with_terms
 
 VOCABULARY, EOS, GAMMA_MAX = 23, 0, 7
 

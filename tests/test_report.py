@@ -6,6 +6,7 @@ import io
 
 import pytest
 from rich.console import Console
+
 from spectune.optimizer.commands.shared import Meter, emit
 from spectune.optimizer.report.tables import evidence_table, outcome_table, rows_table, score_table
 from spectune.optimizer.verdict import Candidate, Tuned

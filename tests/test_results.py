@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 from doors import Door, lines, put_profile, write_workload
+from sqlalchemy import event
+from sqlalchemy.engine import Engine
+
 from spectune.db.engine import make_engine
 from spectune.db.urls import parse_url
 from spectune.traces.text import shortened
-from sqlalchemy import event
-from sqlalchemy.engine import Engine
 
 FIXED = '{"draft": "near", "window": {"kind": "fixed", "gamma": 3}}'
 LEARNING = '{"draft": "near", "window": {"kind": "q_learning"}}'

@@ -8,13 +8,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-import spectune.optimizer.fit.cluster_ranks as ranking
 from pairs import make_pair
+from synthetic import flat_profile, with_heads, with_terms
+from test_lossless import PROMPTS
+from test_shortlists import M, routing
+from test_store import damage
+from test_tree_parity import shape
+
+import spectune.optimizer.fit.cluster_ranks as ranking
 from spectune.db import CorruptedChunkError, open_database, upgrade
 from spectune.db.models import ArtifactRow
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.fit.cluster_ranks import budget_grid, cluster_ranks
-from spectune.optimizer.simulate.replay import ReplayTrace, run_replay
+from spectune.optimizer.simulate.replay import run_replay
+from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.shortlist_ranks import ClusterRanks, digest, stored_ranks
 from spectune.runtime import near_ties
 from spectune.runtime.decoder import Decoded, Decoder
@@ -23,18 +30,13 @@ from spectune.runtime.loop import StaticSource
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.artifacts import ROUTER
 from spectune.runtime.policies.document import Policy, parse_policy
-from spectune.runtime.policies.plan import prepare
+from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.recording.chains import record_panorama
 from spectune.runtime.recording.trees import record_tree_panorama
 from spectune.traces.cost_table import CostTable
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.schema import LatencyProfile, Request, Sampling, Trajectory
 from spectune.traces.store import TraceStore
-from synthetic import flat_profile, with_heads, with_terms
-from test_lossless import PROMPTS
-from test_shortlists import M, routing
-from test_store import damage
-from test_tree_parity import shape
 
 TOKENS, WIDTH, DEPTH, GAMMA = 16, 4, 4, 10
 SAMPLINGS = [Sampling(), Sampling(temperature=1.0, seed=4)]

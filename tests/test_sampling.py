@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import gumbel_r, kstest
+
 from spectune.runtime.sampling import (
     Noise,
     _gumbel_anywhere,

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 from doors import Door, one_object
+from sqlalchemy import event, make_url, text
+from sqlalchemy.orm import Session
+
 from spectune.db.database import Database, open_database
 from spectune.db.schedules import ScheduleRow
 from spectune.optimizer import schedule as schedules
 from spectune.optimizer.schedule import Job, JobContext, ScheduleError
-from sqlalchemy import event, make_url, text
-from sqlalchemy.orm import Session
 
 T0 = datetime(2026, 5, 4, 12, 0, tzinfo=UTC)
 HOUR = timedelta(hours=1)

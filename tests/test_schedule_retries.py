@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 from doors import write_workload
+from synthetic import flat_profile
+from trace_values import a_trajectory
+
 from spectune.optimizer import schedule as schedules
 from spectune.optimizer.jobs import gather, tuning_job
 from spectune.optimizer.record import begun_as
@@ -20,8 +23,6 @@ from spectune.runtime.profiling import environment
 from spectune.traces.recording import RecordedRequest
 from spectune.traces.schema import Sampling
 from spectune.traces.store import TraceStore
-from synthetic import flat_profile
-from trace_values import a_trajectory
 
 T0 = datetime(2026, 5, 4, 12, 0, tzinfo=UTC)
 HOUR = timedelta(hours=1)

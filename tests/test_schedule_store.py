@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from sqlalchemy import func, select, update
+from sqlalchemy.orm import Session
+
 from spectune.db.database import Database
 from spectune.db.errors import DatabaseError, UnavailableError
 from spectune.db.schedules import FireRow, JobRow, ScheduleRow
@@ -22,8 +25,6 @@ from spectune.optimizer.schedule.claims import LONGEST_LEASE_S, RETRY_S
 from spectune.optimizer.schedule.lease import Heartbeat
 from spectune.optimizer.schedule.tick import judge
 from spectune.optimizer.schedule.worker import Ended
-from sqlalchemy import func, select, update
-from sqlalchemy.orm import Session
 
 T0 = datetime(2026, 5, 4, 12, 0, tzinfo=UTC)
 HOUR = timedelta(hours=1)

@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 from itertools import islice, pairwise
 
 import pytest
+
 from spectune.optimizer.schedule import ScheduleError, Timing, format_duration, parse_duration
 from spectune.optimizer.schedule.times import MAX_BACKLOG, utc
 

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import text
+from sqlalchemy.orm import Session
+
 from spectune.db.database import Database, open_database
 from spectune.optimizer import schedule as schedules
 from spectune.optimizer.schedule import Job, JobContext
-from sqlalchemy import text
-from sqlalchemy.orm import Session
 
 WORKERS, SLOTS = 8, 200
 T0 = datetime(2026, 5, 4, 12, 0, tzinfo=UTC)

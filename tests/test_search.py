@@ -6,10 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from synthetic import flat_profile
+
 from spectune.optimizer.execute import Comparison, Timings
 from spectune.optimizer.record import split
 from spectune.optimizer.search import TIE, complexity, finalists, search
-from spectune.optimizer.simulate.replay import ReplayTrace, replay
+from spectune.optimizer.simulate.replay import replay
+from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.spaces import TreeLimit, TreeSpace, enumerated, enumerated_trees
 from spectune.optimizer.verdict import Candidate, fastest_of, verdict
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
@@ -23,7 +26,6 @@ from spectune.traces.schema import (
     Sampling,
     Trajectory,
 )
-from synthetic import flat_profile
 
 GAMMA_MAX = 8
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import spectune.runtime.trees.draft
 import torch
+
+import spectune.runtime.trees.draft
 from spectune.runtime.policies.c2t import ClassifierWeights
 from spectune.runtime.policies.heterospec import kept_nodes
 from spectune.runtime.policies.sequoia import static_levels

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from doors import Door, write_workload
 from pairs import make_pair
+from transformers import PreTrainedTokenizerFast
+
 from spectune.db import open_database
 from spectune.optimizer.serving import watch
 from spectune.runtime.loading import load_pair
@@ -17,7 +19,6 @@ from spectune.runtime.policies.document import parse_policy
 from spectune.runtime.policies.fr_spec import Frequencies
 from spectune.runtime.policies.router import Routing
 from spectune.traces.store import TraceStore
-from transformers import PreTrainedTokenizerFast
 
 TOKENS = 24
 

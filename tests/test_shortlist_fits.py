@@ -9,6 +9,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+
 from spectune.optimizer.fit import clusters as fitting
 from spectune.optimizer.fit.clusters import cluster, cohesion, default_clusters
 from spectune.optimizer.fit.dynaspec import Contexts, cluster_labels, score_router, train_router

@@ -8,7 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 from pairs import make_pair
-from spectune.optimizer.simulate.replay import ReplayTrace, run_replay
+from synthetic import flat_profile, with_heads, with_terms
+from test_lossless import PROMPTS
+from test_tree_parity import plain_rounds, shape
+
+from spectune.optimizer.simulate.replay import run_replay
+from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.shortlists import shortlist_ranks
 from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair, load_pair
@@ -17,15 +22,12 @@ from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.artifacts import FREQUENCIES, Artifacts, Fitted
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.policies.fr_spec import Frequencies
-from spectune.runtime.policies.plan import prepare
+from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.recording.chains import record_panorama
 from spectune.runtime.recording.trees import record_tree_panorama
 from spectune.traces.cost_table import CostTable
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.schema import Request, Sampling, Trajectory
-from synthetic import flat_profile, with_heads, with_terms
-from test_lossless import PROMPTS
-from test_tree_parity import plain_rounds, shape
 
 TOKENS, WIDTH, DEPTH, GAMMA = 24, 8, 5, 12
 SAMPLINGS = [Sampling(), Sampling(temperature=1.0, seed=4)]

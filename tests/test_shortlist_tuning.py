@@ -9,9 +9,11 @@ from pathlib import Path
 import numpy as np
 import optuna
 import pytest
-import spectune.optimizer.fit.tuning as tuning
 from doors import write_workload
 from pairs import make_pair
+from synthetic import flat_profile, over_rows, with_terms
+
+import spectune.optimizer.fit.tuning as tuning
 from spectune.db import open_database
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.execute import DecodeOptions
@@ -24,7 +26,8 @@ from spectune.optimizer.inputs import load_workload
 from spectune.optimizer.profiles import expected_seconds
 from spectune.optimizer.record import RecordRequest, record
 from spectune.optimizer.search import TIE, Study, Trial, complexity, search, shortlist_bounds, worth_trying
-from spectune.optimizer.simulate.replay import ReplayTrace, run_replay
+from spectune.optimizer.simulate.replay import run_replay
+from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.spaces import SHORTLIST_ORDER, Kinds, ShortlistLimit, ShortlistSpace, Space, TreeLimit, TreeSpace
 from spectune.optimizer.tune import TuneOptions, tune
 from spectune.runtime.loading import LoadedPair, load_pair
@@ -33,13 +36,12 @@ from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.artifacts import ROUTER
 from spectune.runtime.policies.document import AUTOREGRESSIVE, ChooserPolicy, parse_policy
 from spectune.runtime.policies.fr_spec import Frequencies
-from spectune.runtime.policies.plan import prepare
+from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.profiling import environment
 from spectune.traces.cost_table import CostTable
 from spectune.traces.errors import TraceError
 from spectune.traces.schema import Counts, LatencyProfile, Sampling, Workload
 from spectune.traces.store import TraceStore
-from synthetic import flat_profile, over_rows, with_terms
 
 ROWS, CLUSTERS, GAMMA = 300, 16, 6
 LIMIT = ShortlistLimit(ROWS, "f" * 12, "r" * 12, CLUSTERS)

@@ -15,6 +15,12 @@ import pytest
 import torch
 from pairs import perturbed, tiny_model, tokenizer
 from scipy.stats import chisquare
+from test_gathered_head import CUDA, FakeCuda
+from test_head_drafting import Alternating
+from test_heads import HIDDEN, VOCAB, _eagle1, _eagle3
+from test_verifiers import PLAIN, tiny_pair
+from transformers import AutoModelForCausalLM
+
 from spectune.runtime import distributions as runtime_distributions
 from spectune.runtime import gathered_head, near_ties
 from spectune.runtime import shortlists as shortlisting
@@ -30,17 +36,13 @@ from spectune.runtime.policies.artifacts import Artifacts, Fitted
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.policies.dynaspec import Clusters
 from spectune.runtime.policies.fr_spec import Frequencies
-from spectune.runtime.policies.plan import Plan, prepare
+from spectune.runtime.policies.plan import Plan
+from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.policies.router import Router, Routing
 from spectune.runtime.sampling import Noise, log_distribution
 from spectune.runtime.shortlists import Shortlists, head_hash
 from spectune.traces.errors import PolicyError
 from spectune.traces.schema import Request, Sampling, Step
-from test_gathered_head import CUDA, FakeCuda
-from test_head_drafting import Alternating
-from test_heads import HIDDEN, VOCAB, _eagle1, _eagle3
-from test_verifiers import PLAIN, tiny_pair
-from transformers import AutoModelForCausalLM
 
 PROMPTS = ["def add(a, b):", "The quick brown"]
 TOKENS, SHORT = 10, 12

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from sqlalchemy.engine import make_url
+
 from spectune.db import DatabaseError, UnavailableError, open_database, upgrade
 from spectune.db import postgresql as limits
-from sqlalchemy.engine import make_url
 
 HANGS_S = 30.0
 """Far more than any limit here: who takes longer hangs."""

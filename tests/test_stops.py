@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from spectune.runtime.policies.document import parse_policy
 from spectune.runtime.policies.stops import NEVER, CompiledStop, compile_stop, should_stop
 from spectune.traces.schema import NAT_CODE_MAX, NAT_SCALE

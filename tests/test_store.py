@@ -10,6 +10,10 @@ from datetime import UTC, datetime, timedelta
 
 import numpy as np
 import pytest
+from sqlalchemy import URL
+from sqlalchemy.orm import Session
+from trace_values import PAIR, a_panorama, a_profile, a_recording, a_trajectory, a_tree, an_outcome, steps_of
+
 from spectune.db import CorruptedChunkError, Database, NotFoundError, StaleVersionError, check
 from spectune.db.models import PanoramaChunkRow, RecordingRow, TrajectoryRow
 from spectune.db.urls import parse_url
@@ -18,9 +22,6 @@ from spectune.traces.recording import RecordingInfo
 from spectune.traces.schema import Request, Sampling, Workload, policy_id
 from spectune.traces.store import TraceStore
 from spectune.traces.store.prune import PruneReport, prune
-from sqlalchemy import URL
-from sqlalchemy.orm import Session
-from trace_values import PAIR, a_panorama, a_profile, a_recording, a_trajectory, a_tree, an_outcome, steps_of
 
 WORKLOAD = Workload("w", (Request("a", "code", ("x", "y")), Request("b", "prose", ('žluťoučký \\ " kůň',))))
 GREEDY = Sampling()

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from trace_values import PAIR, a_panorama, a_recording, a_trajectory, steps_of
+
 from spectune.db import CorruptedChunkError, Database, UnavailableError, check, open_database
 from spectune.traces import codec
 from spectune.traces.errors import TraceError
@@ -23,7 +25,6 @@ from spectune.traces.schema import Sampling
 from spectune.traces.store import TraceStore
 from spectune.traces.store.prune import prune
 from spectune.traces.store.traffic import TrafficWriter
-from trace_values import PAIR, a_panorama, a_recording, a_trajectory, steps_of
 
 KILLS = 6
 

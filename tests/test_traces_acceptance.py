@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from trace_values import a_panorama, a_trajectory, steps_of
+
 from spectune.traces.acceptance import Survival, compact, keep_probability, step_survival, survival
 from spectune.traces.schema import AGREE_YES, PROB_SCALE, Step
-from trace_values import a_panorama, a_trajectory, steps_of
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -14,6 +14,8 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from trace_values import a_panorama, a_recording, a_trajectory, a_tree, steps_of
+
 from spectune.db import CorruptedChunkError
 from spectune.db.models import PanoramaChunkRow, StepChunkRow, TrajectoryRow
 from spectune.traces.codec import _HEADERS, CODEC, RAW_LIMIT, SCHEMA_VERSION, Chunk, CodecError, pack, unpack
@@ -31,7 +33,6 @@ from spectune.traces.packing import (
 )
 from spectune.traces.schema import AGREE_NO, ChainPanorama, Step
 from spectune.traces.store import TraceStore
-from trace_values import a_panorama, a_recording, a_trajectory, a_tree, steps_of
 
 DTYPES = st.sampled_from([np.uint8, np.uint16, np.int32, np.int64, np.float32, np.float64, np.bool_])
 ARRAYS = DTYPES.flatmap(lambda d: hnp.arrays(d, hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=9)))

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from trace_values import PAIR, POLICY, POLICY_ID, a_recording, a_trajectory, a_tree
+
 from spectune.db import Database, open_database
 from spectune.db.schedules import FireRow, JobRow, ScheduleRow
 from spectune.db.tables import PACKED, metadata
 from spectune.traces.store import TraceStore
 from spectune.traces.store.query import acceptance_stats
-from trace_values import PAIR, POLICY, POLICY_ID, a_recording, a_trajectory, a_tree
 
 PAGE = Path(__file__).parent.parent / "docs" / "traces.md"
 BLOCKS = re.findall(r"^```(\w+) ?(\w*)\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from trace_values import PAIR, POLICY, POLICY_ID, a_panorama, a_recording, a_trajectory, an_outcome, steps_of
+
 from spectune.db import CorruptedChunkError, NotFoundError, SchemaError, check, open_database
 from spectune.db.models import PanoramaChunkRow
 from spectune.optimizer import schedule as schedules
@@ -24,7 +26,6 @@ from spectune.traces.store.export import export_rows
 from spectune.traces.store.prune import prune
 from spectune.traces.store.query import TraceFilter, acceptance_stats, executed_stats, list_recordings, request_rows
 from spectune.traces.store.transfer import export_recordings, import_recordings
-from trace_values import PAIR, POLICY, POLICY_ID, a_panorama, a_recording, a_trajectory, an_outcome, steps_of
 
 DAY = timedelta(days=1)
 NOW = datetime(2026, 5, 4, tzinfo=UTC)

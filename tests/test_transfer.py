@@ -15,6 +15,9 @@ from pathlib import Path
 
 import pytest
 from doors import Door
+from test_traces_codec import FORGED
+from trace_values import PAIR, POLICY, POLICY_ID, a_recording, a_trajectory, a_tree, steps_of
+
 from spectune.db import CorruptedChunkError, Database, DatabaseError, open_database
 from spectune.db.models import PolicyRow, TrajectoryRow, WorkloadRow
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
@@ -24,8 +27,6 @@ from spectune.traces.store import TraceStore, transfer
 from spectune.traces.store.foreign import check_trajectory
 from spectune.traces.store.query import list_recordings
 from spectune.traces.store.transfer import export_recordings, import_recordings
-from test_traces_codec import FORGED
-from trace_values import PAIR, POLICY, POLICY_ID, a_recording, a_trajectory, a_tree, steps_of
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -9,8 +9,12 @@ import numpy as np
 import pytest
 import torch
 from pairs import make_pair
+from synthetic import flat_profile, with_terms
+from test_lossless import PROMPTS
+
 from spectune.optimizer.simulate.oracle import RecordedTrees, replay_rounds
-from spectune.optimizer.simulate.replay import ReplayTrace, run_replay
+from spectune.optimizer.simulate.replay import run_replay
+from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.tree_tables import ShortlistRanks
 from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair, load_pair
@@ -18,14 +22,12 @@ from spectune.runtime.loop import StaticSource
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.artifacts import Artifacts, Fitted
 from spectune.runtime.policies.document import Policy, parse_policy
-from spectune.runtime.policies.plan import prepare
+from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.recording.trees import Cover, cover_name, record_tree_panorama
 from spectune.runtime.session import Sessions
 from spectune.runtime.trees.rules import compile_tree
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.schema import LatencyProfile, Request, Sampling, Step, Trajectory
-from synthetic import flat_profile, with_terms
-from test_lossless import PROMPTS
 
 TOKENS = 32
 WIDTH, DEPTH = 6, 7

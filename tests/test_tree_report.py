@@ -16,6 +16,8 @@ import pytest
 import torch
 from doors import Door, one_object, write_workload
 from rich.console import Console
+from trace_values import a_trajectory
+
 from spectune.db import open_database
 from spectune.optimizer.fit.recorded_trees import child_probabilities
 from spectune.optimizer.report.drawn_trees import LINES, chosen_nodes, tree_json, tree_view
@@ -35,7 +37,8 @@ from spectune.optimizer.report.trees import (
     tree_report,
 )
 from spectune.optimizer.simulate.forest import join_trees
-from spectune.optimizer.simulate.replay import ReplayTrace, run_replay
+from spectune.optimizer.simulate.replay import run_replay
+from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.tree_tables import ABSENT, GrowthTable
 from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import load_pair
@@ -43,13 +46,12 @@ from spectune.runtime.loop import Round, StaticSource
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.artifacts import Fitted
 from spectune.runtime.policies.document import Policy, parse_policy
-from spectune.runtime.policies.plan import prepare
+from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.recording.trees import record_tree_panorama
 from spectune.runtime.trees.draft import GrownTree, Pruned
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.schema import NO_BIN, Request, Sampling, Step, TreePanorama
 from spectune.traces.store import TraceStore
-from trace_values import a_trajectory
 
 FIGURES = (
     *("ranks", "within", "accepted", "phi", "probability", "acceptance", "difference", "gamma", "verified", "bins"),

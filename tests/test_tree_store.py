@@ -12,6 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import sqlalchemy as sa
+from test_db import at_revision
+from test_store import damage
+from trace_values import PAIR, a_panorama, a_recording, a_trajectory, a_tree
+
 from spectune.db import CorruptedChunkError, NotFoundError, check, migrate, open_database, upgrade
 from spectune.db.engine import WRITES, make_engine
 from spectune.db.models import PanoramaChunkRow
@@ -26,9 +30,6 @@ from spectune.traces.store.prune import prune
 from spectune.traces.store.query import TraceFilter, acceptance_stats, request_rows
 from spectune.traces.store.recording_rows import spec_hash
 from spectune.traces.store.transfer import export_recordings, import_recordings
-from test_db import at_revision
-from test_store import damage
-from trace_values import PAIR, a_panorama, a_recording, a_trajectory, a_tree
 
 BOTH: tuple[Proposals, ...] = ("coupled", "probability")
 

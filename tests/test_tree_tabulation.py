@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tree_reference as reference
+
 from spectune.optimizer.simulate.forest import Forest, tabulate_growth
 from spectune.optimizer.simulate.tree_tables import ABSENT, NO_UNION, ClusterUnion, GrowthTable, ShortlistRanks
 from spectune.runtime.policies.sequoia import static_levels

@@ -11,11 +11,12 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
+import tree_reference as reference
+
 import spectune.runtime.distributions
 import spectune.runtime.sampling
 import spectune.runtime.trees.draft
-import torch
-import tree_reference as reference
 from spectune.runtime import near_ties
 from spectune.runtime.distributions import read_distributions
 from spectune.runtime.models import CausalModel

@@ -10,17 +10,18 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import chisquare
+from transformers import LlamaConfig, LlamaForCausalLM
+
 from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import DecodeRequest, StaticSource, Verified
 from spectune.runtime.models import CausalModel
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import parse_policy
-from spectune.runtime.policies.plan import prepare
+from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.sampling import Noise, choose, gumbel_row, log_distribution, stream_key, uniform
 from spectune.runtime.verification import TargetText, verify_coupled, verify_rejection
 from spectune.traces.schema import Sampling, Verifier
-from transformers import LlamaConfig, LlamaForCausalLM
 
 VOCAB, LENGTH, WINDOW = 5, 3, 2
 PLAIN = Sampling(temperature=1.0)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import pytest
 from scipy.optimize import minimize_scalar
+
 from spectune.runtime.policies.document import Policy, Window, parse_policy
 from spectune.runtime.policies.on_the_fly import TABLE_KNOTS
 from spectune.runtime.policies.windows import (

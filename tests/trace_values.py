@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+
 from spectune.traces.cost_table import CostTable
 from spectune.traces.latency import LatencyProfile
 from spectune.traces.schema import (

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
 from spectune.traces.schema import AGREE_YES, PROB_SCALE, ChainPanorama, Step, Verifier
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import zstandard
+
 from spectune.traces.errors import TraceError
 
 SCHEMA_VERSION = 1

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
 from spectune.traces.cost_table import CostTable, FloatArray
 from spectune.traces.latency_curves import terms_of_curves
 

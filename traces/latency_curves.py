@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+
 from spectune.traces.cost_table import CostTable, FloatArray
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
 from spectune.traces.codec import RAW_LIMIT, Chunk, CodecError, Column, pack, unpack
 from spectune.traces.schema import AGREE_NONE, NO_BIN, ChainPanorama, Int32Array, Step, TreePanorama
 

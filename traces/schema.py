@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+
 from spectune.traces.latency import LatencyProfile as LatencyProfile
 
 Int32Array = npt.NDArray[np.int32]

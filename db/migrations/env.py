@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from alembic import context
+from sqlalchemy import DateTime
+
 from spectune.db.migrate import VERSION_TABLE
 from spectune.db.tables import metadata
 from spectune.db.types import UtcDateTime
-from sqlalchemy import DateTime
 
 
 def render_item(kind: str, item: Any, _autogen: Any) -> str | Literal[False]:

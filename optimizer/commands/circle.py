@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
+
 from spectune.optimizer.commands.outputs import kept_unless_stored
 from spectune.optimizer.commands.shared import (
     Meter,

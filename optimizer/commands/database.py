@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import click
+
 from spectune.optimizer.commands.shared import emit, json_option, with_context
 
 

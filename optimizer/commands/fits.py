@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
+
 from spectune.optimizer.commands.shared import (
     SEED,
     FiniteRange,

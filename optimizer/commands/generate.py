@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import click
+
 from spectune.optimizer.commands.shared import (
     console_for,
     decode_options,

@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import click
+
 from spectune.optimizer.commands.shared import (
     Whole,
     emit,
@@ -182,7 +183,7 @@ def policies_activate(ctx: click.Context, as_json: bool, policy_name: str, reaso
 def _check_runs(store: TraceStore, policy: Policy, pair_id: str, drafts: tuple[str, ...], device: str) -> None:
     """Raises PolicyError now for what every runtime would refuse later."""
     from spectune.optimizer.artifacts import fitted
-    from spectune.runtime.policies.plan import prepare
+    from spectune.runtime.policies.prepare import prepare
 
     _, found = profile_of(store, None, pair_id, device)
     prepare(policy, drafts, profile=found, artifacts=fitted(store, pair_id))

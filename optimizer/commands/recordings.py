@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 import click
+
 from spectune.optimizer.commands.outputs import check_writable, write_text
 from spectune.optimizer.commands.shared import (
     FiniteRange,

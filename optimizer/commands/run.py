@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import click
+
 from spectune.optimizer.commands.outputs import check_writable, kept_unless_stored, write_rounds
 from spectune.optimizer.commands.shared import (
     Meter,

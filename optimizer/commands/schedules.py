@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
 from spectune.optimizer.commands.shared import (
     Meter,
     Whole,

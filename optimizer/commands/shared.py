@@ -12,6 +12,7 @@ import click
 
 if TYPE_CHECKING:
     from rich.console import Console
+
     from spectune.optimizer.execute import DecodeOptions
     from spectune.runtime.loading import LoadedPair
     from spectune.runtime.pair import PairSpec
@@ -229,6 +230,7 @@ def console_for(stderr: bool = False) -> Console:
 def emit(as_json: bool, data: Any, view: Any) -> None:
     """Prints ``data`` as JSON, or what ``view()`` builds as a table; a line of text as it is, control characters spelled out."""
     from rich.text import Text
+
     from spectune.traces.text import json_line, printable
 
     if as_json:

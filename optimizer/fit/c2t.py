@@ -17,6 +17,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import torch
+
 from spectune.optimizer.fit import perceptron
 from spectune.optimizer.fit.perceptron import Weights
 from spectune.optimizer.fit.recorded_trees import CHUNK, RecordedTrees, TreeSource, unusual

@@ -12,16 +12,18 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.fit.on_the_fly import Ridge, fit_chooser, read_prompts
 from spectune.optimizer.fit.shared import Progress, StoredFit, keep, profile_of, recording_of, search_part
-from spectune.optimizer.simulate.replay import ReplayTrace, run_replay
+from spectune.optimizer.simulate.replay import run_replay
+from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.trace import open_trace
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.artifacts import DRAFT_CHOOSER
 from spectune.runtime.policies.document import AUTOREGRESSIVE, ChooserPolicy, Policy
 from spectune.runtime.policies.draft_choice import NO_DRAFT, Chooser, Rule
-from spectune.runtime.policies.plan import prepare
+from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.policies.prepared_chooser import PREDICTED, prompt_key
 from spectune.runtime.policies.prompt_features import Prompt
 from spectune.runtime.prompts import prompt_reader

@@ -15,6 +15,9 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
+from torch.nn import functional
+
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.fit.draft_distributions import States, WholeDistributions, states_over
 from spectune.optimizer.fit.shared import Progress
@@ -27,8 +30,6 @@ from spectune.runtime.recording.trees import OFF_TEXT, ROWS
 from spectune.runtime.shortlists import Shortlists, compile_shortlist
 from spectune.traces.schema import Proposals, Trajectory, TreePanorama
 from spectune.traces.store import TraceStore
-from torch import Tensor
-from torch.nn import functional
 
 KEPT: Final = 16
 """First clusters of the order at every node that are kept: what other nodes of a tree's level add to its shortlist."""
@@ -47,7 +48,7 @@ def cluster_ranks(
     progress: Progress = lambda *_: None,
 ) -> ClusterRanks:
     """The cluster ranks of all of a recording's distributions of a draft under a stored router, for ``ranks`` of a
-    :class:`optimizer.simulate.replay.ReplayTrace`: stored ones where they hold every request, else made, the new
+    :class:`optimizer.simulate.replay_trace.ReplayTrace`: stored ones where they hold every request, else made, the new
     requests alone, and stored.
 
     Nothing is fitted, so all requests are ranked. Raises TraceError for a recording of another pair or without trees of the draft,

@@ -9,6 +9,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
+from torch.nn import functional
+
 from spectune.optimizer.simulate.shortlist_ranks import UNKNOWN_CODE
 from spectune.runtime.drafts.eagle import columns
 from spectune.runtime.loading import LoadedPair
@@ -17,8 +20,6 @@ from spectune.runtime.near_ties import near_rival
 from spectune.runtime.recording.trees import ROWS, HeadPasses, LanguageModelPasses
 from spectune.runtime.sampling import Noise, filters, log_distribution, scaled
 from spectune.traces.schema import NAT_SCALE, Sampling, Trajectory, TreePanorama, request_seed
-from torch import Tensor
-from torch.nn import functional
 
 
 class States(Protocol):

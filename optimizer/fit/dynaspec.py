@@ -16,6 +16,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import torch
+
 from spectune.optimizer.fit import perceptron
 from spectune.optimizer.fit.cluster_ranks import cluster_ranks
 from spectune.optimizer.fit.clusters import check_draft, cohesion, fit_clusters, stored_clusters

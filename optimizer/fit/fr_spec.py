@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
 from spectune.optimizer.fit.frequency_ranks import frequency_ranks
 from spectune.optimizer.fit.shared import LeftOut, Progress, StoredFit, keep, search_texts, silent
 from spectune.runtime.loading import LoadedPair

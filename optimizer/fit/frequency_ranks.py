@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+
 from spectune.db.errors import CorruptedChunkError
 from spectune.optimizer.fit.draft_distributions import WholeDistributions, states_over
 from spectune.optimizer.fit.shared import Progress
@@ -32,7 +33,7 @@ def frequency_ranks(
     progress: Progress = lambda *_: None,
 ) -> FrequencyRanks:
     """The ranks of a recording's texts under a stored frequency order, for ``ranks`` of a
-    :class:`optimizer.simulate.replay.ReplayTrace`: stored
+    :class:`optimizer.simulate.replay_trace.ReplayTrace`: stored
     ones where they hold every request, else made and stored.
 
     The draft reads the texts again, once. Only chains of language-model drafts ask for such ranks. Raises TraceError for a recording of

@@ -13,6 +13,7 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+
 from spectune.optimizer.fit.recorded_trees import CHUNK, RecordedTrees, TreeSource, unusual
 from spectune.optimizer.fit.shared import Progress, StoredFit, silent
 from spectune.optimizer.simulate.forest import tabulate_growth

@@ -15,8 +15,10 @@ from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
+
 from spectune.optimizer.record import split
-from spectune.optimizer.simulate.replay import Replay, ReplayTrace, run_replay
+from spectune.optimizer.simulate.replay import run_replay
+from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import Policy
@@ -30,7 +32,8 @@ from spectune.runtime.policies.draft_choice import (
     Rule,
     check_candidate,
 )
-from spectune.runtime.policies.plan import Plan, prepare
+from spectune.runtime.policies.plan import Plan
+from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.policies.prompt_features import TOKEN_PATTERN, Prompt, PromptFeatures, raw_scalars
 from spectune.runtime.prompts import prompt_reader, read_prompt
 from spectune.traces.errors import PolicyError, TraceError

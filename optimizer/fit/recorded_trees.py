@@ -9,9 +9,10 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+
 from spectune.optimizer.fit.shared import Arrays, keep, search_part
 from spectune.optimizer.simulate.forest import Forest
-from spectune.optimizer.simulate.replay import ReplayTrace
+from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.trace import open_trace
 from spectune.runtime.policies.document import parse_policy
 from spectune.runtime.trees.grow import TreeRule

@@ -21,6 +21,7 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+
 from spectune.optimizer.fit.recorded_trees import RecordedTrees, TreeSource, child_probabilities, unusual
 from spectune.optimizer.fit.shared import Progress, StoredFit, held_out, silent
 from spectune.runtime.policies.document import DEFAULT_TOP_N, TopKGrowth

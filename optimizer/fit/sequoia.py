@@ -16,6 +16,7 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+
 from spectune.optimizer.fit.recorded_trees import RecordedTrees, TreeSource, unusual
 from spectune.optimizer.fit.shared import Progress, StoredFit, profile_of, silent
 from spectune.runtime.costs import RoundKind, pass_seconds, round_costs

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
 from spectune.db.errors import CorruptedChunkError, NotFoundError
 from spectune.optimizer.record import split
 from spectune.traces.errors import PolicyError, TraceError

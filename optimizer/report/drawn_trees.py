@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 from rich.tree import Tree
+
 from spectune.runtime.loop import Round
 from spectune.runtime.trees.draft import GrownTree, Pruned
 from spectune.traces.schema import NO_BIN

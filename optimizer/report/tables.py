@@ -9,6 +9,7 @@ import numpy as np
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
+
 from spectune.optimizer.verdict import Tuned, finite
 from spectune.runtime.policies.document import parse_policy
 from spectune.traces.schema import TREE_SCALE, Counts, LatencyProfile, Outcome

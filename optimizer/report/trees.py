@@ -13,15 +13,17 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+
 from spectune.optimizer.fit.heterospec import terminal_ranks
 from spectune.optimizer.fit.recorded_trees import child_probabilities
 from spectune.optimizer.fit.sequoia import best_static_tree
 from spectune.optimizer.simulate.forest import Forest
-from spectune.optimizer.simulate.replay import Replay, ReplayTrace, run_replay
+from spectune.optimizer.simulate.replay import run_replay
+from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace
 from spectune.optimizer.simulate.tree_tables import GrowthTable
 from spectune.runtime.policies.artifacts import BINS, CLASSIFIER, STATIC_TREE, Artifacts
 from spectune.runtime.policies.document import NODE_LIMIT, ClassifierGrowth, Policy, StaticGrowth, TopKGrowth, parse_policy
-from spectune.runtime.policies.plan import prepare
+from spectune.runtime.policies.prepare import prepare
 from spectune.traces.errors import SpectuneError
 from spectune.traces.schema import TREE_SCALE, Counts, LatencyProfile, Proposals
 

@@ -9,13 +9,14 @@ from datetime import datetime
 from difflib import get_close_matches
 from typing import Any
 
+from sqlalchemy import delete, select
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session
+
 from spectune.db.database import Database
 from spectune.db.schedules import FireRow, JobRow, ScheduleRow
 from spectune.optimizer.schedule.times import LONGEST_S, ScheduleError, Timing, parse_duration
 from spectune.optimizer.schedule.values import Fire, Job, Schedule, fire_of, job_of, payload_of, schedule_of, timing_of
-from sqlalchemy import delete, select
-from sqlalchemy.exc import IntegrityError
-from sqlalchemy.orm import Session
 
 MISFIRE_GRACE_S = 3_600
 """Default grace: workers that were down for an hour still run what was due; APScheduler's own second suits no polling worker."""

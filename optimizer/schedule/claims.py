@@ -10,12 +10,13 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from sqlalchemy import ColumnElement, and_, or_, select, update
+from sqlalchemy.orm import Session
+
 from spectune.db.database import Database
 from spectune.db.schedules import JobRow, ScheduleRow
 from spectune.optimizer.schedule.times import ScheduleError
 from spectune.optimizer.schedule.values import Job, job_of, payload_of, shown_moment
-from sqlalchemy import ColumnElement, and_, or_, select, update
-from sqlalchemy.orm import Session
 
 LONGEST_LEASE_S = 600.0
 """No lease is longer, so one that ends later than this from now was given before the database's clock was set back, and is none."""

@@ -9,11 +9,12 @@ from collections.abc import Callable
 from datetime import datetime, timedelta
 from types import TracebackType
 
+from sqlalchemy.orm import Session
+
 from spectune.db.database import Database
 from spectune.optimizer.schedule.claims import owns, renew
 from spectune.optimizer.schedule.values import Job
 from spectune.traces.errors import SpectuneError
-from sqlalchemy.orm import Session
 
 BEATS_PER_LEASE = 3
 """A worker survives two lost heartbeats in a row."""

@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
 
+from sqlalchemy import delete, func, insert, select, update
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.orm import Session
+
 from spectune.db.database import Database
 from spectune.db.schedules import FireRow, JobRow, ScheduleRow
 from spectune.optimizer.schedule.times import ScheduleError, Timing, utc
 from spectune.optimizer.schedule.values import LATEST, Fire, Outcome, payload_of, timing_of
-from sqlalchemy import delete, func, insert, select, update
-from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.orm import Session
 
 CLOCK_STEP_S = 120
 """The database's clock may go back by so much without anybody minding: slots come so much later once."""

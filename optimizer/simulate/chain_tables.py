@@ -21,6 +21,7 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+
 import spectune.runtime.policies.splitmix as splitmix
 import spectune.runtime.policies.stops as stops
 import spectune.traces.schema as schema

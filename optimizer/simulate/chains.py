@@ -7,6 +7,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
 import spectune.runtime.costs as costs_module
 import spectune.runtime.policies.windows as windows
 from spectune.optimizer.simulate.chain_tables import Index, Words

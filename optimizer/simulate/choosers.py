@@ -6,16 +6,17 @@ to, which takes models to know of any other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
 from spectune.optimizer.simulate.chains import ROUND_COLUMNS
-from spectune.optimizer.simulate.replay import Replay, ReplayTrace, run_replay
+from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import ChooserPolicy
-from spectune.runtime.policies.plan import prepare
+from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.policies.prepared_chooser import stored_chooser
 from spectune.runtime.policies.windows import init_state
 from spectune.traces.schema import LatencyProfile, Step
@@ -23,7 +24,7 @@ from spectune.traces.schema import LatencyProfile, Step
 
 @dataclass(frozen=True, eq=False)
 class ChosenReplay(Replay):
-    """A chooser's :class:`optimizer.simulate.replay.Replay`. ``parts``: which requests (places in the replayed order)
+    """A chooser's :class:`optimizer.simulate.replay_trace.Replay`. ``parts``: which requests (places in the replayed order)
     each candidate decoded,
     and its replay of them. ``state`` is no candidate's: they are in the parts."""
 
@@ -49,13 +50,15 @@ class ChosenReplay(Replay):
 def run_chosen(
     trace: ReplayTrace,
     policy: ChooserPolicy,
+    run_replay: Callable[..., Replay],
     profile: LatencyProfile | None = None,
     *,
     per_round: bool = False,
     artifacts: Artifacts | None = None,
     approximate: bool = False,
 ) -> ChosenReplay:
-    """:func:`optimizer.simulate.replay.run_replay` for a chooser. A request's seconds include the pass that reads its prompt's perplexity.
+    """:func:`optimizer.simulate.replay.run_replay` for a chooser, by that function for each
+    candidate. A request's seconds include the pass that reads its prompt's perplexity.
 
     Raises TraceError for prompts that are not of the recording it was fitted to, where it chooses, PolicyError without a profile, and what
     replaying a candidate raises.

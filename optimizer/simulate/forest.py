@@ -13,6 +13,7 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+
 from spectune.optimizer.simulate.tree_tables import ABSENT, NO_SHORTLIST, GrowthTable, Scratch, ShortlistRanks, Trie, tabulate
 from spectune.runtime.trees.grow import Codes, Tree, TreeRule
 from spectune.traces.errors import TraceError

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+
 from spectune.optimizer.simulate.forest import Forest
 from spectune.optimizer.simulate.tree_tables import ShortlistRanks
 from spectune.runtime.drafts.protocol import Drafted

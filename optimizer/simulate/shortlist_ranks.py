@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
+
 from spectune.db.errors import CorruptedChunkError
 from spectune.runtime.policies.artifacts import FREQUENCIES, ROUTER
 from spectune.traces.errors import TraceError
@@ -205,7 +206,7 @@ Ranks = ClusterRanks | FrequencyRanks
 R = TypeVar("R", ClusterRanks, FrequencyRanks)
 RanksByPolicy = Mapping[tuple[str, str], Ranks]
 """What shortlists are replayed from, by draft and the shortlist's artifact
-(:class:`optimizer.simulate.replay.ReplayTrace`)."""
+(:class:`optimizer.simulate.replay_trace.ReplayTrace`)."""
 
 
 def budget_grid(most: int) -> tuple[int, ...]:
@@ -229,7 +230,7 @@ def stored_ranks(store: TraceStore, recording: str, draft: str, fitted: str, pro
     """The newest stored ranks of a recording under the router or the frequency order ``fitted``,
     None where there are none. Ids may be abbreviated.
 
-    They may lack requests that were recorded since, which a :class:`optimizer.simulate.replay.ReplayTrace`
+    They may lack requests that were recorded since, which a :class:`optimizer.simulate.replay_trace.ReplayTrace`
     refuses. Raises CorruptedChunkError when all that are there are damaged, NotFoundError for an
     unknown recording or artifact.
     """

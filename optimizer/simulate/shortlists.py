@@ -23,6 +23,7 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+
 from spectune.optimizer.simulate.chain_tables import ENDLESS
 from spectune.optimizer.simulate.forest import OFF_TEXT, Forest
 from spectune.optimizer.simulate.shortlist_ranks import ClusterRanks, FrequencyRanks, Index, Ranks, digest, how_to_rank

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from spectune.optimizer.artifacts import fitted
-from spectune.optimizer.simulate.replay import Replay, ReplayTrace, run_replay
+from spectune.optimizer.simulate.replay import run_replay
+from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace
 from spectune.optimizer.simulate.shortlist_ranks import Ranks, how_to_rank, stored_ranks
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import ChooserPolicy, FullShortlist, Policy

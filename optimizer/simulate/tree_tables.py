@@ -7,6 +7,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
 import spectune.runtime.trees.grow as trees
 from spectune.runtime.policies.eagle2 import INFINITE
 from spectune.runtime.policies.jit import compiled

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
 import spectune.optimizer.simulate.chains as chain_replay
 import spectune.optimizer.simulate.tree_tables as tree_tabulation
 import spectune.runtime.policies.heterospec as heterospec

@@ -24,9 +24,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
+
 from spectune.runtime.cache import SlotCache, SlotLayer
 from spectune.runtime.policies.document import NODE_LIMIT
-from torch import Tensor
 
 RUNGS: Final = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, NODE_LIMIT + 1)
 """Numbers of tokens that passes are captured for."""

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from spectune.traces.errors import PairError
 from torch import Tensor
+
+from spectune.traces.errors import PairError
 
 
 def power_of_two(number: int) -> int:

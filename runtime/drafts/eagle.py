@@ -8,13 +8,14 @@ are read again with the target's features at the next round."""
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from spectune.runtime.drafts.eagle_head import EagleHead
 from spectune.runtime.drafts.passes import Places, TreeReader, propose_tree, shortlisted
 from spectune.runtime.drafts.protocol import DraftContext, Drafted
 from spectune.runtime.models import CHUNK, CausalModel
 from spectune.runtime.shortlists import Shortlists, States
 from spectune.runtime.trees.draft import GrownTree, Pruned
-from torch import Tensor
 
 
 class Features:

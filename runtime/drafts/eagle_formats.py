@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
 from spectune.runtime.drafts.eagle_head import EagleHead, HeadNet, HeadShape
 from spectune.runtime.models import FINAL, CausalModel
 from spectune.runtime.pair import architectures, expanded, head_config, identity, is_local, translated
 from spectune.traces.errors import PairError
-from torch import Tensor, nn
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 
 def rope_config(config: Mapping[str, Any], head_dim: int) -> LlamaConfig:

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
 from spectune.runtime.attention import causal_mask, slot_attention
 from spectune.runtime.cache import SlotCache, SlotLayer
 from spectune.runtime.models import CausalModel, view_of
 from spectune.runtime.shortlists import OutputHead
-from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 if TYPE_CHECKING:
     from spectune.runtime.cuda.graphs import PassGraphs

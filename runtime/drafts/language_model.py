@@ -4,6 +4,8 @@ level at a time."""
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from spectune.runtime import near_ties
 from spectune.runtime.drafts.passes import Places, TreeReader, propose_tree, shortlisted
 from spectune.runtime.drafts.protocol import LONG_LAG, DraftContext, Drafted
@@ -21,7 +23,6 @@ from spectune.runtime.prompts import log_perplexity
 from spectune.runtime.sampling import choose, entropy_of, gumbel_row, log_distribution, nat_code, stream_key
 from spectune.runtime.shortlists import Shortlists, States, Support
 from spectune.traces.schema import Sampling
-from torch import Tensor
 
 
 class LanguageModelDraft:

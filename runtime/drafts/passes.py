@@ -8,13 +8,14 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+
 from spectune.runtime.cache import SlotCache
 from spectune.runtime.drafts.protocol import DraftContext, Drafted
 from spectune.runtime.models import view_of
 from spectune.runtime.sampling import filters
 from spectune.runtime.shortlists import Beam, Shortlists, Support
 from spectune.runtime.trees.draft import ModelLaws, TreeContext, grow
-from torch import Tensor
 
 
 class Places(NamedTuple):

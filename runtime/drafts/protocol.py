@@ -14,6 +14,7 @@ from spectune.runtime.policies.document import EXPANDED_LIMIT
 
 if TYPE_CHECKING:
     import torch
+
     from spectune.runtime.policies.plan import Plan
     from spectune.runtime.sampling import Noise
     from spectune.runtime.shortlists import Shortlists

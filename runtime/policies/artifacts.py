@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import numpy.typing as npt
+
 from spectune.runtime.policies.document import Policy
 from spectune.runtime.policies.refusals import MALFORMED, MESSAGE_LIMIT
 from spectune.traces.errors import PolicyError

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field
+
 from spectune.runtime.policies.blocks import WIDTH_LIMIT, TreeGrowth, Width
 from spectune.runtime.policies.jit import compiled
 from spectune.traces.schema import TREE_SCALE

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Union
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
+
 from spectune.runtime.policies.blocks import (
     EXPANDED_LIMIT,
     GAMMA_LIMIT,
@@ -255,7 +256,7 @@ class ChooserPolicy(Policy):
     """The policy of ``"draft": {"kind": "ols", "artifact": ID}``: each request is decoded under one
     of the artifact's candidates.
 
-    Its blocks are theirs, which only :func:`runtime.policies.plan.prepare` finds out; those it has
+    Its blocks are theirs, which only :func:`runtime.policies.prepare.prepare` finds out; those it has
     itself are never run. ``draft`` is ``ols:ID``, which no pair has, so that whoever takes it for a
     plain policy fails.
     """

@@ -19,6 +19,7 @@ from typing import Any, Final, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
+
 from spectune.runtime.costs import token_seconds, window_costs
 from spectune.runtime.policies.document import ChooserPolicy, FixedWindow, Policy, parse_policy
 from spectune.runtime.policies.on_the_fly import best_window

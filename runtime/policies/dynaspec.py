@@ -12,6 +12,7 @@ from typing import Any, Literal, Self
 import numpy as np
 import numpy.typing as npt
 from pydantic import model_validator
+
 from spectune.runtime.policies.blocks import Artifact, Block, Budget
 from spectune.runtime.policies.stored import (
     Arrays,

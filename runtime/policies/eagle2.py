@@ -8,6 +8,7 @@ from typing import Annotated, Final, Literal
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field
+
 from spectune.runtime.policies.blocks import NODE_LIMIT, Block, TreeGrowth
 from spectune.runtime.policies.jit import compiled
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+
 from spectune.runtime.policies.blocks import Artifact, Block, Budget
 from spectune.runtime.policies.stored import (
     Arrays,

@@ -10,6 +10,7 @@ from typing import Annotated
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field
+
 from spectune.runtime.policies.blocks import Block
 from spectune.runtime.policies.jit import compiled
 

@@ -29,8 +29,9 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
-import spectune.runtime.policies.splitmix as splitmix
 from pydantic import Field, model_validator
+
+import spectune.runtime.policies.splitmix as splitmix
 from spectune.runtime.policies.blocks import AdaptiveWindow, Gamma, Probability
 from spectune.runtime.policies.jit import compiled
 from spectune.runtime.policies.splitmix import hash_uniform

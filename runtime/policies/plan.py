@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
+
 from spectune.runtime.costs import window_costs
 from spectune.runtime.policies.artifacts import Q_TABLE, Artifacts, read_artifact
-from spectune.runtime.policies.document import ChooserPolicy, Policy
+from spectune.runtime.policies.document import Policy
 from spectune.runtime.policies.stops import CompiledStop, compile_stop
 from spectune.runtime.policies.windows import CompiledWindow, compile_window
 from spectune.traces.errors import PolicyError
@@ -62,7 +63,7 @@ def check_verifier(policy: Policy, verifier: Verifier, sampling: Sampling) -> No
         )
 
 
-def prepare(
+def compile_plan(
     policy: Policy,
     drafts: Collection[str],
     *,
@@ -70,16 +71,7 @@ def prepare(
     version: int = 0,
     artifacts: Artifacts | None = None,
 ) -> Plan:
-    """Compiles a policy for a pair whose drafts are ``drafts``.
-
-    ``artifacts`` finds what the policy names that was fitted. Raises PolicyError when the draft is unknown, the window needs costs and
-    there is no profile, or an artifact cannot be had, has another shape or was fitted on another draft. Of a chooser all that holds for
-    each of its candidates.
-    """
-    if isinstance(policy, ChooserPolicy):
-        from spectune.runtime.policies.prepared_chooser import prepare_chooser
-
-        return prepare_chooser(policy, drafts, profile=profile, version=version, artifacts=artifacts)
+    """:func:`runtime.policies.prepare.prepare` of a policy that is no chooser."""
     if policy.draft != "none" and policy.draft not in drafts:
         known = ", ".join(sorted(drafts))
         raise PolicyError(f"draft: this pair has no draft {policy.draft!r}; it has: {known}")

@@ -13,10 +13,11 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+
 from spectune.runtime.policies.artifacts import DRAFT_CHOOSER, Artifacts, Fitted, read_artifact
 from spectune.runtime.policies.document import FixedWindow, Policy
 from spectune.runtime.policies.draft_choice import TARGET, Chooser, Option, finite_array
-from spectune.runtime.policies.plan import Plan, prepare
+from spectune.runtime.policies.plan import Plan, compile_plan
 from spectune.runtime.policies.prompt_features import Prompt
 from spectune.runtime.policies.stops import compile_stop
 from spectune.runtime.policies.windows import compile_window
@@ -97,7 +98,7 @@ def prepare_chooser(
     version: int = 0,
     artifacts: Artifacts | None = None,
 ) -> Plan:
-    """:func:`runtime.policies.plan.prepare` for a chooser: every candidate that may decode is prepared.
+    """:func:`runtime.policies.prepare.prepare` for a chooser: every candidate that may decode is prepared.
 
     Raises PolicyError where the artifact is missing or no chooser, a candidate cannot be prepared, the pair lacks the draft that reads
     prompts, or there is no profile to weigh the drafts by.
@@ -113,7 +114,7 @@ def prepare_chooser(
     ready: dict[str, Plan] = {}
     for name, candidate in chooser.used.items():
         try:
-            ready[name] = prepare(
+            ready[name] = compile_plan(
                 candidate,
                 drafts,
                 profile=profile,

@@ -18,6 +18,7 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+
 from spectune.runtime.drafts.ngram import NgramIndex
 
 FloatArray = npt.NDArray[np.float64]

@@ -10,6 +10,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import torch
+
 from spectune.runtime.policies.dynaspec import Clusters
 from spectune.runtime.policies.stored import Arrays, Document, check_sizes, stored_array
 from spectune.traces.errors import PolicyError

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
+
 from spectune.runtime.policies.blocks import GAMMA_LIMIT, NODE_LIMIT, WIDTH_LIMIT, Block
 from spectune.runtime.policies.refusals import MESSAGE_LIMIT, explain, refuse_excess
 from spectune.traces.text import one_line

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Annotated, Final, Literal, Union
 
 from pydantic import Field
+
 from spectune.runtime.policies.blocks import Block, Probability
 from spectune.runtime.policies.jit import compiled
 from spectune.traces.schema import NAT_SCALE

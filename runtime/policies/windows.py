@@ -32,6 +32,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
 import spectune.runtime.policies.heuristic as heuristic_window
 import spectune.runtime.policies.on_the_fly as on_the_fly
 from spectune.runtime.policies.document import (

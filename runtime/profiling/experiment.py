@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
+
 from spectune.runtime.costs import MeasuredRound, RoundKind
 from spectune.runtime.decoder import ModelBackend, warmed_shortlists
 from spectune.runtime.loading import LoadedPair
@@ -37,7 +38,8 @@ from spectune.runtime.policies.document import (
 )
 from spectune.runtime.policies.dynaspec import Clusters
 from spectune.runtime.policies.fr_spec import Frequencies
-from spectune.runtime.policies.plan import Plan, prepare
+from spectune.runtime.policies.plan import Plan
+from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.policies.router import Router, Routing
 from spectune.runtime.profiling.fit import Prefill
 from spectune.runtime.shortlists import ShortlistRule

@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 from scipy.optimize import nnls
+
 from spectune.runtime.costs import (
     MeasuredRound,
     Share,

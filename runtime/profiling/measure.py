@@ -13,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import torch
+
 from spectune.runtime.costs import (
     MeasuredRound,
     Passes,
@@ -23,7 +24,7 @@ from spectune.runtime.costs import (
 )
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import FixedWindow, FsmWindow, MaxProbStop, Policy
-from spectune.runtime.policies.plan import prepare
+from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.profiling.experiment import (
     CHECKED_TOKENS,
     Cell,

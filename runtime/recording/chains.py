@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+
 from spectune.runtime.cache import VIEW_STEP
 from spectune.runtime.drafts.language_model import canonical_codes
 from spectune.runtime.drafts.ngram import NgramIndex

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+
 from spectune.runtime.distributions import read_distributions
 from spectune.runtime.drafts.eagle import CanonicalPasses, columns
 from spectune.runtime.drafts.eagle_head import EagleHead

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+
 from spectune.runtime.policies.c2t import CONFIDENCE_SCALE
 from spectune.runtime.policies.eagle2 import INFINITE
 from spectune.runtime.trees.grow import NONE, ROOT, Growing, LawRows, Tree, TreeRule, gap_weights

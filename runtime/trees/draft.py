@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+
 from spectune.runtime.distributions import read_distributions
 from spectune.runtime.policies.eagle2 import INFINITE
 from spectune.runtime.policies.heterospec import bin_of

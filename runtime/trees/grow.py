@@ -15,9 +15,10 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
+
 import spectune.runtime.policies.c2t as c2t
 import spectune.runtime.policies.eagle2 as eagle2
-import torch
 from spectune.runtime.policies.c2t import CONFIDENCE_SCALE, confidence_code
 from spectune.runtime.policies.eagle2 import INFINITE, cheapest
 from spectune.runtime.policies.jit import compiled

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
 from spectune.runtime.policies.c2t import CONFIDENCE_SCALE
 from spectune.runtime.policies.eagle2 import INFINITE
 from spectune.runtime.trees.grow import NONE, LawRows, Tree, TreeRule

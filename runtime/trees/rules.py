@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+
 from spectune.runtime.policies.artifacts import BINS, CLASSIFIER, STATIC_TREE, Artifacts, read_artifact
 from spectune.runtime.policies.c2t import beta_code, confidence_table, read_weights
 from spectune.runtime.policies.document import (

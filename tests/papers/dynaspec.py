@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+
 from spectune.runtime.policies.dynaspec import Clusters
 
 FloatArray = npt.NDArray[np.float64]

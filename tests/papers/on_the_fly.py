@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+
 from spectune.runtime.policies.on_the_fly import equation_11_root, equation_12_inverse, truncated_excess
 from spectune.runtime.policies.windows import WindowCosts
 

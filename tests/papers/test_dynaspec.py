@@ -17,6 +17,7 @@ from papers.dynaspec import (
     restricted,
     routing_regret,
 )
+
 from spectune.runtime.policies.dynaspec import Clusters
 from spectune.runtime.sampling import gumbel_row, stream_key
 from spectune.runtime.verification import verify_rejection

@@ -15,6 +15,7 @@ from papers.on_the_fly import (
     throughput,
     truncated_mean,
 )
+
 from spectune.runtime.policies.on_the_fly import truncated_excess, window_thresholds
 from spectune.runtime.policies.windows import WindowCosts
 

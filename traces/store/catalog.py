@@ -11,6 +11,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
 from spectune.db import CorruptedChunkError, DatabaseError, NotFoundError, UnavailableError
 from spectune.db.models import ArtifactRow, LatencyProfileRow, PairRow, PolicyRow, RunRow, StepChunkRow, StudyRow, WorkloadRow
 from spectune.traces.codec import CodecError
@@ -18,8 +21,6 @@ from spectune.traces.packing import pack_document, pack_steps, unpack_document, 
 from spectune.traces.schema import Counts, LatencyProfile, Outcome, RequestOutcome, Step, Workload, policy_id
 from spectune.traces.store.recording_rows import step_row
 from spectune.traces.store.rows import Storage, chunk_of, chunk_values, insert_absent, is_stored, readable, resolve
-from sqlalchemy import select
-from sqlalchemy.orm import Session
 
 Document = Mapping[str, Any]
 

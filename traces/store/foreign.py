@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from typing import Any, get_args
 
+from sqlalchemy import JSON, BigInteger, Double, Integer, LargeBinary, String, inspect
+from sqlalchemy.orm import DeclarativeBase
+
 from spectune.db import CorruptedChunkError
 from spectune.db.models import PairRow, PanoramaChunkRow, PolicyRow, RecordingRow, StepChunkRow, TrajectoryRow, WorkloadRow
 from spectune.db.types import OutsideJson, UtcDateTime
@@ -23,8 +26,6 @@ from spectune.traces.store.catalog import policy_of, workload_of
 from spectune.traces.store.recording_rows import CHAIN, TREE_KINDS, spec_hash, trajectory_of
 from spectune.traces.store.rows import chunk_of
 from spectune.traces.text import NAME_LIMIT, unstorable
-from sqlalchemy import JSON, BigInteger, Double, Integer, LargeBinary, String, inspect
-from sqlalchemy.orm import DeclarativeBase
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _STATES = ("recording", "complete", "abandoned")

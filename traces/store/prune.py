@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
+from sqlalchemy import ColumnElement, delete, func, select
+from sqlalchemy.orm import Session
+
 from spectune.db import Database
 from spectune.db.models import PanoramaChunkRow, PublicationRow, RecordingRow, RunRow, StepChunkRow, TrajectoryRow
 from spectune.db.schedules import JobRow
 from spectune.traces.errors import TraceError
 from spectune.traces.store.rows import resolve
-from sqlalchemy import ColumnElement, delete, func, select
-from sqlalchemy.orm import Session
 
 STILL_WRITTEN = timedelta(days=1)
 """An unfinished recording whose last text is younger counts as being written: panoramas, which come after the texts, have no moment."""

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal
 
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
 from spectune.db import NotFoundError, StaleVersionError
 from spectune.db.models import AcknowledgementRow, PairRow, PolicyRow, PublicationRow
 from spectune.traces.schema import policy_id
 from spectune.traces.store.rows import Storage, is_stored, readable
-from sqlalchemy import func, select
-from sqlalchemy.orm import Session
 
 AckStatus = Literal["applied", "refused"]
 

@@ -11,14 +11,15 @@ from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import Any, Literal
 
+from sqlalchemy import ColumnElement, select
+from sqlalchemy.orm import Session
+
 from spectune.db import Database
 from spectune.db.models import PanoramaChunkRow, RecordingRow, StepChunkRow, TrajectoryRow
 from spectune.traces.acceptance import Survival
 from spectune.traces.recording import RecordingInfo
 from spectune.traces.store.recording_rows import CHAIN, infos
 from spectune.traces.store.rows import resolve
-from sqlalchemy import ColumnElement, select
-from sqlalchemy.orm import Session
 
 GroupBy = Literal["draft", "category", "recording"]
 GROUPS: tuple[GroupBy, ...] = ("draft", "category", "recording")

@@ -7,6 +7,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
 from spectune.db import CorruptedChunkError, NotFoundError
 from spectune.db.models import PanoramaChunkRow, RecordingRow, StepChunkRow, TrajectoryRow
 from spectune.traces.acceptance import compact, step_survival
@@ -15,8 +18,6 @@ from spectune.traces.packing import unpack_tokens
 from spectune.traces.recording import RecordingInfo, TreeExtent
 from spectune.traces.schema import Proposals, Sampling, Step, Trajectory, Verifier
 from spectune.traces.store.rows import chunk_of, sampling_json
-from sqlalchemy import func, select
-from sqlalchemy.orm import Session
 
 CHAIN = "chain"
 TREE_KINDS: dict[Proposals, str] = {"coupled": "tree", "probability": "tree_q"}

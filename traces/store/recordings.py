@@ -6,6 +6,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Literal
 
+from sqlalchemy import select, update
+from sqlalchemy.orm import Session
+
 from spectune.db import NotFoundError
 from spectune.db.models import PairRow, PanoramaChunkRow, RecordingRow, StepChunkRow, TrajectoryRow, WorkloadRow
 from spectune.traces.acceptance import compact, keep_probability, survival
@@ -37,8 +40,6 @@ from spectune.traces.store.recording_rows import (
     trajectory_of,
 )
 from spectune.traces.store.rows import Storage, chunk_of, chunk_values, insert_absent, resolve, sampling_json
-from sqlalchemy import select, update
-from sqlalchemy.orm import Session
 
 BATCH = 64
 """Requests read per query when iterating."""

@@ -8,14 +8,15 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from sqlalchemy import literal, select
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.orm import DeclarativeBase, InstrumentedAttribute, Session
+
 from spectune.db import Database, NotFoundError
 from spectune.db.models import Packed
 from spectune.db.types import Unreadable
 from spectune.traces.codec import Chunk
 from spectune.traces.schema import Sampling
-from sqlalchemy import literal, select
-from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.orm import DeclarativeBase, InstrumentedAttribute, Session
 
 Clock = Callable[[], datetime]
 _TRIES = 20

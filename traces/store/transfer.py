@@ -16,6 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from alembic.util.exc import CommandError
+from sqlalchemy import StaticPool, create_engine, inspect, select
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import DeclarativeBase, Session
+
 from spectune.db import CorruptedChunkError, Database, SchemaError, migrate, open_database
 from spectune.db.models import PairRow, PanoramaChunkRow, PolicyRow, RecordingRow, StepChunkRow, TrajectoryRow, WorkloadRow
 from spectune.traces.errors import TraceError
@@ -31,9 +35,6 @@ from spectune.traces.store.foreign import (
 )
 from spectune.traces.store.rows import insert_absent, resolve
 from spectune.traces.text import shortened
-from sqlalchemy import StaticPool, create_engine, inspect, select
-from sqlalchemy.exc import SQLAlchemyError
-from sqlalchemy.orm import DeclarativeBase, Session
 
 _CHUNKED: tuple[type[Any], ...] = (TrajectoryRow, PanoramaChunkRow, StepChunkRow)
 _BATCH = 256

@@ -1,0 +1,321 @@
+"""What is replayed, as flat arrays with everything that was tabulated from them, and what a replay gives."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from spectune.optimizer.simulate.chain_tables import Chains, Index, Words, check_reach, first_occurrences, join_chains, tabulate
+from spectune.optimizer.simulate.chains import Texts
+from spectune.optimizer.simulate.forest import Forest, join_trees, tabulate_growth
+from spectune.optimizer.simulate.shortlist_ranks import RanksByPolicy
+from spectune.optimizer.simulate.shortlists import (
+    RankedForest,
+    RoutedForest,
+    chain_seconds,
+    join_ranks,
+    restricted,
+    shortlist_ranks,
+    tree_seconds,
+)
+from spectune.optimizer.simulate.tree_tables import GrowthTable
+from spectune.runtime.costs import FREE, Passes, RoundCosts, RoundKind, middles, round_costs, shortlist_seconds
+from spectune.runtime.policies.document import GAMMA_LIMIT, Policy
+from spectune.runtime.policies.plan import Plan
+from spectune.runtime.policies.stops import CompiledStop
+from spectune.runtime.policies.windows import WindowState
+from spectune.runtime.shortlists import ShortlistRule
+from spectune.runtime.trees.grow import TreeRule
+from spectune.traces.errors import TraceError
+from spectune.traces.schema import ChainPanorama, Counts, LatencyProfile, Outcome, RequestOutcome, Step, Trajectory, TreePanorama
+
+FloatArray = npt.NDArray[np.float64]
+
+CACHED_GROWTHS: Final = 48
+"""Growth tables a trace keeps (a few hundred bytes a position each)."""
+CACHED_TABLES: Final = 64
+"""Tabulations a trace keeps (4 bytes a position each)."""
+CACHED_COSTS: Final = 16
+"""Tables of costs a trace keeps (for trees, 8 bytes a position and pass)."""
+
+
+class ReplayTrace:
+    """Trajectories and panoramas as flat arrays, with what has been tabulated from them. Safe to share between threads.
+
+    ``panoramas`` maps each draft to its panoramas, one per trajectory in the same order. Requests are replayed in order,
+    which matters only to windows that carry their state from one to the next. ``seed`` chooses the draws of requests decoded
+    by the rejection verifier. ``trees`` maps (draft, proposals) to tree panoramas likewise. ``ranks`` maps (draft, artifact of a
+    shortlist) to what ``optimizer.fit`` finds; that draft's
+    trees must be given as well. Shortlists of kind ``clusters`` need them, chains under the others are exact with them. Raises TraceError
+    where panoramas do not match, or ranks lack a request.
+    """
+
+    def __init__(
+        self,
+        trajectories: Sequence[Trajectory],
+        panoramas: Mapping[str, Sequence[ChainPanorama]],
+        *,
+        seed: int = 0,
+        trees: Mapping[tuple[str, str], Sequence[TreePanorama]] | None = None,
+        ranks: RanksByPolicy | None = None,
+    ) -> None:
+        self.trajectories = tuple(trajectories)
+        lengths = np.array([len(t.output_ids) for t in trajectories], dtype=np.int64)
+        self.offsets: Index = np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
+        self.prompts = np.array([len(t.prompt_ids) for t in trajectories], dtype=np.int64)
+        self.budgets = np.array([t.max_new_tokens for t in trajectories], dtype=np.int64)
+        self.sampled = np.array([not t.sampling.greedy for t in trajectories], dtype=np.int64)
+        self.order: Index = np.arange(len(self.trajectories))
+        self.seed = seed
+        self.max_context = int((self.prompts + lengths).max(initial=1))
+        self._first_seen = np.concatenate([np.zeros(0, np.int32), *(first_occurrences(t) for t in trajectories)])
+        self.chains: dict[str, Chains] = {d: join_chains(self.trajectories, p) for d, p in panoramas.items()}
+        self.forests: dict[tuple[str, str], Forest] = {k: join_trees(self.trajectories, p) for k, p in (trees or {}).items()}
+        self.ranked: dict[tuple[str, str], RankedForest] = {}
+        for (draft, fitted), source in (ranks or {}).items():
+            key = draft, source.proposals
+            if key not in self.forests:
+                raise TraceError(f"ranks of draft {draft!r} given without its trees ({source.proposals})")
+            self.ranked[draft, fitted] = join_ranks(self.forests[key], self.trajectories, (trees or {})[key], source)
+        self._growths: OrderedDict[tuple[object, ...], GrowthTable] = OrderedDict()
+        self._lock = threading.Lock()
+        self._tables: OrderedDict[tuple[object, ...], Words] = OrderedDict()
+        self._doubtful: dict[tuple[object, ...], Index] = {}
+        self._costs: OrderedDict[tuple[object, ...], tuple[LatencyProfile, object, RoundCosts, FloatArray]] = OrderedDict()
+
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        """Ids of the requests replayed, in order."""
+        return tuple(self.trajectories[r].request_id for r in self.order)
+
+    @property
+    def texts(self) -> Texts:
+        """The requests replayed, as kernels read them."""
+        return Texts(self.order, self.offsets, self.prompts, self.budgets, self.sampled)
+
+    @property
+    def tokens(self) -> int:
+        """Output tokens of the requests replayed."""
+        return int((self.offsets[self.order + 1] - self.offsets[self.order]).sum())
+
+    def select(self, requests: Iterable[int]) -> ReplayTrace:
+        """The same trace with only these requests (indices into :attr:`trajectories`), in this order. Arrays and tables are
+        shared."""
+        part = object.__new__(ReplayTrace)
+        part.__dict__.update(self.__dict__)
+        part.order = np.array(list(requests), dtype=np.int64)
+        return part
+
+    def outcomes(self, policy: Policy, stop: CompiledStop, shortlist: ShortlistRule | None = None) -> Words:
+        """:func:`optimizer.simulate.chain_tables.tabulate` for a policy's draft and stop, remembered; under a
+        shortlist what it leaves. TraceError if
+        too little was recorded."""
+        if not policy.speculates:
+            return self._remember("", stop, None)
+        chains = self.chains.get(policy.draft)
+        if chains is None:
+            known = ", ".join(sorted(self.chains)) or "none"
+            raise TraceError(f"the recording has no panorama of draft {policy.draft!r} (it has: {known}); retrace it")
+        check_reach(policy, chains)
+        words = self._remember(policy.draft, stop, chains)
+        return words if shortlist is None else self._shortlisted(policy, stop, shortlist, words)
+
+    def _shortlisted(self, policy: Policy, stop: CompiledStop, rule: ShortlistRule, words: Words) -> Words:
+        if self.chains[policy.draft].drawn.any():
+            raise TraceError(
+                "shortlist: texts of the rejection verifier do not show what a draft would propose from a part of the vocabulary; record "
+                "with the coupled one"
+            )
+        key = (policy.draft, stop, policy.shortlist.model_dump_json())
+        with self._lock:
+            found = self._tables.get(key)
+        if found is None:
+            forest, ranked = self._forest(policy, "coupled", 1), self._ranked(policy, rule)
+            found, doubtful = restricted(words, forest, shortlist_ranks(forest, rule, GAMMA_LIMIT, ranked), stop, ranked)
+            with self._lock:
+                self._doubtful[key] = doubtful
+            self._keep(key, found)
+        return found
+
+    def doubtful(self, policy: Policy, stop: CompiledStop) -> Index:
+        """The step from which a shortlisted chain's outcome is not known, because none of the recorded children is in the shortlist and
+        nothing else says what the draft would propose, int64 [positions]; [0] where every outcome is. Asked after :meth:`outcomes`."""
+        found = self._doubtful.get((policy.draft, stop, policy.shortlist.model_dump_json()))
+        return np.zeros(0, np.int64) if found is None or (found >= GAMMA_LIMIT).all() else found
+
+    def _ranked(self, policy: Policy, rule: ShortlistRule) -> RankedForest | None:
+        """The ranks under a policy's shortlist, if they were given; its artifact may be abbreviated."""
+        proposals, name = getattr(policy.growth, "proposals", "coupled"), rule.block.artifact
+        known = (v for (draft, fitted), v in self.ranked.items() if draft == policy.draft and fitted.startswith(name))
+        return next((v for v in known if v.source.proposals == proposals), None)
+
+    def uses_trees(self, policy: Policy) -> bool:
+        """Whether a policy is replayed from tree panoramas: it grows trees, or its draft is a head (whose chains are trees too)."""
+        return policy.is_tree or (
+            policy.speculates and policy.draft not in self.chains and (policy.draft, "coupled") in self.forests
+        )
+
+    def _forest(self, policy: Policy, proposals: str, width: int) -> Forest:
+        forest = self.forests.get((policy.draft, proposals))
+        if forest is None:
+            known = ", ".join(sorted({d for d, p in self.forests if p == proposals})) or "none"
+            flag = "" if proposals == "coupled" else " --tree-proposals probability"
+            raise TraceError(
+                f"the recording has no trees of draft {policy.draft!r} (it has: {known}); `record --resume ID --tree-width "
+                f"{width} --tree-depth {policy.depth_max}{flag}` makes them"
+            )
+        return forest
+
+    def growth(
+        self, policy: Policy, rules: tuple[TreeRule, TreeRule], shortlist: ShortlistRule | None = None
+    ) -> GrowthTable:
+        """What every start grows under a policy's growth, remembered; windows, selections, stops and bins share it.
+
+        Raises TraceError if too little was recorded.
+        """
+        proposals = getattr(policy.growth, "proposals", "coupled")
+        forest = self._forest(policy, proposals, rules[0].width)
+        document = policy.growth.model_dump_json()
+        stops = policy.stop.kind != "none" and policy.growth.kind == "static"
+        depth = max(policy.depth_max, forest.depth)  # shallower policies share the deepest one's table
+        key = (policy.draft, proposals, document, depth, stops, policy.shortlist.model_dump_json())
+        with self._lock:
+            found = self._growths.get(key)
+            if found is not None:
+                self._growths.move_to_end(key)
+                return found
+        hot = self._sampled_positions()
+        ranks = None
+        if shortlist is not None:
+            ranks = shortlist_ranks(forest, shortlist, depth, self._ranked(policy, shortlist))
+        made = tabulate_growth(forest, [(rules[0], np.flatnonzero(~hot)), (rules[1], np.flatnonzero(hot))], depth, ranks)
+        with self._lock:
+            self._growths[key] = made
+            while len(self._growths) > CACHED_GROWTHS:
+                self._growths.popitem(last=False)
+        return made
+
+    def _sampled_positions(self) -> npt.NDArray[np.bool_]:
+        return np.repeat(self.sampled > 0, np.diff(self.offsets))
+
+    def _remember(self, draft: str, stop: CompiledStop, chains: Chains | None) -> Words:
+        with self._lock:
+            found = self._tables.get((draft, stop))
+            if found is not None:
+                self._tables.move_to_end((draft, stop))
+                return found
+        made = np.zeros(int(self.offsets[-1]), dtype=np.uint32)
+        if chains is not None:
+            made = tabulate(chains, self.offsets, self._first_seen, stop, self.seed)
+        self._keep((draft, stop), made)
+        return made
+
+    def _keep(self, key: tuple[object, ...], words: Words) -> None:
+        with self._lock:
+            self._tables[key] = words
+            while len(self._tables) > CACHED_TABLES:
+                self._doubtful.pop(self._tables.popitem(last=False)[0], None)
+
+    def costs(
+        self, plan: Plan, profile: LatencyProfile | None, growth: GrowthTable | None = None
+    ) -> tuple[RoundCosts, FloatArray]:
+        """What a policy's rounds cost (``growth``: of trees), and each trajectory's seconds before its first round; remembered. Both are
+        0 where there is no profile."""
+        if profile is None:
+            return FREE, np.zeros(len(self.trajectories))
+        kind = RoundKind.of(plan.policy, tree=growth is not None)
+        key = (id(profile), id(growth), kind, plan.policy.shortlist.model_dump_json())
+        with self._lock:
+            found = self._costs.get(key)
+        if found is None:
+            passes, more = self._passes(plan, profile, growth)
+            tables = round_costs(profile, kind, middles(self.max_context), passes=passes, shortlist_s=more)
+            found = (profile, growth, tables, profile.request_seconds(kind.draft or None, self.prompts))
+            with self._lock:
+                self._costs[key] = found  # holds profile and growth, so that their ids are not given to others
+                while len(self._costs) > CACHED_COSTS:
+                    self._costs.popitem(last=False)
+        return found[2], found[3]
+
+    def _passes(
+        self, plan: Plan, profile: LatencyProfile, growth: GrowthTable | None
+    ) -> tuple[Passes | None, FloatArray | None]:
+        """What the passes of a policy's drafts read at every start, where that differs, and what a shortlist makes of their seconds."""
+        policy, rule = plan.policy, plan.shortlist
+        routed = None if rule is None else self._ranked(policy, rule)
+        more = None
+        if rule is not None and isinstance(routed, RoutedForest) and growth is not None:
+            more = tree_seconds(growth, routed, rule, profile)
+        elif rule is not None and isinstance(routed, RoutedForest):
+            more = chain_seconds(self._forest(policy, "coupled", 1), routed, rule, profile, policy.gamma_max)
+        elif rule is not None:
+            more = shortlist_seconds(profile, rule)
+        if growth is not None:
+            rows = growth.width
+        elif more is not None and more.ndim == 2:
+            rows = np.ones((len(more), max(1, policy.gamma_max - 1)), dtype=np.uint8)
+        else:
+            return None, more
+        starts = np.arange(self.offsets[-1]) - np.repeat(self.offsets[:-1], np.diff(self.offsets))
+        contexts = np.repeat(self.prompts - 1, np.diff(self.offsets)) + starts
+        return Passes(rows.astype(np.int64), contexts, self._sampled_positions().astype(np.int64)), more
+
+
+@dataclass(frozen=True, eq=False)
+class Replay:
+    """What a policy did on a trace, per request in replayed order.
+
+    ``counts`` int64 [requests, 6] (rounds, emitted, accepted, drafted, draft steps, verified), ``seconds`` float64
+    [requests] (0 without a profile). ``rounds`` int32 [rounds, 8] (:data:`ROUND_COLUMNS`) and ``round_s`` float64 [rounds,
+    3] (draft, verify, round), in order, are None unless asked for. ``state`` is the window's as it was left, a learned
+    Q-table included. ``missing`` rounds read laws that were not recorded (0 unless approximate).
+    """
+
+    policy: Policy
+    trace: ReplayTrace
+    counts: npt.NDArray[np.int64]
+    seconds: FloatArray
+    state: WindowState
+    rounds: npt.NDArray[np.int32] | None = None
+    round_s: FloatArray | None = None
+    missing: int = 0
+
+    @property
+    def total(self) -> Counts:
+        """Sums over requests."""
+        return _counts(len(self.counts), self.counts.sum(axis=0), float(self.seconds.sum()))
+
+    def outcome(self) -> Outcome:
+        """The schema's value, per request; ``policy`` is the policy's label."""
+        chosen = (self.trace.trajectories[r] for r in self.trace.order)
+        per_request = tuple(
+            RequestOutcome(t.request_id, t.category, _counts(1, c, float(s)))
+            for t, c, s in zip(chosen, self.counts, self.seconds, strict=True)
+        )
+        return Outcome(self.policy.label(), "replayed", per_request)
+
+    def steps(self) -> list[list[Step]]:
+        """The rounds of every request, as the runtime reports them. ValueError unless replayed with ``per_round``."""
+        if self.rounds is None or self.round_s is None:
+            raise ValueError("replayed without per_round")
+        out: list[list[Step]] = [[] for _ in self.trace.order]
+        for row, (draft_s, verify_s, round_s) in zip(self.rounds.tolist(), self.round_s.tolist(), strict=True):
+            request, start, drafted, verified, accepted, emitted, draft_steps, lag, depth, bin_ = row
+            out[request].append(
+                Step(
+                    start, drafted, verified, accepted, emitted, draft_steps, lag,
+                    self.policy.draft, self.policy.id, draft_s, verify_s, round_s, depth, bin_,
+                )
+            )  # fmt: skip
+        return out
+
+
+def _counts(requests: int, row: npt.NDArray[np.int64], seconds: float) -> Counts:
+    rounds, emitted, accepted, drafted, draft_steps, verified = row.tolist()[:6]
+    return Counts(requests, rounds, emitted, accepted, drafted, draft_steps, verified, seconds)
