@@ -174,7 +174,7 @@ def test_missing_models(door: Door, broken: Callable[[str], Path]) -> None:
     [
         ("pair.json", "{", "not JSON"),
         ("pair.json", "[]", "a pair file is"),
-        ("pair.json", '{"target": "target", "draft": {}}', "unknown key 'draft'; known keys: drafts, name, target"),
+        ("pair.json", '{"target": "target", "draft": {}}', "unknown key 'draft'; known keys: drafts, generation_config, name, target"),
         ("pair.json", '{"target": "target", "drafts": {"near": "nowhere/at/all"}}', "no model at nowhere/at/all"),
         ("target/config.json", "{", "config.json: not JSON"),
         ("target/config.json", "[]", "is a JSON object"),

@@ -26,6 +26,7 @@ from spectune.db import (
     SchemaError,
     UnavailableError,
     check,
+    database,
     migrate,
     open_database,
     schema_of,
@@ -39,6 +40,12 @@ from spectune.db.tables import metadata
 from spectune.db.urls import masked, parse_url, shown
 from spectune.traces.schema import policy_id
 from spectune.traces.store import TraceStore
+
+
+def replaced(monkeypatch: pytest.MonkeyPatch, name: str, value: object) -> None:
+    """A function of migrations becomes another, for those too who import it by name."""
+    monkeypatch.setattr(migrate, name, value)
+    monkeypatch.setattr(database, name, value)
 
 
 def tables_of(url: str) -> list[str]:
@@ -259,7 +266,7 @@ def test_a_newer_schema_is_refused_in_one_line(url: str) -> None:
 def test_an_older_postgresql_schema_names_the_command(postgresql_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     upgrade(postgresql_url)
     known = (*migrate.revisions(), "9999")
-    monkeypatch.setattr(migrate, "revisions", lambda: known)
+    replaced(monkeypatch, "revisions", lambda: known)
     with pytest.raises(SchemaError, match=r"older than 9999; run `cli\.py db upgrade`"):
         open_database(postgresql_url)
 
@@ -274,8 +281,8 @@ def test_a_failed_upgrade_leaves_the_old_schema_whole(tmp_path: Path, monkeypatc
         raise RuntimeError("power cut")
 
     known = (*migrate.revisions(), "9999")
-    monkeypatch.setattr(migrate, "revisions", lambda: known)
-    monkeypatch.setattr(migrate, "migrate", fails)
+    replaced(monkeypatch, "revisions", lambda: known)
+    replaced(monkeypatch, "migrate", fails)
     with pytest.raises(RuntimeError, match="power cut"):
         open_database(url)
     assert schema_of(url) == old
@@ -328,7 +335,7 @@ def test_the_copy_is_old_though_another_process_upgrades_between_look_and_lock(
             upgrade(str(path))
         return found
 
-    monkeypatch.setattr(migrate, "current", other_is_faster)
+    replaced(monkeypatch, "current", other_is_faster)
     open_database(str(path)).close()
     assert looked == ["0001"]
     assert copies_of(path) == {"old.db.before-0001": ("0001", "kept")}
@@ -366,7 +373,8 @@ def _upgrade_until(url: str, moment: int) -> None:
         real(*arguments)
         one_more()
 
-    real, migrate.migrate = migrate.migrate, counted
+    real = migrate.migrate
+    migrate.migrate = database.migrate = counted
     sys.addaudithook(hook)
     upgrade(url)
 
@@ -459,7 +467,7 @@ def test_a_database_created_while_it_is_looked_at_is_no_foreign_one(
             upgrade(postgresql_url)
         return found
 
-    monkeypatch.setattr(migrate, "current", other_creates)
+    replaced(monkeypatch, "current", other_creates)
     with open_database(postgresql_url) as database:
         assert TraceStore(database).list_policies() == ()
     assert looked[0] is None

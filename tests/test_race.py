@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from spectune.optimizer.execute import BLOCK, SETTLED, Comparison, DecodeOptions, Expected, Timings, eliminate, encode, race
+from spectune.optimizer.execute import BLOCK, SETTLED, Comparison, Expected, Timings, eliminate
 from spectune.optimizer.search import PREDICTION_ERROR, Study, Trial, rivals
 from spectune.optimizer.verdict import Candidate, fastest_of, finite
-from spectune.runtime.loading import load_pair
-from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
-from spectune.traces.schema import Counts, Outcome, Request, RequestOutcome, Sampling, Workload
+from spectune.traces.schema import Counts, Outcome, RequestOutcome
 
 
 class Machine:
@@ -120,35 +116,6 @@ def test_ratios_are_over_shared_executions() -> None:
     assert timings.ratio("a", "b") == (2.0, 0.0, float("inf"))
     assert timings.ratio("a", "c") == (1.0, 0.0, float("inf"))
     assert finite(timings.ratio("a", "c")) == [1.0, 0.0, None]
-
-
-def test_a_race_is_run_at_one_pace(tiny_pair: Path) -> None:
-    """On a clock of one tick a call, slower by 2.5 times for stretches of several executions, a paced race finds the seconds of a clock
-    that never slows, up to one factor and but for rounds in which it turns; an unpaced one finds those of the stretches."""
-    pair = load_pair(read_pair(str(tiny_pair)), device="cpu")
-    texts = ("def add(a, b):", "the quick brown fox", "import json\n", "0 1 2 3 4", "class A:\n    def", "once upon a time")
-    workload = Workload("w", tuple(Request(str(i), "c", (text,)) for i, text in enumerate(texts)))
-    encoded = encode(pair, workload, DecodeOptions(Sampling(), 48))
-    policies = [AUTOREGRESSIVE, *(parse_policy({"draft": "far", "window": {"kind": "fixed", "gamma": g}}) for g in (2, 3))]
-
-    def seconds(mood: Callable[[int], float], paced: bool) -> np.ndarray:
-        calls, now = itertools.count(), [0.0]
-
-        def clock() -> float:
-            now[0] += mood(next(calls))
-            return now[0]
-
-        compared = race(pair, policies, encoded, whole={p.id for p in policies}, passes=1, clock=clock, paced=paced)
-        assert compared.texts_differ == 0
-        return np.concatenate([compared.timings.seconds[p.id][:, 0] for p in policies])
-
-    def moody(call: int) -> float:
-        return 2.5 if call // 1500 % 2 else 1.0
-
-    found = (np.log(seconds(moody, how) / seconds(lambda call: 1.0, how)) for how in (False, True))
-    unpaced, paced = (np.quantile(np.abs(x - np.median(x)), 0.75) for x in found)
-    assert unpaced > 0.2
-    assert paced < 0.01
 
 
 def fixed(gamma: int, **stop: object) -> Policy:

@@ -133,7 +133,7 @@ def test_a_router_replays_on_its_own_recording(
         assert ("approximate" in simulated) == approximate
     arguments = ("fit", "ranks", "--pair", tiny_pair, "--recording", router["recording"], "--draft")
     assert "fitted on draft 'near'" in said(door, *arguments, "far", "--router", router["artifact"])
-    assert "needs a router" in said(door, *arguments, "near", "--router", frequencies["artifact"])
+    assert "not a router" in said(door, *arguments, "near", "--router", frequencies["artifact"])
     assert "no such draft" in said(door, *arguments, "ngram", "--router", router["artifact"])
     assert "one order" in said(door, *arguments, "near")
     assert "one order" in said(door, *arguments, "near", "--router", router["artifact"], "--frequencies", frequencies["artifact"])
@@ -212,7 +212,7 @@ def test_wrong_artifacts_are_refused(
     for n, (draft, block, words) in enumerate(
         (
             ("far", {**clusters, "artifact": router["artifact"]}, "fit router"),
-            ("near", {**clusters, "artifact": frequencies["artifact"]}, "needs a router"),
+            ("near", {**clusters, "artifact": frequencies["artifact"]}, "not a router"),
             ("near", {"kind": "frequency", "size": 0, "artifact": frequencies["artifact"]}, "size"),
             ("ngram", {"kind": "frequency", "size": 9, "artifact": frequencies["artifact"]}, "ngram"),
         )
