@@ -214,7 +214,7 @@ class Lab:
 def laboratory(state: Path, name: str, sampling: Sampling, quick: bool) -> Lab:
     """The laboratory of a pair (``demo``, ``gpt2``) under a sampling, made unless the state folder has it."""
     pair = demo() if name == "demo" else gpt2(state)
-    count, tokens = (6, 12) if quick else (48, 48) if name == "demo" else (24, 24)
+    count, tokens = (6, 12) if quick else (48, 48) if name == "demo" and sampling.greedy else (16, 32)
     workload = requests(count, letters=None if name == "demo" else 200)
     options = DecodeOptions(sampling, tokens)
     kept = state / f"lab-{name}-{sampling.temperature:g}.pickle"
