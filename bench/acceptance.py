@@ -2,10 +2,10 @@
 
     python bench/acceptance.py [--only NAME ...] [--fresh] [--quick] [--list]
 
-A check is a module of this folder with a function ``check(state, quick)`` that returns figures: a one-line ``summary``, whether it
-``holds``, and more. They are written to ``bench/results/acceptance-NAME.json``. What checks share (:mod:`lab`) and which of them ended is
-kept in ``.acceptance/``. ``--quick`` runs them at a size that proves nothing but that they run, in ``.acceptance/quick``, and leaves the
-results alone. Exit code 1 if any does not hold.
+A check is a function ``(state, quick)`` that returns figures: a one-line ``summary``, whether it ``holds``, and more. They are written to
+``bench/results/acceptance-NAME.json``. What checks share (:mod:`lab`) and which of them ended is kept in ``.acceptance/``. ``--quick`` runs
+them at a size that proves nothing but that they run, in ``.acceptance/quick``, and leaves the results alone. Exit code 1 if any does not
+hold.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "tests")]
 
-EXACT = ("lossless", "parity", "kills", "borders", "schedules", "verifiers")
+SUITES = ("kills", "borders", "schedules", "verifiers")
+"""Functions of :mod:`suites`; the others are ``check`` in the module of their name."""
+EXACT = ("lossless", "parity", *SUITES)
 """Checks that do not read the clock, the longest first."""
 TIMED = ("fidelity", "combination", "regret", "draft_choice", "sampled", "shortlists", "chaos")
 CHECKS = (*EXACT, *TIMED)
@@ -41,8 +43,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="list the checks")
     wanted = parser.parse_args()
     if wanted.list:
-        for name in CHECKS:
-            print(f"{name:14} {_about(name)}")
+        print("\n".join(f"{name:14} {_about(name)}" for name in CHECKS))
         return 0
     names = wanted.only or CHECKS
     state = ROOT / ".acceptance" / "quick" if wanted.quick else ROOT / ".acceptance"
@@ -58,13 +59,23 @@ def main() -> int:
     return _report(names, state)
 
 
+def _check(name: str) -> Callable[[Path, bool], dict[str, Any]]:
+    found: Callable[[Path, bool], dict[str, Any]]
+    found = getattr(importlib.import_module("suites"), name) if name in SUITES else importlib.import_module(name).check
+    return found
+
+
+def _about(name: str) -> str:
+    return (_check(name).__doc__ or "").splitlines()[0]
+
+
 def _run(name: str, state: Path, quick: bool) -> None:
     """Runs a check and stores its figures."""
     from lab import environment
 
     print(f"{name}: {_about(name)}", flush=True)
     began, before = time.time(), environment()
-    figures: dict[str, Any] = importlib.import_module(name).check(state, quick)
+    figures = _check(name)(state, quick)
     figures |= {"seconds": round(time.time() - began, 1), "environment": before}
     _results(name, state).write_text(json.dumps(figures, indent=1) + "\n")
     (state / f"{name}.done").write_text("ok" if figures["holds"] else "failed")
@@ -72,13 +83,12 @@ def _run(name: str, state: Path, quick: bool) -> None:
 
 def _run_apart(names: Sequence[str], state: Path, quick: bool) -> None:
     """Runs each check in a process of its own; one that breaks off leaves the others alone."""
-    command = [sys.executable, __file__, *(["--quick"] if quick else []), "--only"]
 
     def apart(name: str) -> None:
-        subprocess.run([*command, name], check=False)
+        subprocess.run([sys.executable, __file__, *(["--quick"] if quick else []), "--only", name], check=False)
 
     if {"lossless", "parity"} & set(names):  # they share a laboratory, which one of them alone shall make
-        code = f"import lab, pathlib; lab.make(pathlib.Path({str(state)!r}), {quick})"
+        code = f"import lab, pathlib; list(lab.laboratories(pathlib.Path({str(state)!r}), {quick}))"
         subprocess.run([sys.executable, "-c", code], check=False, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
     with ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as pool:
         list(pool.map(apart, [n for n in EXACT if n in names]))
@@ -102,10 +112,6 @@ def _results(name: str, state: Path) -> Path:
     folder = state if state.name == "quick" else ROOT / "bench" / "results"
     folder.mkdir(parents=True, exist_ok=True)
     return folder / f"acceptance-{name.replace('_', '-')}.json"
-
-
-def _about(name: str) -> str:
-    return (importlib.import_module(name).check.__doc__ or "").splitlines()[0]
 
 
 if __name__ == "__main__":

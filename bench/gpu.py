@@ -1,6 +1,6 @@
 """What captured passes and the gathered head save on a GPU.
 
-    python bench/gpu.py [--only graphs head] [--device cuda] [--layers 16] [--hidden 2048] [--context 512]
+    python bench/gpu.py [--device cuda] [--layers 16] [--hidden 2048] [--context 512]
     python bench/gpu.py --device cpu --quick    (the logic alone, at a tiny size: no figure of it means anything)
 
 graphs: a random target of Llama's architecture and a draft of a few such layers; eager and replayed calls take turns. ``verify`` has
@@ -8,8 +8,7 @@ milliseconds of a chain of n tokens for every rung of ``RUNGS``, ``apart`` the l
 a round under each kind of policy. Texts are compared: shapes differ in their last bits, so the first difference may be a near tie; ``gap``
 is how far apart the target's two best tokens were there (nats, by the canonical pass), and must be small.
 
-head: microseconds of logits over a union of tokens, by each way of :class:`GatheredHead`, beside the whole head. On CUDA a call is a
-replayed graph that goes through several unions.
+head: microseconds of logits over a union of tokens, by each way of :class:`GatheredHead`, beside the whole head.
 
 Figures go to ``bench/results/gpu-DEVICE.json``. Exit code 1 if a difference is more than rounding explains.
 """
@@ -47,7 +46,9 @@ from spectune.traces.errors import SpectuneError
 from spectune.traces.schema import Sampling
 
 SIZES = {"layers": 16, "draft_layers": 2, "hidden": 2048, "heads": 32, "kv_heads": 8, "vocab": 128256, "context": 512}
+SIZES |= {"repeats": 30, "requests": 4, "new_tokens": 96}
 TINY = {"layers": 2, "draft_layers": 1, "hidden": 64, "heads": 4, "kv_heads": 2, "vocab": 320, "context": 48}
+TINY |= {"repeats": 3, "requests": 1, "new_tokens": 24}
 TREE = {"draft": "draft", "growth": {"kind": "top_k", "width": 8}, "window": {"kind": "fixed", "gamma": 5}, "select": {"top_n": 60}}
 POLICIES: dict[str, dict[str, Any]] = {
     "autoregressive": {"draft": "none"},
@@ -118,16 +119,6 @@ class Graphs:
         use_graphs((target, draft), CudaRecorder() if device.type == "cuda" else Repeating())
         prepare_graphs(self.pair, prepare(AUTOREGRESSIVE, self.pair.draft_names), Sampling(), wanted.context + 256)
 
-    def timed(self, call: Callable[[], Any]) -> tuple[float, Any]:
-        began = self._now()
-        out = call()
-        return self._now() - began, out
-
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
-
     def tokens(self, count: int, seed: int) -> torch.Tensor:
         return torch.randint(self.wanted.vocab, (count,), generator=torch.Generator().manual_seed(seed)).to(self.device)
 
@@ -147,7 +138,7 @@ class Graphs:
             for repeat in range(repeats + 2):  # two warm up
                 for replayed in (False, True):
                     with replaying(self.pair, replayed):
-                        s, logits[replayed] = self.timed(partial(target.chain, ids, context, logits=n))
+                        s, logits[replayed] = timed(self.device, partial(target.chain, ids, context, logits=n))
                     taken[replayed] += [s] if repeat > 1 else []
             rows.append({"tokens": n, **both(taken), "apart": float((logits[True] - logits[False]).abs().max())})
         if graphs.replayed.total() != len(rungs) * (repeats + 2):
@@ -157,7 +148,7 @@ class Graphs:
     def rounds(self, name: str, sampling: Sampling) -> dict[str, Any]:
         """A row for one policy."""
         policy = parse_policy(POLICIES[name])
-        capture_s, prepared = self.timed(lambda: prepare_for(self.pair, policy, artifacts=lambda _: BINS, sampling=sampling))
+        capture_s, prepared = timed(self.device, lambda: prepare_for(self.pair, policy, artifacts=lambda _: BINS, sampling=sampling))
         decoder = Decoder(self.pair, StaticSource(prepared))
         taken: dict[bool, list[float]] = {False: [], True: []}
         gaps: list[float | None] = []
@@ -205,34 +196,33 @@ def measure_graphs(wanted: argparse.Namespace, device: torch.device) -> dict[str
     return {"dtype": str(dtype), "agrees": agrees, "verify": verify, "rounds": rounds}
 
 
+def timed(device: torch.device, call: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds of a call, with what it left to the device, and what it returned."""
+    wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+    wait()
+    began = time.perf_counter()
+    out = call()
+    wait()
+    return time.perf_counter() - began, out
+
+
 # ------------------------------------------------------------------------------------------------ the gathered head
 
 
-def timer(call: Callable[[int], object], device: torch.device) -> Callable[[], float]:
-    """A timer of one call: on CUDA of a graph that holds a call for each union, else of a call behind one for another union."""
-    if device.type != "cuda":
+def captured(call: Callable[[int], object], device: torch.device) -> Callable[[], object]:
+    """A call for each union; on CUDA one graph of them."""
 
-        def once() -> float:
-            call(UNIONS - 1)
-            began = time.perf_counter()
-            call(0)
-            return time.perf_counter() - began
-
-        return once
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    def through() -> None:
         for i in range(UNIONS):
             call(i)
-    begun, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
-    def replay() -> float:
-        begun.record()
-        graph.replay()
-        done.record()
-        torch.cuda.synchronize(device)
-        return float(begun.elapsed_time(done)) / 1e3 / UNIONS
-
-    return replay
+    through()  # compiles, measures, makes buffers
+    if device.type != "cuda":
+        return through
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        through()
+    return graph.replay
 
 
 def measure_head(wanted: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
@@ -250,14 +240,11 @@ def measure_head(wanted: argparse.Namespace, device: torch.device) -> list[dict[
                 unions = [torch.randperm(vocab, generator=generator)[:count].sort().values.to(device) for _ in range(UNIONS)]
                 calls: dict[str, Callable[[int], object]] = {"whole": lambda _, w=weight, h=hidden: F.linear(h, w).float()}  # type: ignore[misc]
                 calls |= {name: partial(lambda o, h, u, i: o.over(h, u[i]), owner, hidden, unions) for name, owner in heads.items()}
-                for call in calls.values():  # compiles, measures, makes buffers
-                    for i in range(UNIONS):
-                        call(i)
-                timers = {name: timer(call, device) for name, call in calls.items()}
+                through = {name: captured(call, device) for name, call in calls.items()}
                 taken: dict[str, list[float]] = {name: [] for name in calls}
                 for _ in range(wanted.repeats):
-                    for name, once in timers.items():
-                        taken[name].append(once())
+                    for name, call in through.items():
+                        taken[name].append(timed(device, call)[0] / UNIONS)
                 micros = {name: 1e6 * statistics.median(values) for name, values in taken.items()}
                 cell = {"vocab": vocab, "d": d, "dtype": str(dtype), "rows": rows, "tokens": count, "us": micros}
                 cells.append({**cell, "chosen": head.fastest(rows, count), "speedup": micros["whole"] / micros["chosen"]})
@@ -266,27 +253,23 @@ def measure_head(wanted: argparse.Namespace, device: torch.device) -> list[dict[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", choices=("graphs", "head"), default=("graphs", "head"))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--quick", action="store_true", help="a tiny size")
-    for name, size in {**SIZES, "repeats": 30, "requests": 4, "new_tokens": 96}.items():
+    for name, size in SIZES.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=size)
     wanted = parser.parse_args()
     if wanted.quick:
-        vars(wanted).update({**TINY, "repeats": 3, "requests": 1, "new_tokens": 24})
+        vars(wanted).update(TINY)
     try:
         device = pick_device(wanted.device)
     except SpectuneError as error:
         raise SystemExit(f"error: {error}") from None
-    if device.type != "cuda" and not wanted.quick:
-        wanted.only = [name for name in wanted.only if name == "head"]  # there are no CUDA graphs to time
     torch.set_num_threads(1)
     found: dict[str, Any] = {"device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu", "torch": torch.__version__}
-    if "graphs" in wanted.only:
+    if device.type == "cuda" or wanted.quick:  # else there are no CUDA graphs to time
         found["graphs"] = measure_graphs(wanted, device)
-    if "head" in wanted.only:
-        with torch.inference_mode():
-            found["head"] = measure_head(wanted, device)
+    with torch.inference_mode():
+        found["head"] = measure_head(wanted, device)
     print(json.dumps(found, indent=1))
     if not wanted.quick:
         (Path(__file__).resolve().parent / "results" / f"gpu-{device.type}.json").write_text(json.dumps(found, indent=1) + "\n")

@@ -22,31 +22,21 @@ Figures = dict[str, Any]
 
 
 class Check(NamedTuple):
-    """A row of the table: ``met`` None where there is no target, only a comparison."""
+    """A row of the table: a function of the check's figures may say more than its summary, another whether the target is met."""
 
     name: str
     title: str
     target: str
-    figure: Callable[[Figures], str]
-    met: Callable[[Figures], bool] | None
     leaves_out: str
-
-
-def said(d: Figures) -> str:
-    """The summary as the check wrote it."""
-    return str(d["summary"])
-
-
-def holds(d: Figures) -> bool:
-    return bool(d["holds"])
+    figure: Callable[[Figures], str] = lambda d: str(d["summary"])
+    met: Callable[[Figures], bool] = lambda d: bool(d["holds"])
 
 
 def _fidelity(d: Figures) -> str:
-    errors = [f"{100 * t['median_error']:.1f}%" for t in d.get("tables", ())]
-    tables = f"; final tables of `tune`: {', '.join(errors)}" if errors else ""
+    tables = ", ".join(f"{100 * t['median_error']:.1f}%" for t in d.get("tables", ())) or "not measured"
     return (
         f"median {100 * d['median_error']:.1f}%, 90th percentile {100 * d['p90_error']:.1f}%, Kendall tau {d['kendall_tau']:.3f} over "
-        f"{len(d['rows'])} policies (one pass against the next {d['kendall_tau_measured_again']:.3f}){tables}"
+        f"{len(d['rows'])} policies (one pass against the next {d['kendall_tau_measured_again']:.3f}); final tables of `tune`: {tables}"
     )
 
 
@@ -58,53 +48,36 @@ def _regret(d: Figures) -> str:
     return f"{'; '.join(shares)}; without a gain `tune` published {d['no_gain']['published']}"
 
 
-def _kills(d: Figures) -> str:
-    return f"{d['count']} kills in {len(d['kills'])} phases, {len(d['problems'])} problems"
-
-
+SPEED_TARGET = "median 3%, 90th percentile 6% or the repeat error; tables of `tune` 5%"
+PACE = "two shared cores; one factor brings the profile to the pace of the executions, as in `tune`"
+LITTLE = "prompt lookup is best nearly everywhere here: there is little to choose"
 CHECKS = (
-    Check("lossless", "text against autoregression and transformers", "0 differences", said, holds, "float32 on a CPU"),
-    Check("parity", "replay against execution, round by round", "0 mismatches", said, holds, "policies that the recording covers"),
+    Check("lossless", "text against autoregression and transformers", "0 differences", "float32 on a CPU"),
+    Check("parity", "replay against execution, round by round", "0 mismatches", "policies that the recording covers"),
+    Check("fidelity", "predicted against executed speed", SPEED_TARGET, PACE, _fidelity),
     Check(
-        "fidelity",
-        "predicted against executed speed",
-        "median 3%, 90th percentile 6% or the repeat error; tables of `tune` 5%",
-        _fidelity,
-        holds,
-        "two shared cores; one factor brings the profile to the pace of the executions, as in `tune`",
+        "regret", "published winner against all fixed windows, executed", "98% of the best, or not behind beyond noise",
+        "chains alone; a winner compared with itself shows no regret", _regret,
     ),
+    Check("combination", "each paper alone and all together", "0.99 of the best single paper", "three workloads"),
+    Check("sampled", "trees above temperature 0", "1.4 of EAGLE's tau at temperature 1", "tau, not speed"),
     Check(
-        "regret",
-        "published winner against all fixed windows, executed",
-        "98% of the best, or not behind beyond noise",
-        _regret,
-        holds,
-        "chains alone; a winner compared with itself shows no regret",
-    ),
-    Check("combination", "each paper alone and all together", "0.99 of the best single paper", said, holds, "three workloads"),
-    Check("sampled", "trees above temperature 0", "1.4 of EAGLE's tau at temperature 1", said, holds, "tau, not speed"),
-    Check(
-        "shortlists",
-        "tau recovered by shortlists, DynaSpec's theorems, 32768 tokens",
-        "0 differences, 0 violations",
-        said,
-        holds,
+        "shortlists", "tau recovered by shortlists, DynaSpec's theorems, 32768 tokens", "0 differences, 0 violations",
         "the wide vocabulary is padded with tokens that never occur",
     ),
     Check(
-        "draft-choice",
-        "a draft for each prompt",
-        "0.97 of the oracle's gain",
-        said,
-        lambda d: bool(d["holds"] and d["reaches_share"]),
-        "prompt lookup is best nearly everywhere here: there is little to choose",
+        "draft-choice", "a draft for each prompt", "0.97 of the oracle's gain", LITTLE,
+        met=lambda d: bool(d["holds"] and d["reaches_share"]),
     ),
-    Check("verifiers", "distributions of the verifiers", "all tests pass", said, holds, ""),
-    Check("kills", "kill -9 of record and tune", "0 problems", _kills, holds, "SQLite on one disk"),
-    Check("schedules", "schedules", "all tests pass", said, holds, ""),
-    Check("borders", "malformed input of every kind", "our errors alone", said, holds, ""),
-    Check("chaos", "kills, outages and garbage at once", "0 failures", said, holds, "databases are not recreated"),
-)
+    Check("verifiers", "distributions of the verifiers", "all tests pass", ""),
+    Check(
+        "kills", "kill -9 of record and tune", "0 problems", "SQLite on one disk",
+        lambda d: f"{d['count']} kills in {len(d['kills'])} phases, {len(d['problems'])} problems",
+    ),
+    Check("schedules", "schedules", "all tests pass", ""),
+    Check("borders", "malformed input of every kind", "our errors alone", ""),
+    Check("chaos", "kills, outages and garbage at once", "0 failures", "databases are not recreated"),
+)  # fmt: skip
 
 
 def load(name: str) -> Figures | None:
@@ -172,74 +145,56 @@ class Plot:
         path.write_text(head + "\n" + "\n".join(self.parts) + "\n</svg>\n")
 
 
-def plot_predictions(path: Path) -> bool:
+def plot_predictions() -> Plot | None:
     """Predicted against executed tokens/s."""
     found = load("acceptance-fidelity")
-    points: dict[str, list[tuple[float, float]]] = {}
-    for row in found["rows"] if found else []:
-        points.setdefault(row.get("kind", "chains"), []).append((row["measured_tokens_per_s"], row["predicted_tokens_per_s"]))
-    if not points:
-        return False
-    step = 50
-    top = step * math.ceil(max(v for each in points.values() for p in each for v in p) / step)
+    if found is None:
+        return None
+    rows, step = _grouped(found["rows"], "kind"), 50
+    names = ("measured_tokens_per_s", "predicted_tokens_per_s")
+    top = step * math.ceil(max(r[name] for r in found["rows"] for name in names) / step)
     axis = {float(v): str(v) for v in range(0, top + 1, step)}
     plot = Plot(axis, axis, ("executed, tokens/s", "predicted, tokens/s"))
     plot.series("", [(0, 0), (top, top)], joined=True, named=False)
-    for name, each in points.items():
-        plot.series(name, each)
-    plot.write(path)
-    return True
+    for (kind,), own in rows.items():
+        plot.series(kind or "", [(r[names[0]], r[names[1]]) for r in own])
+    return plot
 
 
-def plot_acceptance(path: Path) -> bool:
+def plot_acceptance() -> Plot | None:
     """Share of rounds whose chain's i-th token is accepted: what one more drafted token adds to the mean accepted length."""
     found = load("acceptance-fidelity")
     if found is None or "tau_by_gamma" not in found:
-        return False
+        return None
     most = max(len(taus) for taus in found["tau_by_gamma"].values())
-    plot = Plot(
-        {float(g): str(g) for g in range(0, most, 2)},
-        {i / 5: f"{i / 5:g}" for i in range(6)},
-        ("position in the draft", "share of rounds that accept it"),
-    )
+    ticks = {float(g): str(g) for g in range(0, most, 2)}, {i / 5: f"{i / 5:g}" for i in range(6)}
+    plot = Plot(*ticks, ("position in the draft", "share of rounds that accept it"))
     for draft, taus in found["tau_by_gamma"].items():
         plot.series(draft, [(g + 1, high - low) for g, (low, high) in enumerate(pairwise(taus))], joined=True)
-    plot.write(path)
-    return True
+    return plot
 
 
-def plot_methods(path: Path) -> bool:
+def plot_methods() -> Plot | None:
     """Speed over autoregression by method and workload."""
     found = load("acceptance-combination")
     if found is None:
-        return False
+        return None
     rows = found["rows"]
     spaces = list(dict.fromkeys(r["space"] for r in rows))[::-1]
     low, high = (end(10 * of(r["speedup"] for r in rows)) for end, of in ((math.floor, min), (math.ceil, max)))
     labels = {float(i): "all together" if "+" in space else space for i, space in enumerate(spaces)}
     ticks = {t / 10: f"{t / 10:g}" for t in range(low, high + 2)}
     plot = Plot(ticks, {-0.5: "", **labels, len(spaces) - 0.5: ""}, ("speed over autoregression", ""), left=120)
-    for workload in dict.fromkeys(r["workload"] for r in rows):
-        plot.series(workload, [(r["speedup"], spaces.index(r["space"])) for r in rows if r["workload"] == workload])
-    plot.write(path)
-    return True
+    for (workload,), own in _grouped(rows, "workload").items():
+        plot.series(workload, [(r["speedup"], spaces.index(r["space"])) for r in own])
+    return plot
 
 
-def _predictions(name: str, title: str) -> list[str]:
-    found = load(name)
-    if found is None:
-        return []
-    rows = (
-        (
-            r["policy"],
-            f"{r['tau']:.2f}",
-            f"{r['predicted_tokens_per_s']:.0f}",
-            f"{r['measured_tokens_per_s']:.0f}",
-            f"{100 * r['error']:+.1f}%",
-        )
-        for r in found["rows"]
-    )
-    return [f"### {title}", "", *table(("policy", "tau", "predicted tokens/s", "executed tokens/s", "error"), rows)]
+PLOTS = {
+    "Predicted against executed speed, a point a policy; on the line they are equal.": ("predictions", plot_predictions),
+    "Speed over autoregression by method and workload, executed on unseen requests.": ("methods", plot_methods),
+    "Acceptance by position: greedy chains, all workloads.": ("acceptance", plot_acceptance),
+}
 
 
 def _range(values: Iterable[float]) -> str:
@@ -252,7 +207,7 @@ def _range(values: Iterable[float]) -> str:
 def _grouped(rows: list[Figures], *keys: str) -> dict[tuple[Any, ...], list[Figures]]:
     groups: dict[tuple[Any, ...], list[Figures]] = {}
     for row in rows:
-        groups.setdefault(tuple(row[k] for k in keys), []).append(row)
+        groups.setdefault(tuple(row.get(k) for k in keys), []).append(row)
     return groups
 
 
@@ -287,25 +242,27 @@ def _sampled() -> list[str]:
     return ["### Temperatures above 0, smallest to largest over workloads", "", *table(columns, rows)]
 
 
-def checks() -> list[str]:
-    """The table of checks, each said met, not met or compared."""
-    rows = []
-    for check in CHECKS:
-        d = load(f"acceptance-{check.name}")
-        if d is not None:
-            verdict = "compared" if check.met is None else "met" if check.met(d) else "**not met**"
-            rows.append((check.title, check.target, check.figure(d), verdict, check.leaves_out))
-    return table(("check", "target", "figure", "verdict", "what it leaves out"), rows)
-
-
-def _earlier() -> list[str]:
-    """Checks of the code before their successors joined them."""
-    found = load("earlier")
+def _policies() -> list[str]:
+    found = load("acceptance-fidelity")
     if found is None:
         return []
-    rows = [(d["title"], d["summary"], "held" if d["held"] else "did not hold") for d in found["checks"]]
-    lead = "Larger checks, each of one kind, that the table above joins; not of the code as it is."
-    return [f"### Measured before {found['date']}", "", lead, "", *table(("check", "figure", "then"), rows)]
+    speeds = ("predicted_tokens_per_s", "measured_tokens_per_s")
+    rows = (
+        (r["policy"], f"{r['tau']:.2f}", *(f"{r[name]:.0f}" for name in speeds), f"{100 * r['error']:+.1f}%") for r in found["rows"]
+    )
+    columns = ("policy", "tau", "predicted tokens/s", "executed tokens/s", "error")
+    return ["### Every policy of the fidelity run", "", *table(columns, rows)]
+
+
+def checks() -> list[str]:
+    """The table of checks, each said met or not met."""
+    found = ((check, load(f"acceptance-{check.name}")) for check in CHECKS)
+    rows = [
+        (check.title, check.target, check.figure(d), "met" if check.met(d) else "**not met**", check.leaves_out)
+        for check, d in found
+        if d is not None
+    ]
+    return table(("check", "target", "figure", "verdict", "what it leaves out"), rows)
 
 
 def _speeds() -> list[str]:
@@ -330,16 +287,6 @@ def _speeds() -> list[str]:
 
 def results() -> str:
     """docs/results.md."""
-    plots = DOCS / "results"
-    pictures = [
-        ("Predicted against executed speed, a point a policy; on the line they are equal.", "predictions", plot_predictions),
-        ("Speed over autoregression by method and workload, executed on unseen requests.", "methods", plot_methods),
-        (
-            "Acceptance by position: greedy chains, all workloads; the increment of the mean accepted length.",
-            "acceptance",
-            plot_acceptance,
-        ),
-    ]
     lines = [
         "# Results",
         "",
@@ -348,12 +295,11 @@ def results() -> str:
         "",
         *checks(),
     ]
-    for caption, name, draw in pictures:
-        if draw(plots / f"{name}.svg"):
+    for caption, (name, drawn) in PLOTS.items():
+        if plot := drawn():
+            plot.write(DOCS / "results" / f"{name}.svg")
             lines += [f"![{caption}](results/{name}.svg)", "", f"*{caption}*", ""]
-    lines += _speeds() + _papers() + _sampled()
-    lines += _predictions("acceptance-fidelity", "Every policy of the fidelity run")
-    lines += _earlier()
+    lines += _speeds() + _papers() + _sampled() + _policies()
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -364,14 +310,8 @@ def highlights() -> str:
         rows = []
         for r in regret["rows"]:
             speed = r["tokens_per_s"]
-            rows.append(
-                (
-                    r["workload"],
-                    f"{speed['autoregressive']:.0f}",
-                    f"{r['winner']}: {speed[r['winner']]:.0f}",
-                    f"{r['speedup'][0]:.2f}",
-                )
-            )
+            published = f"{r['winner']}: {speed[r['winner']]:.0f}"
+            rows.append((r["workload"], f"{speed['autoregressive']:.0f}", published, f"{r['speedup'][0]:.2f}"))
         lines += table(("workload", "autoregressive, tokens/s", "published policy, tokens/s", "speed-up"), rows)
     names = ("lossless", "fidelity", "chaos")
     lines += [f"- {c.title}: {c.figure(d)}" for c in CHECKS if c.name in names and (d := load(f"acceptance-{c.name}"))]
