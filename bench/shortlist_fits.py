@@ -1,4 +1,4 @@
-"""What the check of shortlists is made of: fits to one recording, execution with the sizes of shortlists, and equal mean sizes.
+"""What the check of shortlists is made of: fits to one recording, and execution of shortlists of equal mean size.
 
 One recording of the demo workload at temperature 1 without drafts. Frequencies, clusters and routers are fitted to its search part; what
 is executed or read is its test part.
@@ -6,13 +6,13 @@ is executed or read is its test part.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from lab import Document, demo, fixed, requests, stored, top_k
+from lab import CATEGORIES, Document, compare, demo, fixed, requests, stored, top_k
 
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.execute import DecodeOptions, Encoded, encode
@@ -24,7 +24,6 @@ from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import Round, StaticSource
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
-from spectune.runtime.policies.dynaspec import cluster_budget
 from spectune.runtime.policies.fr_spec import frequency_budget
 from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.shortlists import Support
@@ -32,11 +31,10 @@ from spectune.traces.schema import Sampling, Trajectory, Workload
 from spectune.traces.store import TraceStore
 
 CLUSTERS = 256
-"""M: finer than the library's default of 64, so that shortlists of 192 tokens are several clusters."""
-NEW_TOKENS = 32
+"""M: finer than the library's default of 64, so that shortlists of a twentieth of the vocabulary are several clusters."""
 STEPS = {"chain": 6, "tree": 4}
-LADDER = (1, 4, 12, 36, 96)
-"""Clusters per step of the calibration runs."""
+Budget = tuple[int, int, int]
+"""k0, k1 and k_min of equation 3."""
 
 
 @dataclass(frozen=True)
@@ -55,20 +53,27 @@ class Fits:
     def find(self) -> Artifacts:
         return fitted(self.store)
 
-    def encoded(self, part: Sequence[Trajectory], category: str, limit: int, options: DecodeOptions) -> Encoded:
-        """The first requests of a category in a part of the recording."""
-        ids = {t.request_id for t in part if t.category == category}
+    def encoded(self, category: str, limit: int, options: DecodeOptions) -> Encoded:
+        """The first requests of a category in the test part."""
+        ids = {t.request_id for t in self.test if t.category == category}
         found = [r for r in self.workload.requests if r.id in ids]
         return encode(self.pair, Workload("part", tuple(found[:limit])), options)
 
     def by_frequency(self, size: int) -> Document:
         return {"kind": "frequency", "size": size, "artifact": self.frequencies}
 
-    def by_position(self, k_max: int) -> Document:
-        return {"kind": "position_frequency", "k_max": k_max, "artifact": self.frequencies}
-
     def routed(self, draft: str, k0: int, k1: int, k_min: int) -> Document:
         return {"kind": "clusters", "k0": k0, "k1": k1, "k_min": k_min, "artifact": self.routers[draft]}
+
+    def of_equal_size(self, draft: str, shape: str, budget: Budget, encoded: Encoded) -> tuple[int, dict[str, Document | None]]:
+        """The mean size that clusters of a budget have where they are executed, and shortlists of it by kind."""
+        clusters = self.routed(draft, *budget)
+        rounds = rounds_of(self, drafting(draft, shape, clusters), encoded)
+        size = round(float(np.mean([s.size for *_, supports in rounds for s in supports])))
+        means = [np.mean([frequency_budget(t, k) for t in range(STEPS[shape])]) for k in range(4 * size)]
+        k_max = int(np.abs(np.array(means) - size).argmin())
+        position = {"kind": "position_frequency", "k_max": k_max, "artifact": self.frequencies}
+        return size, {"full": None, "frequency": self.by_frequency(size), "position_frequency": position, "clusters": clusters}
 
 
 def fit(state: Path, drafts: Sequence[str], quick: bool) -> Fits:
@@ -93,28 +98,6 @@ def drafting(draft: str, shape: str, shortlist: Document | None = None) -> Polic
     return parse_policy(top_k(draft, 4, STEPS[shape], 16, **blocks))
 
 
-# ------------------------------------------------------------------------------------------------ executing
-
-
-@dataclass(frozen=True)
-class Executed:
-    """Tokens and rounds of each request, int64 [requests]; sizes of every step's shortlist, by its number in a round; the texts."""
-
-    emitted: np.ndarray
-    rounds: np.ndarray
-    sizes: dict[int, list[int]]
-    texts: list[list[int]]
-
-    @property
-    def tau(self) -> float:
-        return float(self.emitted.sum() / self.rounds.sum())
-
-    @property
-    def size(self) -> float:
-        """Mean tokens of a draft step's shortlist; 0 for the whole head."""
-        return float(np.mean([s for found in self.sizes.values() for s in found])) if self.sizes else 0.0
-
-
 def rounds_of(fits: Fits, policy: Policy, encoded: Encoded) -> Iterable[tuple[int, list[int], Round, list[Support]]]:
     """Decodes requests one by one: (request's number, text before the round, the round, its shortlists)."""
     prepared = prepare(policy, fits.pair.draft_names, artifacts=fits.find)
@@ -127,53 +110,28 @@ def rounds_of(fits: Fits, policy: Policy, encoded: Encoded) -> Iterable[tuple[in
             text += item.tokens
 
 
-def execute(fits: Fits, policy: Policy, encoded: Encoded) -> Executed:
-    emitted, rounds = np.zeros((2, len(encoded.items)), dtype=np.int64)
-    sizes: dict[int, list[int]] = {}
-    texts: list[list[int]] = [[] for _ in encoded.items]
-    for n, _, item, supports in rounds_of(fits, policy, encoded):
-        texts[n] += item.tokens
-        emitted[n] += item.step.emitted
-        rounds[n] += 1
-        for step, support in enumerate(supports):
-            sizes.setdefault(step, []).append(support.size)
-    return Executed(emitted, rounds, sizes, texts)
+def over_full(fits: Fits, cases: Sequence[tuple[str, str]], budget: Budget, quick: bool) -> dict[str, Any]:
+    """Greedy speed and tau of every kind of shortlist over the whole head's, executed in turn, and how many texts differ."""
+    rows: list[dict[str, Any]] = []
+    differ = 0
+    for draft, shape in cases:
+        for category in CATEGORIES[: 1 if quick else 3]:
+            encoded = fits.encoded(category, 2 if quick else 6, DecodeOptions(Sampling(), 8 if quick else 40))
+            size, blocks = fits.of_equal_size(draft, shape, budget, encoded)
+            policies = {kind: drafting(draft, shape, block) for kind, block in blocks.items()}
+            compared = compare(fits.pair, [AUTOREGRESSIVE, *policies.values()], encoded, artifacts=fits.find)
+            differ += compared.texts_differ
+            tau = {kind: compared.outcomes[p.id].total.mean_accepted_length for kind, p in policies.items()}
+            for kind, policy in policies.items():
+                row = {"category": category, "draft": draft, "shape": shape, "shortlist": kind, "size": size, "tau": tau[kind]}
+                speed = compared.ratio(policy.id, policies["full"].id)[0]
+                rows.append({**row, "recovered": tau[kind] / tau["full"], "over_full": speed})
+                print(f"  {row}: {100 * rows[-1]['recovered']:.1f}% of tau", flush=True)
 
+    def mean(kind: str, key: str) -> float:
+        return float(np.exp(np.mean(np.log([r[key] for r in rows if r["shortlist"] == kind]))))
 
-# ------------------------------------------------------------------------------------------------ equal sizes
-
-
-def calibrated(fits: Fits, draft: str, shape: str, category: str, quick: bool) -> np.ndarray:
-    """Mean tokens of a draft step's shortlist, [steps, 1 + k], for k clusters: executed on requests of the search part for the k of the
-    ladder, interpolated between."""
-    ladder = LADDER[:2] if quick else LADDER
-    encoded = fits.encoded(fits.search, category, 2, DecodeOptions(Sampling(), NEW_TOKENS))
-    known = []
-    for k in ladder:
-        sizes = execute(fits, drafting(draft, shape, fits.routed(draft, k, k, k)), encoded).sizes
-        known.append([float(np.mean(sizes[t])) if t in sizes else math.nan for t in range(STEPS[shape])])
-    ks = np.arange(ladder[-1] + 1)
-    return np.stack([np.interp(ks, [0, *ladder], [0.0, *column]) for column in np.array(known).T])
-
-
-def fixed_clusters(sizes: np.ndarray, size: int) -> tuple[int, int, int]:
-    """The k whose mean shortlist is nearest to ``size`` tokens, three times."""
-    k = 1 + int(np.abs(sizes.mean(0)[1:] - size).argmin())
-    return k, k, k
-
-
-def decaying_clusters(sizes: np.ndarray, size: int) -> tuple[int, int, int]:
-    """k0, k1, k_min = 1 with k0 near 1.5 k1 (equation 3 wants k0 > k1) whose mean shortlist is nearest to ``size`` tokens."""
-    steps, most = len(sizes), sizes.shape[1] - 1
-    found = []
-    for k1 in range(1, most):
-        for k0 in range(max(k1 + 1, math.floor(1.4 * k1)), min(most, math.ceil(1.6 * k1) + 1) + 1):
-            mean = np.mean([sizes[t, cluster_budget(t, k0, k1, 1)] for t in range(steps)])
-            found.append((abs(float(mean) - size), k0, k1))
-    _, k0, k1 = min(found)
-    return k0, k1, 1
-
-
-def decaying_tokens(steps: int, size: int) -> int:
-    """k_max whose mean over the steps is nearest to ``size`` tokens."""
-    return min(range(size, 4 * size), key=lambda k: abs(np.mean([frequency_budget(t, k) for t in range(steps)]) - size))
+    said = ", ".join(f"{k} {100 * mean(k, 'recovered'):.1f}% at {mean(k, 'over_full'):.2f} x the speed" for k in blocks if k != "full")
+    share = float(np.mean([r["size"] for r in rows])) / fits.pair.target.vocab_size
+    summary = f"tau recovered by {100 * share:.0f}% of {fits.pair.target.vocab_size} tokens: {said}"
+    return {"differ": differ, "summary": summary, "rows": rows}

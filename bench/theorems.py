@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from lab import CATEGORIES, Document, fixed
 from papers import dynaspec
-from shortlist_fits import NEW_TOKENS, Fits, rounds_of
+from shortlist_fits import Fits, rounds_of
 
 from spectune.optimizer.execute import DecodeOptions
 from spectune.runtime.loop import Round
@@ -27,7 +27,7 @@ CALLS, COUPLED_DRAWS = 4, 100
 """Per context: calls of the rejection verifier; draws of noise that target and draft share."""
 BUDGETS = (4, 8, 16, 32)
 """Clusters of the routed shortlists; each has a frequency shortlist of equal mean size beside it."""
-CHAIN = 4
+CHAIN, NEW_TOKENS = 4, 32
 ERRORS = 4.0
 """Standard errors that count as beyond sampling error."""
 PLAIN = Sampling(1.0)
@@ -170,7 +170,7 @@ def executed_chains(fits: Fits, draft: str, block: Document | None, requests: in
     kept: list[list[bool]] = [[] for _ in range(CHAIN)]
     rounds = 0
     for category in CATEGORIES:
-        encoded = fits.encoded(fits.test, category, requests, DecodeOptions(Sampling(1.0, seed=5), NEW_TOKENS, "rejection"))
+        encoded = fits.encoded(category, requests, DecodeOptions(Sampling(1.0, seed=5), NEW_TOKENS, "rejection"))
         for _, group in itertools.groupby(list(rounds_of(fits, policy, encoded)), key=lambda found: found[0]):
             for drafted, accepted, overlaps in _overlaps(fits, draft, list(group)):
                 rounds += 1

@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from lab import CATEGORIES, Document, compare, demo, requests, stored
+from lab import CATEGORIES, Document, demo, requests, stored
 from safetensors.torch import load_file, save_file
-from shortlist_fits import STEPS, Fits, decaying_clusters, decaying_tokens, drafting, execute
+from shortlist_fits import Fits, drafting
 
 from spectune.optimizer.execute import DecodeOptions, encode, run
 from spectune.optimizer.fit.dynaspec import fit_router
@@ -33,7 +33,6 @@ from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.loop import StaticSource
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.artifacts import FREQUENCIES
-from spectune.runtime.policies.document import AUTOREGRESSIVE
 from spectune.runtime.policies.prepare import prepare
 from spectune.traces.schema import Sampling
 
@@ -44,8 +43,7 @@ NEAR = 0.5
 GAP = 40.0
 """Nats between a token and a shadow of equal logits where the last layer's output is ``WIDEST`` times as long as any seen."""
 WIDEST = 1.5
-SHARE = 8
-"""Shortlists are about this part of the vocabulary."""
+
 
 def widened(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], vocab: int, largest: float) -> tuple[Tensors, Document]:
     """The tensors and configuration of a Llama, or of an EAGLE-3 head without embeddings of its own, with ``vocab`` tokens.
@@ -145,43 +143,8 @@ def padding(pair: LoadedPair, cases: Sequence[tuple[str, str]]) -> dict[str, int
     return {"requests": count, "requests_that_differ": differ}
 
 
-def check(state: Path, fits: Fits, vocab: int, quick: bool) -> dict[str, Any]:
-    """Speed and tau under shortlists of an eighth of the wide vocabulary, executed in turn, over the whole head."""
-
-    cases = (("small", "chain"),) if quick else (("medium", "chain"), ("head", "tree"))
-    wide = fit(state, fits, vocab, cases)
-    changed = padding(wide.pair, cases)
-    rows: list[dict[str, Any]] = []
-    differ = int(changed["requests_that_differ"])
-    for draft, shape in cases:
-        policies = {name: drafting(draft, shape, block) for name, block in shortlists(wide, draft, shape).items()}
-        for category in CATEGORIES[: 1 if quick else 3]:
-            encoded = wide.encoded(wide.test, category, 2 if quick else 5, DecodeOptions(Sampling(), 8 if quick else 40))
-            compared = compare(wide.pair, [AUTOREGRESSIVE, *policies.values()], encoded, artifacts=wide.find)
-            differ += compared.texts_differ
-            full = compared.outcomes[policies["full"].id].total
-            for name, policy in policies.items():
-                total = compared.outcomes[policy.id].total
-                row = {"category": category, "draft": draft, "shape": shape, "shortlist": name, "tau": total.mean_accepted_length}
-                row |= {"recovered": total.mean_accepted_length / full.mean_accepted_length, "tokens_per_s": total.tokens_per_s}
-                rows.append({**row, "over_full": compared.ratio(policy.id, policies["full"].id)[0]})
-
-    def mean(name: str, key: str) -> float:
-        return float(np.exp(np.mean(np.log([r[key] for r in rows if r["shortlist"] == name]))))
-
-    said = [f"{k} {mean(k, 'over_full'):.2f} x the speed with {mean(k, 'recovered'):.3f} of tau" for k in policies if k != "full"]
-    return {
-        "differ": differ,
-        "summary": f"{vocab} tokens, greedy, over the whole head: " + "; ".join(said) + " (paper: DynaSpec 1.17, FR-Spec 1.10)",
-        "vocab": vocab,
-        "padding": changed,
-        "rows": rows,
-    }
-
-
 def fit(state: Path, fits: Fits, vocab: int, cases: Sequence[tuple[str, str]]) -> Fits:
     """Builds the pair unless that was done, and fits frequencies and routers to the demo pair's texts, which are this pair's as well."""
-
     folder = state / f"wide-{vocab}"
     folder.mkdir(exist_ok=True)
     file = folder / "pair.json"
@@ -197,20 +160,3 @@ def fit(state: Path, fits: Fits, vocab: int, cases: Sequence[tuple[str, str]]) -
     frequencies = store.put_artifact(FREQUENCIES, *shadowed.to_document(), pair_id=pair.id, provenance=provenance)
     routers = {draft: fit_router(store, writer.recording, pair, draft).artifact for draft in dict(cases)}
     return Fits(pair, store, fits.workload, fits.search, fits.test, frequencies, routers)
-
-
-def shortlists(wide: Fits, draft: str, shape: str) -> dict[str, Document | None]:
-    """The whole head and shortlists of the mean size that clusters executed on requests of the search part have."""
-
-    scores = wide.store.get_artifact(wide.routers[draft]).document["scores"]
-    ks = np.arange(scores["ks"][-1] + 1)
-    table = np.tile(np.interp(ks, [0, *scores["ks"]], [0, *scores["size"]]), (STEPS[shape], 1))
-    clusters = wide.routed(draft, *decaying_clusters(table, wide.pair.target.vocab_size // SHARE))
-    encoded = wide.encoded(wide.search, CATEGORIES[0], 2, DecodeOptions(Sampling(), 24))
-    size = round(execute(wide, drafting(draft, shape, clusters), encoded).size)
-    return {
-        "full": None,
-        "frequency": wide.by_frequency(size),
-        "position_frequency": wide.by_position(decaying_tokens(STEPS[shape], size)),
-        "clusters": clusters,
-    }
