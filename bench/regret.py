@@ -81,10 +81,8 @@ def _against_fixed(
         "best_fixed": best.label(),
         "share_of_best": share[0],
         "share_interval": finite(share[1:]),
-        "share_in_the_race": finite(compared.ratio(winner.id, best.id, projected=True)),
         "speedup": finite(compared.ratio(winner.id, AUTOREGRESSIVE.id, projected=True)),
-        "tokens_per_s": {p.label(): compared.outcomes[p.id].total.tokens_per_s for p in policies.values() if p.id in compared.outcomes},
-        "tune_seconds": dict(tuned.seconds),
+        "tokens_per_s": {p.label(): compared.outcomes[p.id].total.tokens_per_s for p in policies.values()},
     }
     return row, profile
 

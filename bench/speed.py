@@ -121,12 +121,15 @@ def trees(quick: bool) -> list[dict[str, Any]]:
     pair, rows = demo(), []
     for sampling in (GREEDY, SAMPLED):
         for draft in ("small",) if quick else pair.models:
-            rows.append({"draft": draft, "temperature": sampling.temperature, **_trees_of(pair, draft, sampling, quick)})
+            loaded, figures = _recorded(pair, draft, sampling, quick)
+            figures |= _rates(loaded, draft, sampling)
+            rows.append({"draft": draft, "temperature": sampling.temperature, **figures})
             print(json.dumps(rows[-1]), flush=True)
     return rows
 
 
-def _trees_of(pair: LoadedPair, draft: str, sampling: Sampling, quick: bool) -> dict[str, Any]:
+def _recorded(pair: LoadedPair, draft: str, sampling: Sampling, quick: bool) -> tuple[Any, dict[str, float]]:
+    """A recording with its trees, how many starts a second were recorded, and how many bytes a start takes."""
     with tempfile.TemporaryDirectory() as folder, open_database(f"{folder}/a.db") as database:
         store = TraceStore(database)
         plain = StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names))
@@ -138,9 +141,14 @@ def _trees_of(pair: LoadedPair, draft: str, sampling: Sampling, quick: bool) -> 
         seconds = time.process_time() - began
         size = _size(folder, database) - before
         loaded = store.load(recording, trees=True)
-        grown = loaded.trees(draft)
-    starts = sum(p.positions for p in grown)
-    repeat = max(1, 4000 // starts)
+    starts = sum(p.positions for p in loaded.trees(draft))
+    return loaded, {"recorded_starts_per_s": starts / seconds, "bytes_per_start": size / starts}
+
+
+def _rates(loaded: Any, draft: str, sampling: Sampling) -> dict[str, Any]:
+    """Trees tabulated and rounds replayed a second, over the recording repeated to 4,000 starts."""
+    grown = loaded.trees(draft)
+    repeat = max(1, 4000 // sum(p.positions for p in grown))
     texts = [replace(t, request_id=f"{i} {t.request_id}") for i in range(repeat) for t in loaded.trajectories]
     trace = ReplayTrace(texts, {}, trees={(draft, "coupled"): list(grown) * repeat})
     forest, rates = trace.forests[draft, "coupled"], {}
@@ -154,13 +162,8 @@ def _trees_of(pair: LoadedPair, draft: str, sampling: Sampling, quick: bool) -> 
         taken = best_cpu_s(lambda r=rule, d=depth: tabulate_growth(forest, [(r, every)], d), 3)
         rates[f"k {width}, d {depth}"] = len(every) / taken
     rounds = run_replay(trace, policy).total.rounds
-    return {
-        "starts": starts,
-        "recorded_starts_per_s": starts / seconds,
-        "bytes_per_start": size / starts,
-        "tabulated_trees_per_s": rates,
-        "replayed_million_rounds_per_s": rounds / best_cpu_s(lambda: run_replay(trace, policy), 40) / 1e6,
-    }
+    replayed = rounds / best_cpu_s(lambda: run_replay(trace, policy), 40) / 1e6
+    return {"tabulated_trees_per_s": rates, "replayed_million_rounds_per_s": replayed}
 
 
 def _size(folder: str, database: Any) -> int:
