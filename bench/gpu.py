@@ -1,14 +1,12 @@
-"""What captured passes and the gathered head save on a GPU.
+"""What captured passes save on a GPU.
 
     python bench/gpu.py [--device cuda] [--layers 16] [--hidden 2048] [--context 512]
     python bench/gpu.py --device cpu --quick    (the logic alone, at a tiny size: no figure of it means anything)
 
-graphs: a random target of Llama's architecture and a draft of a few such layers; eager and replayed calls take turns. ``verify`` has
+A random target of Llama's architecture and a draft of a few such layers; eager and replayed calls take turns. ``verify`` has
 milliseconds of a chain of n tokens for every rung of ``RUNGS``, ``apart`` the largest difference of its logits; ``rounds`` milliseconds of
 a round under each kind of policy. Texts are compared: shapes differ in their last bits, so the first difference may be a near tie; ``gap``
 is how far apart the target's two best tokens were there (nats, by the canonical pass), and must be small.
-
-head: microseconds of logits over a union of tokens, by each way of :class:`GatheredHead`, beside the whole head.
 
 Figures go to ``bench/results/gpu-DEVICE.json``. Exit code 1 if a difference is more than rounding explains.
 """
@@ -27,13 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from spectune.runtime.cuda.graphs import RUNGS, CudaRecorder, Kind, use_graphs
 from spectune.runtime.cuda.pass_sizes import prepare_graphs
 from spectune.runtime.decoder import Decoder, prepare_for
-from spectune.runtime.gathered_head import GatheredHead
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import DecodeRequest, StaticSource
 from spectune.runtime.models import CausalModel, pick_device, pick_dtype
@@ -59,15 +55,6 @@ POLICIES: dict[str, dict[str, Any]] = {
 BINS = Fitted("bins", {"thresholds": [60, 120, 180, 240, 300], "depth": 5, "draft": "draft"}, {})
 TOLERANCE = {torch.float32: 2e-4, torch.float16: 0.05, torch.bfloat16: 0.25}
 """Nats by which rounding may part passes of different shapes."""
-HEADS = {
-    "cpu": [(4096, 160, torch.float32), (32000, 1024, torch.float32), (128000, 512, torch.float32)],
-    "cuda": [(32000, 4096, torch.bfloat16), (128256, 4096, torch.bfloat16), (32000, 1024, torch.float32)],
-}
-"""Output matrices: tokens, hidden size, dtype."""
-SHARES = (0.01, 0.05, 0.2, 0.5)
-UNIONS = 4
-"""Unions that a cell of the head goes through."""
-
 
 class Repeating:
     """In a recorder's place where there is no CUDA: a replay runs the pass again."""
@@ -185,12 +172,11 @@ def both(taken: dict[bool, list[float]]) -> dict[str, float]:
     return {"eager_ms": eager, "graph_ms": graph, "speedup": eager / graph}
 
 
-def measure_graphs(wanted: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+def measured(wanted: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     dtype = pick_dtype("auto", device)
     graphs = Graphs(wanted, device, dtype)
-    with torch.no_grad():
-        verify = graphs.verification()
-        rounds = [graphs.rounds(name, s) for name in POLICIES for s in (Sampling(), Sampling(temperature=1.0, seed=1))]
+    verify = graphs.verification()
+    rounds = [graphs.rounds(name, s) for name in POLICIES for s in (Sampling(), Sampling(temperature=1.0, seed=1))]
     limit = TOLERANCE[dtype]
     agrees = all(row["apart"] <= limit for row in verify) and all(row["gap"] <= 2 * limit for row in rounds)
     return {"dtype": str(dtype), "agrees": agrees, "verify": verify, "rounds": rounds}
@@ -206,51 +192,6 @@ def timed(device: torch.device, call: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - began, out
 
 
-# ------------------------------------------------------------------------------------------------ the gathered head
-
-
-def captured(call: Callable[[int], object], device: torch.device) -> Callable[[], object]:
-    """A call for each union; on CUDA one graph of them."""
-
-    def through() -> None:
-        for i in range(UNIONS):
-            call(i)
-
-    through()  # compiles, measures, makes buffers
-    if device.type != "cuda":
-        return through
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        through()
-    return graph.replay
-
-
-def measure_head(wanted: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
-    """A row for every matrix, number of hidden states and share of the vocabulary."""
-    cells = []
-    for vocab, d, dtype in HEADS[device.type][: 1 if wanted.quick else None]:
-        generator = torch.Generator().manual_seed(0)
-        weight = (torch.randn(vocab, d, generator=generator) / d**0.5).to(device, dtype)
-        head = GatheredHead(weight)
-        heads = {"chosen": head} | {way: GatheredHead(weight, way=way) for way in head.ways["over"]}
-        for rows in (1,) if wanted.quick else (1, 4, 10):
-            hidden = torch.randn(rows, d, generator=generator).to(device, dtype)
-            for share in SHARES:
-                count = max(1, int(vocab * share))
-                unions = [torch.randperm(vocab, generator=generator)[:count].sort().values.to(device) for _ in range(UNIONS)]
-                calls: dict[str, Callable[[int], object]] = {"whole": lambda _, w=weight, h=hidden: F.linear(h, w).float()}  # type: ignore[misc]
-                calls |= {name: partial(lambda o, h, u, i: o.over(h, u[i]), owner, hidden, unions) for name, owner in heads.items()}
-                through = {name: captured(call, device) for name, call in calls.items()}
-                taken: dict[str, list[float]] = {name: [] for name in calls}
-                for _ in range(wanted.repeats):
-                    for name, call in through.items():
-                        taken[name].append(timed(device, call)[0] / UNIONS)
-                micros = {name: 1e6 * statistics.median(values) for name, values in taken.items()}
-                cell = {"vocab": vocab, "d": d, "dtype": str(dtype), "rows": rows, "tokens": count, "us": micros}
-                cells.append({**cell, "chosen": head.fastest(rows, count), "speedup": micros["whole"] / micros["chosen"]})
-    return cells
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
@@ -264,16 +205,16 @@ def main() -> None:
         device = pick_device(wanted.device)
     except SpectuneError as error:
         raise SystemExit(f"error: {error}") from None
+    if device.type != "cuda" and not wanted.quick:
+        raise SystemExit("error: there are no CUDA graphs to time: try --quick")
     torch.set_num_threads(1)
     found: dict[str, Any] = {"device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu", "torch": torch.__version__}
-    if device.type == "cuda" or wanted.quick:  # else there are no CUDA graphs to time
-        found["graphs"] = measure_graphs(wanted, device)
-    with torch.inference_mode():
-        found["head"] = measure_head(wanted, device)
+    with torch.no_grad():
+        found |= measured(wanted, device)
     print(json.dumps(found, indent=1))
     if not wanted.quick:
         (Path(__file__).resolve().parent / "results" / f"gpu-{device.type}.json").write_text(json.dumps(found, indent=1) + "\n")
-    sys.exit(not found.get("graphs", {"agrees": True})["agrees"])
+    sys.exit(not found["agrees"])
 
 
 if __name__ == "__main__":

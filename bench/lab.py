@@ -213,29 +213,23 @@ class Lab:
 
 def laboratory(state: Path, name: str, sampling: Sampling, quick: bool) -> Lab:
     """The laboratory of a pair (``demo``, ``gpt2``) under a sampling, made unless the state folder has it."""
-    pair = demo() if name == "demo" else gpt2(state)
-    count, tokens = (6, 12) if quick else (48, 48) if name == "demo" and sampling.greedy else (16, 32)
-    workload = requests(count, letters=None if name == "demo" else 200)
-    options = DecodeOptions(sampling, tokens)
+    pair, store = demo() if name == "demo" else gpt2(state), stored(state / "lab.db")
     kept = state / f"lab-{name}-{sampling.temperature:g}.pickle"
-    store = stored(state / "lab.db")
-    if not kept.exists():
-        print(f"  laboratory of {name}, temperature {sampling.temperature:g}", flush=True)
-        plain = StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names))
-        wanted = RecordRequest(workload, options, tuple(pair.draft_names), GAMMA, WIDTH, DEPTH)
-        recording = record(store, pair, wanted, plain, reuse_complete=True).id
-        fits = fit_trees(store, recording, list(pair.models))
-        lists = fit_shortlists(store, pair, recording, list(pair.models))
-        made = Lab(name, pair, store, recording, options, workload, fits, lists, _profile(store, pair, recording, name, quick))
-        _cover(made)
-        ranks_for(store, pair, recording, lists)
-        kept.write_bytes(pickle.dumps((recording, fits, lists, made.profile)))
-    return Lab(name, pair, store, *_of(kept, options, workload))
-
-
-def _of(kept: Path, options: DecodeOptions, workload: Workload) -> tuple[Any, ...]:
-    recording, fits, lists, profile = pickle.loads(kept.read_bytes())
-    return recording, options, workload, fits, lists, profile
+    if kept.exists():
+        return Lab(name, pair, store, *pickle.loads(kept.read_bytes()))
+    print(f"  laboratory of {name}, temperature {sampling.temperature:g}", flush=True)
+    count, tokens = (6, 12) if quick else (48, 48) if name == "demo" and sampling.greedy else (16, 32)
+    workload, options = requests(count, letters=None if name == "demo" else 200), DecodeOptions(sampling, tokens)
+    plain = StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names))
+    wanted = RecordRequest(workload, options, tuple(pair.draft_names), GAMMA, WIDTH, DEPTH)
+    recording = record(store, pair, wanted, plain, reuse_complete=True).id
+    fits = fit_trees(store, recording, list(pair.models)), fit_shortlists(store, pair, recording, list(pair.models))
+    made = recording, options, workload, *fits, _profile(store, pair, recording, name, quick)
+    lab = Lab(name, pair, store, *made)
+    _cover(lab)
+    ranks_for(store, pair, recording, lab.shortlists)
+    kept.write_bytes(pickle.dumps(made))
+    return lab
 
 
 def _profile(store: TraceStore, pair: LoadedPair, recording: str, name: str, quick: bool) -> LatencyProfile:
@@ -262,12 +256,6 @@ def laboratories(state: Path, quick: bool) -> Iterator[Lab]:
     for name in ("demo", "gpt2"):
         for sampling in (GREEDY, SAMPLED):
             yield laboratory(state, name, sampling, quick)
-
-
-def make(state: Path, quick: bool) -> None:
-    """Makes every laboratory that the state folder lacks."""
-    for _ in laboratories(state, quick):
-        pass
 
 
 # ------------------------------------------------------------------------------------------------ rounds and seconds

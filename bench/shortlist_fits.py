@@ -6,7 +6,7 @@ is executed or read is its test part.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,11 @@ from spectune.optimizer.fit.fr_spec import fit_fr_spec
 from spectune.optimizer.record import RecordRequest, record, split
 from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair
-from spectune.runtime.loop import Round, StaticSource
+from spectune.runtime.loop import StaticSource
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.runtime.policies.fr_spec import frequency_budget
 from spectune.runtime.policies.prepare import prepare
-from spectune.runtime.shortlists import Support
 from spectune.traces.schema import Sampling, Trajectory, Workload
 from spectune.traces.store import TraceStore
 
@@ -68,8 +67,7 @@ class Fits:
     def of_equal_size(self, draft: str, shape: str, budget: Budget, encoded: Encoded) -> tuple[int, dict[str, Document | None]]:
         """The mean size that clusters of a budget have where they are executed, and shortlists of it by kind."""
         clusters = self.routed(draft, *budget)
-        rounds = rounds_of(self, drafting(draft, shape, clusters), encoded)
-        size = round(float(np.mean([s.size for *_, supports in rounds for s in supports])))
+        size = mean_size(self, drafting(draft, shape, clusters), encoded)
         means = [np.mean([frequency_budget(t, k) for t in range(STEPS[shape])]) for k in range(4 * size)]
         k_max = int(np.abs(np.array(means) - size).argmin())
         position = {"kind": "position_frequency", "k_max": k_max, "artifact": self.frequencies}
@@ -98,16 +96,17 @@ def drafting(draft: str, shape: str, shortlist: Document | None = None) -> Polic
     return parse_policy(top_k(draft, 4, STEPS[shape], 16, **blocks))
 
 
-def rounds_of(fits: Fits, policy: Policy, encoded: Encoded) -> Iterable[tuple[int, list[int], Round, list[Support]]]:
-    """Decodes requests one by one: (request's number, text before the round, the round, its shortlists)."""
+def mean_size(fits: Fits, policy: Policy, encoded: Encoded) -> int:
+    """Mean tokens of a draft step's shortlist, executed."""
     prepared = prepare(policy, fits.pair.draft_names, artifacts=fits.find)
     decoder = Decoder(fits.pair, StaticSource(prepared), encoded.options.verifier)
-    for n, (_, request) in enumerate(encoded.items):
-        text = list(request.prompt_ids)
+    sizes: list[int] = []
+    for _, request in encoded.items:
         for item in decoder.rounds(request):
             shortlists = decoder.backend.shortlists(prepared)
-            yield n, list(text), item, [] if shortlists is None else shortlists.chosen[: item.step.draft_steps]
-            text += item.tokens
+            assert shortlists is not None
+            sizes += [support.size for support in shortlists.chosen[: item.step.draft_steps]]
+    return round(float(np.mean(sizes)))
 
 
 def over_full(fits: Fits, cases: Sequence[tuple[str, str]], budget: Budget, quick: bool) -> dict[str, Any]:

@@ -1,10 +1,8 @@
-"""DynaSpec's theorems 5.1 and 5.3 against recorded contexts, for the check of :mod:`shortlists`. Nothing here reads the clock."""
+"""DynaSpec's theorem 5.1 against recorded contexts, for the check of :mod:`shortlists`. Nothing here reads the clock."""
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,13 +10,11 @@ import numpy.typing as npt
 import torch
 from lab import CATEGORIES, Document, fixed
 from papers import dynaspec
-from shortlist_fits import Fits, rounds_of
+from shortlist_fits import Fits
 
-from spectune.optimizer.execute import DecodeOptions
-from spectune.runtime.loop import Round
 from spectune.runtime.policies.document import parse_policy
 from spectune.runtime.sampling import gumbel_row, log_distribution, stream_key
-from spectune.runtime.shortlists import Shortlists, Support, compile_shortlist
+from spectune.runtime.shortlists import Shortlists, compile_shortlist
 from spectune.runtime.verification import verify_rejection
 from spectune.traces.schema import Sampling
 
@@ -27,7 +23,6 @@ CALLS, COUPLED_DRAWS = 4, 100
 """Per context: calls of the rejection verifier; draws of noise that target and draft share."""
 BUDGETS = (4, 8, 16, 32)
 """Clusters of the routed shortlists; each has a frequency shortlist of equal mean size beside it."""
-CHAIN, NEW_TOKENS = 4, 32
 ERRORS = 4.0
 """Standard errors that count as beyond sampling error."""
 PLAIN = Sampling(1.0)
@@ -45,7 +40,7 @@ class Contexts(NamedTuple):
 
 
 def check(fits: Fits, draft: str, quick: bool) -> dict[str, Any]:
-    """Acceptance measured on contexts of real text against theorem 5.1's bound, on executed chains against theorem 5.3."""
+    """Acceptance measured on contexts of real text against the overlap and theorem 5.1's bound."""
     contexts = contexts_of(fits, draft, 10 if quick else 200)
     shortlists: dict[str, BoolArray] = {}
     for k in BUDGETS[: 1 if quick else 4]:
@@ -55,18 +50,14 @@ def check(fits: Fits, draft: str, quick: bool) -> dict[str, Any]:
     restricted = {name: dynaspec.restricted(contexts.q, mask) for name, mask in shortlists.items()}
     together = coupled(contexts.p, restricted)
     rows = [_row(contexts, name, mask, restricted[name], together[name]) for name, mask in shortlists.items()]
-    blocks = {"full": None, "frequency 192": fits.by_frequency(192), "clusters 8": fits.routed(draft, 8, 8, 8)}
-    chains = [{"shortlist": name, **executed_chains(fits, draft, block, 1 if quick else 6)} for name, block in blocks.items()]
-    violations = sum(r["below_bound"] for r in rows) + sum(r["z"] < -ERRORS for r in chains)
-    largest = max(abs(r[key]) for r in [*rows, *chains] for key in ("z", "coupled_z") if key in r)
+    violations = sum(r["below_bound"] for r in rows)
+    largest = max(abs(r[key]) for r in rows for key in ("z", "coupled_z"))
     return {
         "violations": violations,
         "largest_deviation": largest,
         "summary": f"{violations} acceptances below theorem 5.1's bound beyond {ERRORS:g} standard errors ({len(contexts.p)} contexts, "
-        f"{len(rows)} shortlists), theorem 5.3 met by {sum(r['rounds'] for r in chains)} rounds; acceptance is the overlap to within "
-        f"{largest:.1f} standard errors",
+        f"{len(rows)} shortlists); acceptance is the overlap to within {largest:.1f} standard errors",
         "rows": rows,
-        "chains": chains,
     }
 
 
@@ -102,7 +93,7 @@ def distribution(logits: torch.Tensor) -> FloatArray:
 
 def masks(fits: Fits, draft: str, contexts: Contexts, block: Document) -> BoolArray:
     """A shortlist of each context as the runtime makes it at a first draft step, bool [n, vocab]."""
-    rule = compile_shortlist(parse_policy({"draft": draft, "window": fixed(CHAIN), "shortlist": block}), fits.find)
+    rule = compile_shortlist(parse_policy({"draft": draft, "window": fixed(4), "shortlist": block}), fits.find)
     assert rule is not None
     ready = Shortlists(rule, fits.pair.models[draft], exact=False)
     found = np.zeros(contexts.p.shape, dtype=np.bool_)
@@ -156,60 +147,3 @@ def _row(contexts: Contexts, name: str, mask: BoolArray, q: FloatArray, together
         "z": deviation(kept, chance, chance, CALLS),
         "coupled_z": deviation(together, together_chance, together_chance, COUPLED_DRAWS),
     }
-
-
-def executed_chains(fits: Fits, draft: str, block: Document | None, requests: int) -> dict[str, Any]:
-    """Chains of ``CHAIN`` tokens executed with the rejection verifier, against theorem 5.3 with the overlaps at the contexts they reached.
-
-    ``z``: tokens kept less the overlaps of all tokens looked at, in standard errors (a sum of martingale differences). ``expected``: the
-    theorem's sum with A_i the mean overlap over rounds that reached token i; ``accepted``: the same with the share of them that kept it. A
-    drafted EOS ends what is looked at.
-    """
-    policy = parse_policy({"draft": draft, "window": fixed(CHAIN), **({"shortlist": block} if block else {})})
-    chances: list[list[float]] = [[] for _ in range(CHAIN)]
-    kept: list[list[bool]] = [[] for _ in range(CHAIN)]
-    rounds = 0
-    for category in CATEGORIES:
-        encoded = fits.encoded(category, requests, DecodeOptions(Sampling(1.0, seed=5), NEW_TOKENS, "rejection"))
-        for _, group in itertools.groupby(list(rounds_of(fits, policy, encoded)), key=lambda found: found[0]):
-            for drafted, accepted, overlaps in _overlaps(fits, draft, list(group)):
-                rounds += 1
-                for i in range(min(accepted + 1, len(drafted))):
-                    chances[i].append(overlaps[i])
-                    kept[i].append(accepted > i)
-                    if drafted[i] in fits.pair.eos_ids:
-                        break
-    a, b = np.concatenate([np.array(c) for c in chances]), np.concatenate([np.array(c) for c in kept])
-    reached = [i for i in range(CHAIN) if chances[i]]
-    return {
-        "rounds": rounds,
-        "expected": dynaspec.expected_accepted([float(np.mean(chances[i])) for i in reached]),
-        "accepted": dynaspec.expected_accepted([float(np.mean(kept[i])) for i in reached]),
-        "z": float((b - a).sum() / math.sqrt((a * (1 - a)).sum())),
-    }
-
-
-def _overlaps(
-    fits: Fits, draft: str, rounds: Sequence[tuple[int, list[int], Round, list[Support]]]
-) -> list[tuple[list[int], int, list[float]]]:
-    """Of one request's rounds: what was drafted, how much of it was accepted, and the overlap at every drafted token."""
-    target, model = fits.pair.target, fits.pair.drafts[draft]
-    _, text, last, _ = rounds[-1]
-    ids = torch.tensor([*text, *last.tokens])
-    for each in (target, model):
-        each.reserve(len(ids) + CHAIN)
-        each.read(ids, 0)
-    found = []
-    for _, text, item, supports in reversed(rounds):  # what a round's pass writes over, earlier rounds do not read
-        if not item.drafted:
-            continue
-        fed, start = torch.tensor([text[-1], *item.drafted[:-1]]), len(text) - 1
-        p = distribution(target.chain(fed, start, logits=len(fed)))
-        q = distribution(draft_logits(fits, draft, model.chain_states(fed, start)))
-        if supports:
-            mask = np.zeros(q.shape, dtype=np.bool_)
-            for i in range(len(fed)):
-                mask[i, supports[i].ids.numpy()] = True
-            q = dynaspec.restricted(q, mask)
-        found.append((item.drafted, item.step.accepted, dynaspec.overlap(p, q).tolist()))
-    return found
