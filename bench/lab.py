@@ -218,7 +218,7 @@ def laboratory(state: Path, name: str, sampling: Sampling, quick: bool) -> Lab:
     if kept.exists():
         return Lab(name, pair, store, *pickle.loads(kept.read_bytes()))
     print(f"  laboratory of {name}, temperature {sampling.temperature:g}", flush=True)
-    count, tokens = (6, 12) if quick else (48, 48) if name == "demo" and sampling.greedy else (16, 32)
+    count, tokens = (6, 12) if quick else (30, 40) if name == "demo" and sampling.greedy else (16, 24)
     workload, options = requests(count, letters=None if name == "demo" else 200), DecodeOptions(sampling, tokens)
     plain = StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names))
     wanted = RecordRequest(workload, options, tuple(pair.draft_names), GAMMA, WIDTH, DEPTH)
