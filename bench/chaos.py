@@ -29,7 +29,7 @@ from unittest import mock
 import chaos_roles as roles
 import chaos_spoil as spoil
 from chaos_judge import BOUND_S, Fault, History, Job, Publication, Said, Watched, judge
-from chaos_server import Server
+from chaos_spoil import Server
 from doors import put_profile, write_workload
 from pairs import make_pair
 
