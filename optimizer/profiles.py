@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -85,8 +86,18 @@ def doubts(stored: StoredProfile, *, trees: bool) -> str:
     """What is to be said of a profile that failed its check; empty for one that passed."""
     if accepted(stored.profile, trees=trees):
         return ""
-    error = max(check.get("median_error", 1.0) for check in _checks(stored.profile, trees=trees))
-    return f"profile {stored.id} failed its check: rounds are predicted within {100 * error:.0f}% (median), so the race weighs more"
+    error = 100 * _error(stored.profile, trees=trees)
+    return (
+        f"profile {stored.id} failed its check: policies are predicted within {error:.0f}% "
+        "(median), so the race weighs more"
+    )
+
+
+def _error(profile: LatencyProfile, *, trees: bool) -> float:
+    """The median error of policies' seconds, the larger of chains' and trees'; of their rounds, in
+    checks from before policies' were told."""
+    checks = _checks(profile, trees=trees)
+    return max(c.get("policy_error", c.get("median_error", 1.0)) for c in checks)
 
 
 def served_contexts(trajectories: Iterable[Trajectory]) -> tuple[int, ...]:
@@ -139,10 +150,7 @@ def profile_for(
                 progress=lambda what, done, total: progress("profile", done, total),
             )
         )
-    best = min(
-        measured,
-        key=lambda p: max(check.get("median_error", 1.0) for check in _checks(p, trees=trees)),
-    )
+    best = min(measured, key=partial(_error, trees=trees))
     return store.get_profile(store.put_profile(best))
 
 

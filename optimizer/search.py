@@ -45,6 +45,8 @@ TIE = 0.01
 
 PREDICTION_ERROR = 0.06
 """Relative difference in predicted tokens/s below which execution has to tell which policy is faster."""
+RULED_OUT = 0.15
+"""Relative difference in predicted tokens/s beyond which another draft is taken to be slower."""
 LEAST_SHARE = 0.05
 """Part of a round's time that no saving on the draft's passes takes away."""
 SHORTLISTED = 3
@@ -315,16 +317,19 @@ def _parts(trace: ReplayTrace, policy: Policy, limit: ShortlistLimit | None) -> 
 
 
 def finalists(study: Study, count: int = 4) -> list[Trial]:
-    """The policies worth executing: the tie-broken best, then the best of each other family (kinds of all blocks), fastest first."""
+    """The policies worth executing, ``count`` of them: the tie-broken best, then the best of each
+    other family, fastest first. The best of every draft is added that prediction cannot rule out
+    (:data:`RULED_OUT`): drafts' costs are where profiles err most."""
     first = study.best()
     if first is None:
         return []
-    chosen, families = [first], {_family(first.policy)}
+    chosen, families, drafts = [first], {_drafting(first.policy)}, {first.policy.draft}
     for trial in study.trials:
-        if len(chosen) >= count:
-            break
-        if _family(trial.policy) not in families:
-            families.add(_family(trial.policy))
+        new = _drafting(trial.policy) not in families and len(chosen) < count
+        close = trial.value >= (1 - RULED_OUT) * study.trials[0].value
+        if new or (close and trial.policy.draft not in drafts):
+            families.add(_drafting(trial.policy))
+            drafts.add(trial.policy.draft)
             chosen.append(trial)
     return chosen
 
@@ -345,6 +350,13 @@ def is_fixed(policy: Policy) -> bool:
 
 def _family(policy: Policy) -> tuple[str, ...]:
     return policy.draft, policy.stop.kind, *_method(policy)
+
+
+def _drafting(policy: Policy) -> tuple[str, ...]:
+    """What a policy drafts from and how its trees grow. Windows and stops beside that differ by
+    less than prediction errs."""
+    _, *drafting = _method(policy)
+    return policy.draft, *drafting
 
 
 def outcomes(trace: ReplayTrace, profile: LatencyProfile, policies: Iterable[Policy]) -> dict[str, Outcome]:

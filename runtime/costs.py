@@ -53,7 +53,8 @@ class RoundKind(NamedTuple):
         draft, stop = policy.draft, policy.stop.kind
         routed = policy.shortlist.kind == "clusters"
         if not tree:
-            return cls(draft, "", sampled, () if stop == "none" else (f"stop {stop}",), routed)
+            free = stop == "none" or draft == "ngram"
+            return cls(draft, "", sampled, () if free else (f"stop {stop}",), routed)
         growth = policy.growth.kind if policy.growth.kind in ("static", "classifier") else "top_k"
         blocks = [f"stratify/{draft}"] * (policy.stratify is not None) + [f"tree stop/{draft}"] * (
             stop != "none"

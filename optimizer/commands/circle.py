@@ -83,11 +83,11 @@ def profile(
         with kept_unless_stored(ctx, "profile", measured.to_json):
             store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
             name = store.put_profile(measured)
-    for what, check in (("rounds", measured.check), ("rounds of trees", measured.check.get("trees"))):
+    for what, check in (("policies", measured.check), ("trees", measured.check.get("trees"))):
         if check is not None and not check["accepted"]:
             click.echo(
-                f"warning: composed {what} are off by {100 * check['median_error']:.0f}% (median); the machine is busy, or changed "
-                "its speed while measuring: run `profile` again",
+                f"warning: the predicted seconds of {what} are off by {100 * check['policy_error']:.0f}% (median); "
+                "the machine is busy, or changed its speed while measuring: run `profile` again",
                 err=True,
             )
     emit(as_json, {"profile": name, **measured.to_json()}, lambda: profile_table(measured, name))

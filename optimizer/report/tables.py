@@ -129,8 +129,11 @@ def profile_table(profile: LatencyProfile, name: str) -> RenderableType:
 
 def _checked_rounds(what: str, check: Mapping[str, Any]) -> str:
     return (
-        f"predicted against {check.get('rounds', 0)} executed {what}: median error {100 * check.get('median_error', 0):.1f}%, total "
-        f"{100 * check.get('total_error', 0):+.1f}%, {'accepted' if check.get('accepted') else 'NOT accepted'}"
+        f"predicted against {check.get('rounds', 0)} executed {what}: "
+        f"median error {100 * check.get('median_error', 0):.1f}% a round, "
+        f"{100 * check.get('policy_error', check.get('median_error', 0)):.1f}% a policy, "
+        f"total {100 * check.get('total_error', 0):+.1f}%, "
+        f"{'accepted' if check.get('accepted') else 'NOT accepted'}"
     )
 
 

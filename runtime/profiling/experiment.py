@@ -68,6 +68,8 @@ TREES: Final = (
     (10, 8, 48),
 )
 """(width, levels, nodes) of the top-k trees that are measured."""
+STATIC_WIDTHS: Final = (1, 2, 6)
+"""Branches of the static trees that are measured, each four tokens long."""
 SHARES: Final = (64, 16, 4, 1)
 """Sizes of shortlists, as parts of the draft's output head."""
 CLUSTERS: Final = 64
@@ -252,13 +254,19 @@ def _trees(pair: LoadedPair, name: str) -> list[Cell]:
     probability; the stop never triggers."""
     policies = [tree_policy(name, *shape) for shape in TREES]
     usual = tree_policy(name, 6, 4, 24)
-    paths = tuple((first, *(0,) * deeper) for first in range(6) for deeper in range(4))
-    static = usual.model_copy(update={"growth": StaticGrowth(paths=paths), "select": Select()})
+    branches = [
+        tuple((n, *(0,) * deeper) for n in range(width) for deeper in range(4))
+        for width in STATIC_WIDTHS
+    ]
+    static = [
+        usual.model_copy(update={"growth": StaticGrowth(paths=paths), "select": Select()})
+        for paths in branches
+    ]
     stop = usual.model_copy(update={"stop": EntropyStop(threshold=0.0, scale=1e-3, keep_last=True)})
     rows = head_rows(pair, name)
     cells = [
         Cell(prepare(p, pair.draft_names), RoundKind.of(p, tree=True), rows)
-        for p in (*policies, static, static, stop, stop)
+        for p in (*policies, *static, stop, stop)
     ]
     plain = prepare(usual, pair.draft_names)
     assert plain.rules is not None

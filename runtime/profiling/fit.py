@@ -3,8 +3,9 @@ their knots.
 
 Drafting, verification, the rest of a round and what precedes the rounds of a request are measured
 apart and fitted apart. Errors are relative. Seconds that a busy machine stretches are weighed down
-by Huber's weights (iteratively reweighted), and a weak penalty on second differences (a P-spline's,
-Eilers and Marx 1996) carries terms over knots that few rounds touch.
+by Huber's weights (iteratively reweighted). A term never falls from one knot to the next, and a weak
+penalty on second differences (a P-spline's, Eilers and Marx 1996) carries it over knots that few
+rounds touch.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
+from scipy.linalg import block_diag
 from scipy.optimize import nnls
 
 from spectune.runtime.costs import (
@@ -80,7 +82,8 @@ def fit_terms(
         block = _roughness([len(k) for k in table.knots])
         rough.append(np.zeros((len(block), design.shape[1])))
         rough[-1][:, begins[name] : begins[name] + len(table.seconds)] = block
-    found = _huber(design, np.array(seconds), np.concatenate(rough))
+    rises = block_diag(*(_rises([len(k) for k in table.knots]) for table in empty.values()))
+    found = rises @ _huber(design @ rises, np.array(seconds), np.concatenate(rough) @ rises)
     return {
         name: CostTable(
             tuple(found[begins[name] : begins[name] + len(t.seconds)].tolist()), t.axes, t.knots
@@ -111,6 +114,15 @@ def _huber(design: FloatArray, y: FloatArray, rough: FloatArray) -> FloatArray:
 
 def _size(knots: tuple[tuple[float, ...], ...]) -> int:
     return int(np.prod([len(k) for k in knots], initial=1))
+
+
+def _rises(shape: Sequence[int]) -> FloatArray:
+    """What makes a table of its first value and its rises from knot to knot, [size, size]: as none
+    is negative, more rows, passes or context never take less."""
+    table = np.ones((1, 1))
+    for n in shape:
+        table = np.kron(table, np.tri(n))
+    return table
 
 
 def _roughness(shape: Sequence[int]) -> FloatArray:

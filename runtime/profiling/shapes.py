@@ -8,10 +8,10 @@ from typing import Final
 from spectune.runtime.costs import MeasuredRound
 from spectune.runtime.profiling.fit import Prefill, Shapes
 
-TARGET_ROWS: Final = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 24, 32, 48, 64, 96, 128)
-"""A CPU's products are quicker at multiples of four rows than at one row less or more."""
-DRAFT_ROWS: Final = (1, 2, 4, 8, 16, 32)
-PASSES: Final = (1, 2, 4, 8, 16, 32, 64)
+TARGET_ROWS: Final = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32, 48, 64, 96, 128)
+FEW: Final = (1, 4, 16, 64)
+"""Rows that a draft's pass reads, and passes of a round: every knot costs certainty, so there are
+few."""
 
 
 def shapes_of(
@@ -25,35 +25,31 @@ def shapes_of(
     read = tuple(sorted({1.0, *(float(p.rows) for p in prefills)}))
     prompts = tuple(dict.fromkeys((read[0], read[len(read) // 2], read[-1])))
     rows = ("rows",)
-    at = (tuple(float(c) for c in sorted(set(contexts))),)
+    at = tuple(float(c) for c in sorted(set(contexts)))
+    ends = tuple(dict.fromkeys((at[0], at[-1])))
     wide = _knots(TARGET_ROWS, max((r.drafted + 1 for r in rounds), default=1))
     nodes = tuple(dict.fromkeys((1.0, min(16.0, wide[-1]), wide[-1])))
     found: dict[str, tuple[tuple[str, ...], tuple[tuple[float, ...], ...]]] = {
-        "target": (("rows", "context"), (wide, *at)),
+        "target": (("rows", "context"), (wide, at)),
         "tree target": (rows, (nodes,)),
         "sampled target": (rows, (nodes,)),
         "prefill/target": (rows, (prompts,)),
     }
     for draft in drafts:
         own = [r for r in rounds if r.kind.draft == draft and r.rows]
-        chains = any(not r.kind.growth for r in own)
-        reads = _knots(DRAFT_ROWS, max((max(r.rows) for r in own), default=1))
-        few = tuple(dict.fromkeys((1.0, min(4.0, reads[-1]), reads[-1])))
-        passes = _knots(PASSES, max((len(r.rows) for r in own), default=1))
+        reads = _knots(FEW, max((max(r.rows) for r in own), default=1))
+        passes = _knots(FEW, max((len(r.rows) for r in own), default=1))
+        line = (rows, (tuple(dict.fromkeys((1.0, reads[-1]))),))
         found |= {
-            f"pass/{draft}": (("rows", "context"), (reads, *at)),
-            f"tree phase/{draft}": (
-                ("passes",),
-                (tuple(dict.fromkeys((1.0, passes[-1]))) if chains else passes,),
-            ),
+            f"pass/{draft}": (("rows", "context"), (reads, ends)),
             f"prefill/{draft}": (rows, (prompts,)),
-            f"sampled pass/{draft}": (rows, (tuple(dict.fromkeys((1.0, reads[-1]))),)),
+            f"sampled pass/{draft}": line,
         }
-        if chains:
+        if any(not r.kind.growth for r in own):
             found[f"phase/{draft}"] = (("passes",), (passes,))
-        found |= {
-            f"{growth}/{draft}": (rows, (few,)) for growth in ("top_k", "static", "classifier")
-        }
+            passes = tuple(dict.fromkeys((passes[0], passes[-1])))
+        found[f"tree phase/{draft}"] = (("passes",), (passes,))
+        found |= {f"{growth}/{draft}": line for growth in ("top_k", "static", "classifier")}
         for head, routed in (("head", False), ("gathered", True)):
             sizes = sorted({float(r.head) for r in own if r.head and r.kind.routed is routed})
             found |= {f"{head}/{draft}": (rows, (tuple(sizes),))} if sizes else {}
