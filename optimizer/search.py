@@ -317,20 +317,25 @@ def _parts(trace: ReplayTrace, policy: Policy, limit: ShortlistLimit | None) -> 
 
 
 def finalists(study: Study, count: int = 4) -> list[Trial]:
-    """The policies worth executing, ``count`` of them: the tie-broken best, then the best of each
-    other family, fastest first. The best of every draft is added that prediction cannot rule out
-    (:data:`RULED_OUT`): drafts' costs are where profiles err most."""
+    """The policies worth executing, ``count`` of them: the tie-broken best, then the best that draft
+    in another way, then the best of other windows and stops, fastest first. The best of every draft
+    is added that prediction cannot rule out (:data:`RULED_OUT`)."""
     first = study.best()
     if first is None:
         return []
-    chosen, families, drafts = [first], {_drafting(first.policy)}, {first.policy.draft}
-    for trial in study.trials:
-        new = _drafting(trial.policy) not in families and len(chosen) < count
-        close = trial.value >= (1 - RULED_OUT) * study.trials[0].value
-        if new or (close and trial.policy.draft not in drafts):
-            families.add(_drafting(trial.policy))
-            drafts.add(trial.policy.draft)
-            chosen.append(trial)
+    trials = [t for t in study.trials if t.policy.speculates]
+    close = [t for t in trials if t.value >= (1 - RULED_OUT) * study.trials[0].value]
+    chosen = [first]
+    for among, kind, most in (
+        (trials, _drafting, count),
+        (trials, _family, count),
+        (close, lambda policy: policy.draft, len(trials)),
+    ):
+        seen = {kind(t.policy) for t in chosen}
+        for trial in among:
+            if len(chosen) < most and kind(trial.policy) not in seen:
+                seen.add(kind(trial.policy))
+                chosen.append(trial)
     return chosen
 
 

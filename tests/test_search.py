@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from synthetic import flat_profile
 
 from spectune.optimizer.execute import Comparison, Timings
 from spectune.optimizer.record import split
-from spectune.optimizer.search import TIE, complexity, finalists, search
+from spectune.optimizer.search import TIE, Study, Trial, complexity, finalists, search
 from spectune.optimizer.simulate.replay import replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.spaces import TreeLimit, TreeSpace, enumerated, enumerated_trees
@@ -104,6 +105,21 @@ def test_ties_go_to_the_simpler_and_finalists_differ() -> None:
     chosen = finalists(study, 5)
     families = [(t.policy.draft, t.policy.window.kind, t.policy.stop.kind) for t in chosen]
     assert len(set(families)) == len(families) == 5
+
+
+def test_finalists_draft_differently_and_no_close_draft_is_left_out() -> None:
+    """Windows of one draft do not crowd out another draft, unless it is predicted to be much slower."""
+
+    def trial(draft: str, window: str, value: float) -> Trial:
+        return Trial(parse_policy({"draft": draft, "window": {"kind": window}}), value, "")
+
+    trials = [trial("near", "fixed", 100.0), trial("near", "fsm", 99.0), trial("near", "cache_fsm", 98.0)]
+    trials += [trial("far", "fixed", 90.0), trial("far", "fsm", 89.0), trial("ngram", "fixed", 60.0)]
+    names = [t.policy.label() for t in finalists(Study(tuple(trials), 0, ""), 2)]
+    assert names == [trials[0].policy.label(), trials[3].policy.label()]
+    slow = [replace(t, value=80.0) if t.policy.draft == "far" else t for t in trials]
+    assert [t.policy.draft for t in finalists(Study(tuple(slow), 0, ""), 1)] == ["near"]
+    assert [t.policy.draft for t in finalists(Study(tuple(trials), 0, ""), 1)] == ["near", "far"]
 
 
 def test_split_is_stable_disjoint_and_by_category() -> None:

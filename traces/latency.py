@@ -33,8 +33,8 @@ class LatencyProfile:
       ties/D``, and ``sampled`` before either.
     - Its output head (rows: tokens evaluated): ``head/D`` whole or trimmed, ``gathered/D`` by a
       router.
-    - ``round`` and ``tree round/D`` per round; ``request`` per request; ``prefill/target`` and
-      ``prefill/D`` (rows): a prompt's pass.
+    - ``round`` and ``tree round/D`` per round; ``prefill/target`` and ``prefill/D`` (rows): a
+      prompt's pass, and what begins a request; older profiles have a ``request`` of their own.
 
     ``check``: predicted against executed rounds of policies that the fit has not seen.
     """

@@ -171,10 +171,7 @@ def fit_profile(
 
 def _prefill_load(prefill: Prefill) -> list[Share]:
     models = ["target", *([prefill.draft] if prefill.draft else [])]
-    return [
-        ("request", 1.0, 0.0, 0.0, 0.0),
-        *((f"prefill/{name}", 1.0, float(prefill.rows), 0.0, 0.0) for name in models),
-    ]
+    return [(f"prefill/{name}", 1.0, float(prefill.rows), 0.0, 0.0) for name in models]
 
 
 def _near_ties(

@@ -55,7 +55,6 @@ def shapes_of(
             found |= {f"{head}/{draft}": (rows, (tuple(sizes),))} if sizes else {}
     # The other terms are constants, but for those of near ties, which are counted and not fitted.
     others = {
-        "request",
         "noise",
         *(t for r in rounds for t in (*r.kind.verification, *r.kind.per_pass, *r.kind.rest)),
     }
