@@ -199,8 +199,7 @@ PLOTS = {
 
 def _range(values: Iterable[float]) -> str:
     """The smallest and the largest, over workloads."""
-    sorted_values = sorted(values)
-    low, high = f"{sorted_values[0]:.2f}", f"{sorted_values[-1]:.2f}"
+    low, *_, high = (f"{v:.2f}" for v in sorted([*values] * 2))
     return low if low == high else f"{low} to {high}"
 
 
@@ -211,47 +210,30 @@ def _grouped(rows: list[Figures], *keys: str) -> dict[tuple[Any, ...], list[Figu
     return groups
 
 
-def _papers() -> list[str]:
-    found = load("acceptance-combination")
-    if found is None:
-        return []
-    base = {(r["draft"], r["workload"]): r["verified_tokens"] for r in found["methods"] if r["method"] == "EAGLE-2"}
-    rows = [
-        (
-            draft,
-            method,
-            _range(r["tau"] for r in own),
-            _range(r["verified_tokens"] / base[draft, r["workload"]] for r in own),
-            _range(r["speedup"] for r in own),
-        )
-        for (draft, method), own in _grouped(found["methods"], "draft", "method").items()
-    ]
-    columns = ("draft", "method", "tau", "verified tokens over EAGLE-2's", "speed over autoregression")
-    return ["### The tree papers' methods, greedy, smallest to largest over workloads", "", *table(columns, rows)]
+RANGES = {
+    "The tree papers' methods, greedy": (
+        ("acceptance-combination", "methods"),
+        ("draft", "method"),
+        {"tau": "tau", "verified_over_eagle2": "verified tokens over EAGLE-2's", "speedup": "speed over autoregression"},
+    ),
+    "Temperatures above 0": (
+        ("acceptance-sampled", "rows"),
+        ("temperature", "draft", "method"),
+        {"tau": "tau", "calls_per_100_tokens": "target passes per 100 tokens", "speedup": "speed over autoregression"},
+    ),
+}
 
 
-def _sampled() -> list[str]:
-    found = load("acceptance-sampled")
-    if found is None:
-        return []
-    rows = [
-        (f"{temperature:g}", draft, method, *(_range(r[k] for r in own) for k in ("tau", "calls_per_100_tokens", "speedup")))
-        for (temperature, draft, method), own in _grouped(found["rows"], "temperature", "draft", "method").items()
-    ]
-    columns = ("temperature", "draft", "method", "tau", "target passes per 100 tokens", "speed over autoregression")
-    return ["### Temperatures above 0, smallest to largest over workloads", "", *table(columns, rows)]
-
-
-def _policies() -> list[str]:
-    found = load("acceptance-fidelity")
-    if found is None:
-        return []
-    speeds = ("predicted_tokens_per_s", "measured_tokens_per_s")
-    rows = (
-        (r["policy"], f"{r['tau']:.2f}", *(f"{r[name]:.0f}" for name in speeds), f"{100 * r['error']:+.1f}%") for r in found["rows"]
-    )
-    columns = ("policy", "tau", "predicted tokens/s", "executed tokens/s", "error")
-    return ["### Every policy of the fidelity run", "", *table(columns, rows)]
+def _ranges() -> list[str]:
+    """Tables of figures, smallest to largest over workloads."""
+    lines = []
+    for title, ((name, part), keys, columns) in RANGES.items():
+        if found := load(name):
+            rows = [
+                (*key, *(_range(r[column] for r in own) for column in columns)) for key, own in _grouped(found[part], *keys).items()
+            ]
+            lines += [f"### {title}, smallest to largest over workloads", "", *table((*keys, *columns.values()), rows)]
+    return lines
 
 
 def checks() -> list[str]:
@@ -299,7 +281,7 @@ def results() -> str:
         if plot := drawn():
             plot.write(DOCS / "results" / f"{name}.svg")
             lines += [f"![{caption}](results/{name}.svg)", "", f"*{caption}*", ""]
-    lines += _speeds() + _papers() + _sampled() + _policies()
+    lines += _speeds() + _ranges()
     return "\n".join(lines).rstrip() + "\n"
 
 
