@@ -3,10 +3,9 @@
     python bench/gpu.py [--device cuda] [--layers 16] [--hidden 2048] [--context 512]
     python bench/gpu.py --device cpu --quick    (the logic alone, at a tiny size: no figure of it means anything)
 
-A random target of Llama's architecture and a draft of a few such layers; eager and replayed calls take turns. ``verify`` has
-milliseconds of a chain of n tokens for every rung of ``RUNGS``, ``apart`` the largest difference of its logits; ``rounds`` milliseconds of
-a round under each kind of policy. Texts are compared: shapes differ in their last bits, so the first difference may be a near tie; ``gap``
-is how far apart the target's two best tokens were there (nats, by the canonical pass), and must be small.
+A random target of Llama's architecture and a draft of a few such layers; eager and replayed requests take turns. ``rounds`` has
+milliseconds of a round under each kind of policy. Texts are compared: shapes differ in their last bits, so the first difference may be a
+near tie; ``gap`` is how far apart the target's two best tokens were there (nats, by the canonical pass), and must be small.
 
 Figures go to ``bench/results/gpu-DEVICE.json``. Exit code 1 if a difference is more than rounding explains.
 """
@@ -20,14 +19,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from spectune.runtime.cuda.graphs import RUNGS, CudaRecorder, Kind, use_graphs
+from spectune.runtime.cuda.graphs import CudaRecorder, use_graphs
 from spectune.runtime.cuda.pass_sizes import prepare_graphs
 from spectune.runtime.decoder import Decoder, prepare_for
 from spectune.runtime.loading import LoadedPair
@@ -42,9 +40,9 @@ from spectune.traces.errors import SpectuneError
 from spectune.traces.schema import Sampling
 
 SIZES = {"layers": 16, "draft_layers": 2, "hidden": 2048, "heads": 32, "kv_heads": 8, "vocab": 128256, "context": 512}
-SIZES |= {"repeats": 30, "requests": 4, "new_tokens": 96}
+SIZES |= {"requests": 4, "new_tokens": 96}
 TINY = {"layers": 2, "draft_layers": 1, "hidden": 64, "heads": 4, "kv_heads": 2, "vocab": 320, "context": 48}
-TINY |= {"repeats": 3, "requests": 1, "new_tokens": 24}
+TINY |= {"requests": 1, "new_tokens": 24}
 TREE = {"draft": "draft", "growth": {"kind": "top_k", "width": 8}, "window": {"kind": "fixed", "gamma": 5}, "select": {"top_n": 60}}
 POLICIES: dict[str, dict[str, Any]] = {
     "autoregressive": {"draft": "none"},
@@ -53,7 +51,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "HeteroSpec, N 60": {**TREE, "stratify": {"artifact": "bins", "alpha": 3, "fractions": [0.3, 0.6, 1.0]}},
 }
 BINS = Fitted("bins", {"thresholds": [60, 120, 180, 240, 300], "depth": 5, "draft": "draft"}, {})
-TOLERANCE = {torch.float32: 2e-4, torch.float16: 0.05, torch.bfloat16: 0.25}
+TOLERANCE = {torch.float32: 4e-4, torch.float16: 0.1, torch.bfloat16: 0.5}
 """Nats by which rounding may part passes of different shapes."""
 
 class Repeating:
@@ -105,37 +103,18 @@ class Graphs:
         draft.name = "draft"
         use_graphs((target, draft), CudaRecorder() if device.type == "cuda" else Repeating())
         prepare_graphs(self.pair, prepare(AUTOREGRESSIVE, self.pair.draft_names), Sampling(), wanted.context + 256)
+        if target.graphs is not None and target.graphs.problem:
+            raise SystemExit(f"error: nothing could be captured: {target.graphs.problem}")
 
     def tokens(self, count: int, seed: int) -> torch.Tensor:
         return torch.randint(self.wanted.vocab, (count,), generator=torch.Generator().manual_seed(seed)).to(self.device)
 
-    def verification(self) -> list[dict[str, Any]]:
-        """A row for every rung up to 128."""
-        target, context, repeats = self.pair.target, self.wanted.context, self.wanted.repeats
-        rungs = [r for r in RUNGS if r <= 128]
-        graphs = target.graphs
-        assert graphs is not None
-        graphs.capture({Kind(): rungs}, 0)
-        if graphs.problem:
-            raise SystemExit(f"error: nothing could be captured: {graphs.problem}")
-        target.read(self.tokens(context, 0), 0)
-        rows = []
-        for n in rungs:
-            ids, taken, logits = self.tokens(n, n), {False: list[float](), True: list[float]()}, dict[bool, torch.Tensor]()
-            for repeat in range(repeats + 2):  # two warm up
-                for replayed in (False, True):
-                    with replaying(self.pair, replayed):
-                        s, logits[replayed] = timed(self.device, partial(target.chain, ids, context, logits=n))
-                    taken[replayed] += [s] if repeat > 1 else []
-            rows.append({"tokens": n, **both(taken), "apart": float((logits[True] - logits[False]).abs().max())})
-        if graphs.replayed.total() != len(rungs) * (repeats + 2):
-            raise SystemExit("error: a pass that should have been replayed ran eagerly")
-        return rows
-
     def rounds(self, name: str, sampling: Sampling) -> dict[str, Any]:
         """A row for one policy."""
         policy = parse_policy(POLICIES[name])
-        capture_s, prepared = timed(self.device, lambda: prepare_for(self.pair, policy, artifacts=lambda _: BINS, sampling=sampling))
+        began = time.perf_counter()
+        prepared = prepare_for(self.pair, policy, artifacts=lambda _: BINS, sampling=sampling)
+        capture_s = time.perf_counter() - began
         decoder = Decoder(self.pair, StaticSource(prepared))
         taken: dict[bool, list[float]] = {False: [], True: []}
         gaps: list[float | None] = []
@@ -151,7 +130,9 @@ class Graphs:
                     taken[replayed] += [step.round_s for step in text.steps]
                 gaps.append(self._gap(request, *(texts[r].trajectory.output_ids.tolist() for r in (False, True))))
         apart = [gap for gap in gaps if gap is not None]
-        row = {"policy": name, "temperature": sampling.temperature, **both(taken), "capture_s": capture_s}
+        eager, graph = (1e3 * statistics.median(taken[replayed]) for replayed in (False, True))
+        row = {"policy": name, "temperature": sampling.temperature, "eager_ms": eager, "graph_ms": graph}
+        row |= {"speedup": eager / graph, "capture_s": capture_s}
         return {**row, "texts": len(gaps), "same": len(gaps) - len(apart), "gap": max(apart, default=0.0)}
 
     def _gap(self, request: DecodeRequest, one: list[int], other: list[int]) -> float | None:
@@ -166,30 +147,11 @@ class Graphs:
         return float((scores[one[at]] - scores[other[at]]).abs())
 
 
-def both(taken: dict[bool, list[float]]) -> dict[str, float]:
-    """Medians in milliseconds, eager and replayed, and how much faster the latter is."""
-    eager, graph = (1e3 * statistics.median(taken[replayed]) for replayed in (False, True))
-    return {"eager_ms": eager, "graph_ms": graph, "speedup": eager / graph}
-
-
 def measured(wanted: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     dtype = pick_dtype("auto", device)
     graphs = Graphs(wanted, device, dtype)
-    verify = graphs.verification()
     rounds = [graphs.rounds(name, s) for name in POLICIES for s in (Sampling(), Sampling(temperature=1.0, seed=1))]
-    limit = TOLERANCE[dtype]
-    agrees = all(row["apart"] <= limit for row in verify) and all(row["gap"] <= 2 * limit for row in rounds)
-    return {"dtype": str(dtype), "agrees": agrees, "verify": verify, "rounds": rounds}
-
-
-def timed(device: torch.device, call: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds of a call, with what it left to the device, and what it returned."""
-    wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
-    wait()
-    began = time.perf_counter()
-    out = call()
-    wait()
-    return time.perf_counter() - began, out
+    return {"dtype": str(dtype), "agrees": all(row["gap"] <= TOLERANCE[dtype] for row in rounds), "rounds": rounds}
 
 
 def main() -> None:
