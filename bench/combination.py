@@ -108,7 +108,7 @@ def _chosen(lab: Lab, trace: ReplayTrace, quick: bool) -> dict[str, list[Trial]]
 def _confirmed(lab: Lab, category: str, chosen: dict[str, list[Trial]], quick: bool) -> list[dict[str, Any]]:
     """Chooses among finalists by execution, and executes the winners on requests that are new to all of this."""
     how = {"profile": lab.profile, "artifacts": lab.find}
-    first, second = (2, 3) if quick else (9, 24)
+    first, second = (2, 3) if quick else (8, 18)
     seen = len(lab.workload.requests)
     raced = {t.policy.id: t.policy for found in chosen.values() for t in found}
     decided = compare(lab.pair, list(raced.values()), encode(lab.pair, requests(first, skip=seen, category=category), lab.options), **how)

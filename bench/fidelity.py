@@ -29,7 +29,7 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
     of = {"chains": lab.chains(), "trees": lab.grown(), "shortlists": lab.listed()}
     policies = {kind: spread_over(of[kind], 2 if quick else count) for kind, count in KINDS.items()}
     every = [p for found in policies.values() for p in found]
-    trace, limit = lab.trace(), 3 if quick else 7
+    trace, limit = lab.trace(), 3 if quick else 6
     expected = expected_seconds(trace, range(limit), every, lab.profile, lab.find)
     how = {"profile": lab.profile, "artifacts": lab.find, "expected": expected}
     compared = compare(lab.pair, every, lab.encoded(limit), passes=2 if quick else 3, **how)
@@ -104,7 +104,7 @@ def _repeat_error(rows: list[dict[str, Any]]) -> float:
 def _tuned(state: Path, name: str, quick: bool) -> dict[str, Any]:
     """The final table of a tuning as a user runs it."""
     pair = demo() if name == "demo" else gpt2(state)
-    count, tokens, trials, budget_s = (6, 12, 4, 2.0) if quick else (24, 48, 150, 30.0)
+    count, tokens, trials, budget_s = (6, 12, 4, 2.0) if quick else (24, 48, 150, 20.0)
     wanted = TuneOptions(options=DecodeOptions(GREEDY, tokens), trials=trials, budget_s=budget_s, tree_width=0 if quick else 8)
     workload = requests(count, letters=None if name == "demo" else 200)
     tuned = tune(stored(state / f"tuned-{name}.db", fresh=True), pair, workload, wanted)

@@ -53,7 +53,7 @@ def _against_fixed(
     if measured is not None:
         store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
         store.put_profile(measured)
-    count, tokens, gammas, budget_s = (5, 10, 2, 2.0) if quick else (30, 48, 12, 40.0)
+    count, tokens, gammas, budget_s = (5, 10, 2, 2.0) if quick else (24, 48, 12, 25.0)
     workload, options = requests(count, category=category), DecodeOptions(Sampling(), tokens)
     wanted = TuneOptions(options=options, trials=4 if quick else 200, budget_s=budget_s, tree_width=0)
     tuned = tune(store, pair, workload, wanted)
