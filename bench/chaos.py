@@ -18,10 +18,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import forkserver
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -41,6 +40,8 @@ from spectune.traces.store import TraceStore
 LONGEST_S, READY_S, DRAIN_S, END_S = 590, 120.0, 90.0, 20.0
 CALM_S = (BOUND_S + 0.5, BOUND_S + 2.0)
 WATCHED, TUNED, UNWATCHED = "watched", "tuned", "unwatched"
+EVERY = {"often": 1, "serve": 7}
+"""Seconds of the schedules that must miss no slot."""
 CREW = {"watcher": 3, "publisher": 2, "worker": 3, "tuner": 1}
 FAULTS: list[tuple[Any, ...]] = [
     *[("kill", kind) for kind in ("worker", "worker", "publisher", "tuner")],
@@ -65,34 +66,38 @@ processes = multiprocessing.get_context("forkserver")
 
 @dataclass
 class Member:
-    """A process of the run: what starts it, whether it is known to be gone, how often it started."""
+    """A process of the run: its role with what it is given, whether it is known to be gone."""
 
     name: str
-    kind: str
-    begin: Callable[[], BaseProcess]
-    process: BaseProcess
-    is_away: bool = False
-    starts: int = 1
+    play: tuple[Any, ...]
+    is_away: bool = True
+    starts: int = 0
+    process: Any = None
+
+    @property
+    def kind(self) -> str:
+        return str(self.play[1].__name__)
+
+    def begin(self) -> None:
+        self.process = processes.Process(target=roles.play, args=self.play, daemon=True)
+        self.process.start()
+        self.is_away, self.starts = False, self.starts + 1
 
 
-@dataclass
 class Run:
     """One run; ``folder`` gets notes and logs. A context, which leaves no process behind."""
 
-    folder: Path
-    seed: int
-    crew: Mapping[str, int] = field(default_factory=lambda: dict(CREW))
-    gap_s: tuple[float, float] = (5.0, 10.0)
-
-    def __post_init__(self) -> None:
-        self.chance = random.Random(self.seed)
+    def __init__(
+        self, folder: Path, seed: int, crew: Mapping[str, int] = CREW, gap_s: tuple[float, float] = (5, 10)
+    ) -> None:
+        self.folder, self.seed, self.crew, self.gap_s = folder, seed, Counter(crew), gap_s
+        self.chance, self.server = random.Random(seed), Server()
         self.faults: list[Fault] = []
         self.problems: list[tuple[str, str]] = []
         self.members: list[Member] = []
         self.bad: set[int] = set()
         self.told: list[tuple[str, int]] = []
         self.pairs: dict[str, str] = {}
-        self.server = Server()
 
     def __enter__(self) -> Run:
         return self
@@ -115,29 +120,26 @@ class Run:
         self.server.start()
         self.database = open_database(self.server.url)
         self.store = TraceStore(self.database)
-        modelled = (WATCHED, TUNED) if self.crew.get("watcher") else ()
+        modelled = (WATCHED, TUNED) if self.crew["watcher"] else ()
         files = {name: self._pair(name, 10 * n) for n, name in enumerate(modelled)}
         for name in {WATCHED, TUNED, UNWATCHED} - files.keys():
             self.pairs[name] = name
             self.store.put_pair(name, name, {"name": name})
         workload = write_workload(self.folder / "work.jsonl", 24)
-        for n in range(self.crew.get("watcher", 0)):
-            self._hire(f"w{n}", roles.watcher, files[WATCHED])
-        for n in range(self.crew.get("tuner", 0)):
-            self._hire(f"wt{n}", roles.watcher, files[TUNED])
-            self._hire(f"t{n}", roles.tuner, files[TUNED], workload)
-        for n in range(self.crew.get("publisher", 0)):
-            self._hire(f"p{n}", roles.publisher, self.pairs[WATCHED], self.gap_s)
+        if modelled:
+            self._hire("w", self.crew["watcher"], roles.watcher, files[WATCHED])
+            self._hire("wt", self.crew["tuner"], roles.watcher, files[TUNED])
+            self._hire("t", self.crew["tuner"], roles.tuner, files[TUNED], workload)
+        self._hire("p", self.crew["publisher"], roles.publisher, self.pairs[WATCHED], self.gap_s)
         every: dict[str, Any] = {"coalesce": False, "misfire_grace": None, "max_instances": None}
         add = partial(add_schedule, self.database, max_attempts=1000)
-        for name, seconds, pair in (("often", 1, UNWATCHED), ("serve", 7, WATCHED)):
-            add(name, every=seconds, payload={"publishes": self.pairs[pair]}, **every)
-        if self.crew.get("tuner"):
+        for name, pair in (("often", UNWATCHED), ("serve", WATCHED)):
+            add(name, every=EVERY[name], payload={"publishes": self.pairs[pair]}, **every)
+        if self.crew["tuner"]:
             payload = {"pair": read_pair(str(files[TUNED])).to_json(), "workload": [str(workload)]}
             payload |= {"device": "cpu", "max_new_tokens": roles.TUNE_TOKENS, **roles.SEARCH}
             add("tune", every=40, payload=payload, budget="15s")
-        for n in range(self.crew.get("worker", 0)):
-            self._hire(f"j{n}", roles.worker)
+        self._hire("j", self.crew["worker"], roles.worker)
         for member in self.members:
             self._ready(member)
 
@@ -149,16 +151,11 @@ class Run:
         self.pairs[name] = read_pair(str(file)).id
         return file
 
-    def _hire(self, name: str, role: Callable[..., None], *arguments: Any) -> None:
-        place = roles.Place(self.server.url, self.folder, name, self.seed)
-
-        def begin() -> BaseProcess:
-            play = (place, role, *arguments)
-            process = processes.Process(target=roles.play, args=play, daemon=True)
-            process.start()
-            return process
-
-        self.members.append(Member(name, role.__name__, begin, begin()))
+    def _hire(self, letter: str, count: int, role: Callable[..., None], *arguments: Any) -> None:
+        for name in (f"{letter}{n}" for n in range(count)):
+            place = roles.Place(self.server.url, self.folder, name, self.seed)
+            self.members.append(Member(name, (place, role, *arguments)))
+            self.members[-1].begin()
 
     def notes(self, name: str, *events: str) -> list[dict[str, Any]]:
         return roles.read_notes(self.folder, name, *events)
@@ -178,7 +175,7 @@ class Run:
 
     def _again(self, member: Member) -> None:
         member.process.join()
-        member.process, member.is_away, member.starts = member.begin(), False, member.starts + 1
+        member.begin()
         self._ready(member)
 
     def hold(self, seconds: float) -> None:
@@ -230,9 +227,9 @@ class Run:
         """SIGSTOP, and SIGCONT after ``seconds``."""
         if member := self.one(kind):
             with self.fault(f"stop {kind}", member.name, keeps=(member.name,)):
-                os.kill(member.process.pid or 0, signal.SIGSTOP)
+                os.kill(member.process.pid, signal.SIGSTOP)
                 self.hold(seconds)
-                os.kill(member.process.pid or 0, signal.SIGCONT)
+                os.kill(member.process.pid, signal.SIGCONT)
 
     def _away(self, seconds: float) -> None:
         """The database is away; now and then a process dies meanwhile."""
@@ -300,7 +297,7 @@ class Run:
         of = {kind: [m for m in self.members if m.kind == kind] for kind in CREW}
         self.calm(CALM_S[1] if of["watcher"] else 0.0)
         self._end([*of["publisher"], *of["tuner"]], 3 * END_S)
-        for name in ("often", "serve", *(["tune"] if of["tuner"] else [])):
+        for name in (*EVERY, *(["tune"] if of["tuner"] else [])):
             pause_schedule(self.database, name)
         for pair in (WATCHED, TUNED):
             self.publish(pair, "last")
@@ -346,8 +343,8 @@ class Run:
         )
         fired = "SELECT fire_at FROM schedule_fire JOIN schedule s ON s.id = schedule_id WHERE name = %s"
         slots = {
-            name: (every, [row["fire_at"] for row in sql(fired, (name,))])
-            for name, every in (("often", 1), ("serve", 7))
+            name: (seconds, [row["fire_at"] for row in sql(fired, (name,))])
+            for name, seconds in EVERY.items()
         }
         noted = partial(self._noted, [m.name for m in self.members])
         told = [(n["key"], n["version"]) for _, n in noted("answered") if n["version"] is not None]
