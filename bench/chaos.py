@@ -1,9 +1,9 @@
 """Everything at once on one PostgreSQL while it is spoilt: kills, stops, outages, garbage rows.
 
-Watchers, publishers, workers and a tuner (``chaos_roles.py``) work on a server of the run's own while
-one fault after another of :data:`FAULTS` is done to them, in an order that the seed decides, each with
-some calm behind it. ``chaos_judge.py`` says what must hold in the end. Notes and logs of the last run
-stay in ``.acceptance/chaos``. Linux.
+Watchers, publishers, workers and a tuner (``chaos_roles.py``) work on a server of the run's own
+while one fault after another of :data:`FAULTS` is done to them, in an order that the seed decides,
+each with some calm behind it. ``chaos_judge.py`` says what must hold in the end. Notes and logs of
+the last run stay in ``.acceptance/chaos``. Linux.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from unittest import mock
 
 import chaos_roles as roles
 import chaos_spoil as spoil
-from chaos_judge import BOUND_S, Fault, History, Job, Publication, Said, Watched, judge
+from chaos_judge import BOUND_S, Delayed, Fault, History, Job, Publication, Said, Watched, judge
 from chaos_spoil import Server
 from doors import put_profile, write_workload
 from pairs import make_pair
@@ -42,11 +42,12 @@ CALM_S = (BOUND_S + 0.5, BOUND_S + 2.0)
 WATCHED, TUNED, UNWATCHED = "watched", "tuned", "unwatched"
 EVERY = {"often": 1, "serve": 7}
 """Seconds of the schedules that must miss no slot."""
+Gap = tuple[float, float]
 CREW = {"watcher": 3, "publisher": 2, "worker": 3, "tuner": 1}
 FAULTS: list[tuple[Any, ...]] = [
     *[("kill", kind) for kind in ("worker", "worker", "publisher", "tuner")],
     *[("stop", "worker", roles.LEASE_S + 2)] * 2,
-    *[("stop", kind, seconds) for kind, seconds in (("publisher", 2), ("tuner", 3), ("watcher", 3))],
+    *[("stop", kind, 3) for kind in ("publisher", "tuner", "watcher")],
     ("restart", "server crash", "immediate"),
     ("restart", "server restart", "fast"),
     ("freeze",),
@@ -88,7 +89,7 @@ class Run:
     """One run; ``folder`` gets notes and logs. A context, which leaves no process behind."""
 
     def __init__(
-        self, folder: Path, seed: int, crew: Mapping[str, int] = CREW, gap_s: tuple[float, float] = (5, 10)
+        self, folder: Path, seed: int, crew: Mapping[str, int] = CREW, gap_s: Gap = (5.0, 10.0)
     ) -> None:
         self.folder, self.seed, self.crew, self.gap_s = folder, seed, Counter(crew), gap_s
         self.chance, self.server = random.Random(seed), Server()
@@ -170,7 +171,8 @@ class Run:
             time.sleep(0.05)
 
     def _last_line(self, member: Member) -> str:
-        lines = (self.folder / f"{member.name}.log").read_text(errors="replace").strip().splitlines()
+        log = self.folder / f"{member.name}.log"
+        lines = log.read_text(errors="replace").strip().splitlines()
         return f"{member.name}: exit code {member.process.exitcode}; {lines[-1:]}"
 
     def _again(self, member: Member) -> None:
@@ -201,7 +203,7 @@ class Run:
     # -------------------------------------------------------------------------------- faults
 
     @contextmanager
-    def fault(self, kind: str, what: str = "", keeps: tuple[str, ...] | None = ()) -> Iterator[None]:
+    def fault(self, kind: str, what: str = "", keeps: Delayed = ()) -> Iterator[None]:
         begin = time.time()
         try:
             yield
@@ -293,7 +295,7 @@ class Run:
     # -------------------------------------------------------------------------------- the end
 
     def finish(self) -> None:
-        """Ends all but watchers in good order, publishes once more, and waits for what is queued."""
+        """Ends all but watchers, publishes once more, and waits for what is queued."""
         of = {kind: [m for m in self.members if m.kind == kind] for kind in CREW}
         self.calm(CALM_S[1] if of["watcher"] else 0.0)
         self._end([*of["publisher"], *of["tuner"]], 3 * END_S)
@@ -309,7 +311,7 @@ class Run:
         self.until = time.time()
         self._end(of["worker"], END_S)
         if of["watcher"]:
-            with self.fault("server frozen", "at a watcher's end", keeps=None), self.server.frozen():
+            with self.fault("server frozen", "at the end", keeps=None), self.server.frozen():
                 self.hold(1.5)  # it is amid a question to the server
                 self._end(of["watcher"][:1], END_S)
             self._end(of["watcher"][1:], END_S)
@@ -341,14 +343,15 @@ class Run:
             "(result->>'published')::int AS published "
             "FROM schedule_job j JOIN schedule s ON s.id = j.schedule_id ORDER BY j.id"
         )
-        fired = "SELECT fire_at FROM schedule_fire JOIN schedule s ON s.id = schedule_id WHERE name = %s"
+        joined = "schedule_fire JOIN schedule s ON s.id = schedule_id"
+        fired = f"SELECT fire_at FROM {joined} WHERE name = %s"
         slots = {
-            name: (seconds, [row["fire_at"] for row in sql(fired, (name,))])
+            name: (seconds, [r["fire_at"] for r in sql(fired, (name,))])
             for name, seconds in EVERY.items()
         }
         noted = partial(self._noted, [m.name for m in self.members])
         told = [(n["key"], n["version"]) for _, n in noted("answered") if n["version"] is not None]
-        texts = [("text", f"{name} at {n['version']}") for name, n in noted("text") if not n["same"]]
+        texts = [("text", f"{name}: {n}") for name, n in noted("text") if not n["same"]]
         return History(
             [Publication(**row, is_good=row["version"] not in self.bad) for row in publications],
             [Said(**row) for row in said],
@@ -374,8 +377,8 @@ class Run:
 
     def _tracebacks(self) -> Iterator[tuple[str, str]]:
         for path in sorted(self.folder.glob("*.log")):
-            for text in path.read_text(errors="replace").split("Traceback (most recent call last)")[1:]:
-                errors = [line for line in text.splitlines()[1:] if line and not line.startswith(" ")]
+            for text in path.read_text(errors="replace").split("Traceback (most recent call")[1:]:
+                errors = [line for line in text.splitlines()[1:] if line.strip() == line != ""]
                 yield "traceback", f"{path.name}: {errors[:1]}"
 
 
@@ -384,7 +387,7 @@ def _too_long(*_: object) -> None:
 
 
 def check(state: Path, quick: bool = False) -> dict[str, Any]:
-    """Kills, outages and garbage rows under everybody: publications in force within 2 s, none lost."""
+    """Kills, outages and garbage under everybody: publications in force within 2 s, none lost."""
     folder = state / "chaos"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -402,8 +405,8 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
     return {
         "holds": not verdict.failures,
         "summary": f"{len(run.faults)} faults, {len(history.publications)} publications, "
-        f"{verdict.judged['good']} times one was due: median {late['median']} s, worst {late['worst']} s; "
-        f"{len(verdict.failures)} failures",
+        f"{verdict.judged['good']} times one was due: median {late['median']} s, "
+        f"worst {late['worst']} s; {len(verdict.failures)} failures",
         "faults": dict(sorted(Counter(f.kind for f in run.faults).items())),
         "texts": sum(len(run.notes(m.name, "text")) for m in run.members),
         "jobs": dict(Counter(f"{j.schedule} {j.state}" for j in history.jobs)),

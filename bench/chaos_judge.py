@@ -1,4 +1,4 @@
-"""What must hold after a chaos run: of what was committed, what processes noted, and when faults were.
+"""What must hold after a chaos run, by what was committed and noted, and when faults were.
 
 Times are seconds since 1970 by one clock; those of rows are their transactions' commits.
 """
@@ -14,6 +14,8 @@ from typing import Any
 BOUND_S = 2.0
 """A publication is in force everywhere so long after its commit, or after the last fault's end."""
 SHOWN = 40
+Delayed = tuple[str, ...] | None
+"""Names of watchers that a fault may delay; None: all."""
 Failure = tuple[str, str]
 """A kind of failure, and what failed."""
 
@@ -44,13 +46,13 @@ class Said:
 
 @dataclass(frozen=True)
 class Fault:
-    """Done from ``begin`` to ``end``; ``keeps`` names the watchers that it delays. None: all."""
+    """Done from ``begin`` to ``end``, it ``keeps`` watchers from following."""
 
     kind: str
     what: str
     begin: float
     end: float
-    keeps: tuple[str, ...] | None = ()
+    keeps: Delayed = ()
 
 
 @dataclass(frozen=True)

@@ -40,13 +40,14 @@ from spectune.traces.store import TraceStore
 
 LEASE_S, POLL_S, RETRY_S, LOOK_S, TEXT_EVERY_S = 3.0, 0.5, 0.2, 0.02, 1.0
 TEXT_TOKENS = 12
+STOPS = {"kind": "max_prob", "threshold": 0.3}
 GOOD: tuple[dict[str, Any], ...] = (
     *({"draft": "near", "window": {"kind": "fixed", "gamma": g}} for g in (1, 2, 3, 5, 8)),
     {"draft": "far", "window": {"kind": "fixed", "gamma": 2}},
     {"draft": "ngram", "window": {"kind": "fixed", "gamma": 4}},
     {"draft": "near", "window": {"kind": "cache_fsm", "gamma_max": 5}},
     {"draft": "near", "window": {"kind": "analytic", "gamma_max": 4}},
-    {"draft": "far", "window": {"kind": "heuristic"}, "stop": {"kind": "max_prob", "threshold": 0.3}},
+    {"draft": "far", "window": {"kind": "heuristic"}, "stop": STOPS},
     {},
 )
 """What is published: every one can run on the tiny pairs. The last is autoregression."""
@@ -149,8 +150,8 @@ def again_and_again(
 ) -> None:
     """Calls with one key after another, each until it is answered.
 
-    SIGTERM does not end what was begun. A call is made ``times`` (one of them, by chance), as if its
-    answer had not been heard.
+    SIGTERM does not end what was begun. A call is made ``times`` (one of them, by chance), as if
+    its answer had not been heard.
     """
     done, begun = (
         {note["key"] for note in read_notes(place.folder, place.name, event)}
@@ -218,10 +219,11 @@ def worker(place: Place, store: TraceStore) -> None:
         return {"published": put(store, job.payload["publishes"], chance.choice(GOOD), key, **said)}
 
     place.note("ready")
-    how: dict[str, Any] = {"stop": STOP, "poll_s": POLL_S, "lease_s": LEASE_S, "watch": ended.append}
+    owner = f"{place.name}:{os.getpid()}"
+    how: dict[str, Any] = {"poll_s": POLL_S, "lease_s": LEASE_S, "watch": ended.append}
     while not STOP.is_set():
         try:
-            run_worker(store.database, execute, owner=f"{place.name}:{os.getpid()}", **how)
+            run_worker(store.database, execute, owner=owner, stop=STOP, **how)
         except DatabaseError:
             if any(isinstance(event, Ended) for event in ended):
                 raise

@@ -1,4 +1,4 @@
-"""A PostgreSQL server that the chaos run stops and freezes, and rows that nobody should write. Linux."""
+"""A PostgreSQL server that is stopped and frozen, and rows that nobody should write. Linux."""
 
 from __future__ import annotations
 
