@@ -248,7 +248,7 @@ def checks() -> list[str]:
 
 
 def _speeds() -> list[str]:
-    """Replay, recording and the loop: measured, without a target of their own."""
+    """Replay and the loop: measured, without a target of their own."""
     rows: list[tuple[str, str]] = []
     found = load("speed") or {}
     if replay := found.get("replay"):
@@ -263,7 +263,6 @@ def _speeds() -> list[str]:
     if loop := found.get("loop"):
         shares = [100 * r["loop_share"] for r in loop["rounds"]]
         rows.append(("sampling, windows, tensors, bookkeeping: of a round", f"{min(shares):.1f} to {max(shares):.1f}%"))
-        rows.append(("recording", f"{100 * loop['recording_share']:.1f}% of a decode"))
     return ["## Speed of the tool", "", *table(("what", "figure"), rows)] if rows else []
 
 

@@ -1,4 +1,4 @@
-"""How fast the tool is: replay of chains and trees, tabulation, a search; the loop's and the recording's share of decoding.
+"""How fast the tool is: replay of chains and trees, tabulation, a search; the loop's share of decoding.
 
     python bench/speed.py [--only replay trees loop] [--quick]
 
@@ -201,7 +201,7 @@ POLICIES: list[dict[str, Any]] = [
 
 
 def loop(quick: bool) -> dict[str, Any]:
-    """What is not model time, as a share of a round (sampling, windows, tensors, bookkeeping); recording as a share of a decode."""
+    """What is not model time, as a share of a round: sampling, windows, tensors, bookkeeping."""
     pair = demo(("small", "medium"))
     clock, rows = Stopwatch(pair), []
     count, tokens = (1, 12) if quick else (12, 96)
@@ -222,27 +222,7 @@ def loop(quick: bool) -> dict[str, Any]:
             row = {"policy": policy.label(), "temperature": temperature, "round_ms": 1e3 * statistics.median(lengths)}
             rows.append({**row, "loop_share": statistics.median(shares), "rounds": len(shares)})
             print(json.dumps(rows[-1]), flush=True)
-    return {"rounds": rows, "recording_share": recording_share(pair, count, tokens)}
-
-
-def recording_share(pair: LoadedPair, count: int, tokens: int) -> float:
-    """The median seconds of storing a request over those of decoding it."""
-    options = DecodeOptions(Sampling(1.0), tokens)
-    policy = parse_policy({"draft": "small", "window": fixed(3)})
-    decoder = Decoder(pair, StaticSource(prepare(policy, pair.draft_names)))
-    with tempfile.TemporaryDirectory() as folder, open_database(f"{folder}/a.db") as database:
-        store = TraceStore(database)
-        store.put_pair(pair.id, "demo", pair.spec.to_json())
-        info = store.create_recording(pair.id, None, options.sampling, max_new_tokens=tokens)
-        decode_s, store_s = [], []
-        for i, (_, request) in enumerate(encode(pair, requests(count), options).items):
-            began = time.perf_counter()
-            decoded = decoder.decode(request)
-            between = time.perf_counter()
-            store.append_trajectory(info.id, i, decoded.trajectory, decoded.steps)
-            decode_s.append(between - began)
-            store_s.append(time.perf_counter() - between)
-    return statistics.median(store_s) / statistics.median(decode_s)
+    return {"rounds": rows}
 
 
 PARTS: dict[str, Callable[[bool], Any]] = {"replay": replay, "trees": trees, "loop": loop}
