@@ -60,6 +60,12 @@ class _Tapped(threading.local):
 
     def __init__(self) -> None:
         self.rows: dict[int, torch.Tensor] = {}
+        self.last: int | None = None
+        """The tap at which a pass ends, as nothing after it is asked for."""
+
+
+class _Read(Exception):
+    """Ends a pass at its last tap."""
 
 
 class CausalModel:
@@ -125,6 +131,8 @@ class CausalModel:
 
                 def before(module: Any, args: Any, kwargs: Any, tap: int = tap) -> None:
                     self._tapped[tap] = (args[0] if args else kwargs["hidden_states"])[0]
+                    if tap == self._of_thread.last:
+                        raise _Read
 
                 self._hooks.append(layers[tap].register_forward_pre_hook(before, with_kwargs=True))
             else:
@@ -274,18 +282,25 @@ class CausalModel:
         return self._canonical(prefix)[0][-1:]
 
     def canonical_features(self, prefix: list[int], taps: tuple[int, ...]) -> torch.Tensor:
-        """Hidden states ``taps`` (some of ``self.taps``) of ``prefix`` from the canonical pass, [len(prefix), len(taps) * hidden_size]."""
-        tapped = self._canonical(prefix)[1]
+        """Hidden states ``taps`` (some of ``self.taps``) of ``prefix`` from the canonical pass, [len(prefix), len(taps) * hidden_size].
+        Layers above the last of them are not run."""
+        tapped = self._canonical(prefix, None if FINAL in taps else max(taps))[1]
         return torch.cat([tapped[tap] for tap in taps], -1)
 
-    def _canonical(self, prefix: list[int]) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """Last hidden states [len(prefix), hidden_size] and those of the taps, in one pass without cache."""
+    def _canonical(self, prefix: list[int], last: int | None = None) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """Last hidden states [len(prefix), hidden_size] and those of the taps, in one pass without cache; with ``last`` of the taps up to
+        that one, and no last hidden states if layers lie above it."""
         self.canonical_passes += 1
         ids = torch.tensor([prefix], device=self.device)
-        kept, self._tapped = self._tapped, {}
-        hidden: torch.Tensor = self._decoder(input_ids=ids, use_cache=False).last_hidden_state
-        tapped, self._tapped = self._tapped, kept
-        if FINAL in self._taps:
+        hidden = torch.zeros(1, 0, self.hidden_size)
+        kept, self._tapped, self._of_thread.last = self._tapped, {}, last
+        try:
+            hidden = self._decoder(input_ids=ids, use_cache=False).last_hidden_state
+        except _Read:
+            pass
+        finally:
+            tapped, self._tapped, self._of_thread.last = self._tapped, kept, None
+        if FINAL in self._taps and last is None:
             tapped[FINAL] = hidden[0]
         return hidden[0], tapped
 
