@@ -12,11 +12,11 @@ from test_lossless import PROMPTS
 from test_store import damage
 from test_tree_parity import shape
 
-import spectune.optimizer.fit.frequency_ranks as ranking
+import spectune.optimizer.fit.ranks as ranking
 from spectune.db import CorruptedChunkError, open_database, upgrade
 from spectune.db.models import ArtifactRow
 from spectune.optimizer.artifacts import fitted
-from spectune.optimizer.fit.frequency_ranks import frequency_ranks
+from spectune.optimizer.fit.dynaspec import fit_ranks
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.shortlist_ranks import FrequencyRanks, stored_ranks
@@ -38,6 +38,12 @@ from spectune.traces.store import TraceStore
 TOKENS, WIDTH, DEPTH, GAMMA = 24, 2, 2, 8
 SAMPLINGS = [Sampling(), Sampling(temperature=1.0, seed=4)]
 DRAFT = "far"
+
+
+def frequency_ranks(store: TraceStore, pair: LoadedPair, recording: str, draft: str, order: str) -> FrequencyRanks:
+    (made,) = ranking.recorded_ranks(store, pair, recording, draft, [order])
+    assert isinstance(made, FrequencyRanks)
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +138,7 @@ def test_ranks_are_those_of_canonical_laws(
     found = []
     monkeypatch.setattr(ranking, "keep_ranks", lambda store, pair_id, recording, made: made)
     monkeypatch.setattr(
-        ranking, "wanted_ranks", lambda *a, real=ranking.wanted_ranks: replace(real(*a), there=None)
+        ranking, "wanted_ranks", lambda *a, real=ranking.wanted_ranks: replace(real(*a), there={})
     )
     for margin in (0.0, 1e9):
         monkeypatch.setattr(near_ties, "CHOICE", margin)
@@ -219,8 +225,8 @@ def test_stored_ranks_are_found_and_mended(store: TraceStore, pair: LoadedPair, 
 def test_what_is_no_order_is_refused(store: TraceStore, pair: LoadedPair, recording: str) -> None:
     """Another kind of artifact; an order of another vocabulary; arrays that do not fit one another."""
     other = store.put_artifact(ROUTER, {"x": 1}, {"y": np.zeros(1)}, pair_id=pair.id, provenance={})
-    with pytest.raises(PolicyError, match="is a router; `fit frequencies` makes"):
-        frequency_ranks(store, pair, recording, DRAFT, other)
+    with pytest.raises(PolicyError, match=r"--frequencies .* is a router, not a frequencies"):
+        fit_ranks(store, recording, pair, DRAFT, frequencies=other)
     document, arrays = Frequencies(np.arange(3), 0).to_document()
     short = store.put_artifact(FREQUENCIES, document, arrays, pair_id=pair.id, provenance={})
     with pytest.raises(PolicyError, match="orders a vocabulary of 3 tokens"):

@@ -15,14 +15,14 @@ from test_shortlists import M, routing
 from test_store import damage
 from test_tree_parity import shape
 
-import spectune.optimizer.fit.cluster_ranks as ranking
+import spectune.optimizer.fit.ranks as ranking
 from spectune.db import CorruptedChunkError, open_database, upgrade
 from spectune.db.models import ArtifactRow
 from spectune.optimizer.artifacts import fitted
-from spectune.optimizer.fit.cluster_ranks import budget_grid, cluster_ranks
+from spectune.optimizer.fit.cluster_ranks import RouterOrder
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
-from spectune.optimizer.simulate.shortlist_ranks import ClusterRanks, digest, stored_ranks
+from spectune.optimizer.simulate.shortlist_ranks import ClusterRanks, budget_grid, digest, stored_ranks
 from spectune.runtime import near_ties
 from spectune.runtime.decoder import Decoded, Decoder
 from spectune.runtime.loading import LoadedPair, load_pair
@@ -105,6 +105,12 @@ def trace_of(store: TraceStore, recording: str, ranks: dict[tuple[str, str], Clu
         trees={(d, "coupled"): loaded.trees(d) for d in DRAFTS},
         ranks=ranks,
     )
+
+
+def cluster_ranks(store: TraceStore, pair: LoadedPair, recording: str, draft: str, router: str) -> ClusterRanks:
+    (made,) = ranking.recorded_ranks(store, pair, recording, draft, [router])
+    assert isinstance(made, ClusterRanks)
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -191,11 +197,11 @@ def test_ranks_are_those_of_canonical_states(
     found = []
     for margin in (0.0, 1e9):
         monkeypatch.setattr(near_ties, "ROUTER", margin)
-        ranker = ranking._Ranker(pair, ranking._shortlists(store, pair, "near", routers["near"]))
+        order = RouterOrder.of_artifact(pair, "near", routers["near"], fitted(store)(routers["near"]))
         text = next(store.iterate(recording, ["near"], trees=True, ordinals=[5]))
-        found.append(ranker.rank(text.trajectory, text.trees["near"]))
-    for one, other in zip(*found, strict=True):
-        np.testing.assert_array_equal(one, other)
+        found += ranking.rank(pair, "near", [order], text.trajectory, text.trees["near"])
+    for name, column in found[0].items():
+        np.testing.assert_array_equal(column, found[1][name])
 
 
 def test_what_is_kept_of_a_budget(pair: LoadedPair, trace: ReplayTrace) -> None:
@@ -260,13 +266,13 @@ def test_stored_ranks_are_found_grown_and_mended(
 ) -> None:
     """Made once; of a recording that grew only what is new is ranked; a damaged artifact is named, and made anew."""
     asked: list[str] = []
-    plain = ranking._Ranker.rank
+    plain = ranking.rank
 
-    def rank(self: Any, trajectory: Trajectory, panorama: Any) -> Any:
+    def rank(pair: LoadedPair, draft: str, orders: Any, trajectory: Trajectory, panorama: Any) -> Any:
         asked.append(trajectory.request_id)
-        return plain(self, trajectory, panorama)
+        return plain(pair, draft, orders, trajectory, panorama)
 
-    monkeypatch.setattr(ranking._Ranker, "rank", rank)
+    monkeypatch.setattr(ranking, "rank", rank)
     name = store.create_recording(pair.id, None, SAMPLINGS[0], max_new_tokens=TOKENS).id
     router = routers["near"]
     with pytest.raises(TraceError, match=r"no trees of draft 'near'.*record --resume"):

@@ -3,8 +3,9 @@ prefers to a text's next token where no recorded child says so."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -97,6 +98,78 @@ def text_states(pair: LoadedPair, draft: str, text: list[int]) -> Tensor:
     return states_over(pair, draft, text, 1).text_states()
 
 
+GROUP: Final = 16
+"""Starts whose drafted nodes are read together, so that what a pass sees stays short."""
+
+
+class ReadText:
+    """One request as a draft reads it: its text of ``roots`` starts, and on demand the nodes of its tree panorama."""
+
+    def __init__(self, pair: LoadedPair, draft: str, trajectory: Trajectory, panorama: TreePanorama) -> None:
+        self.trajectory, self.panorama = trajectory, panorama
+        self.prompt, self.roots = len(trajectory.prompt_ids), len(trajectory.output_ids) + 1
+        self.text = [*trajectory.prompt_ids.tolist(), *trajectory.output_ids.tolist()]
+        self.reader = states_over(pair, draft, self.text, self.prompt)
+        self._whole = self.reader.text_states()
+        self.states = self._whole[self.prompt - 1 :]
+        """After each start's tokens, [roots, d]."""
+        self.following = np.append(trajectory.output_ids.astype(np.int64), -1)
+        """The text's next token at each start, int64 [roots]; -1: none."""
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        """The last token of every start and of every drafted node, int64 [N]."""
+        last = np.array(self.text[self.prompt - 1 :], np.int64)
+        return torch.from_numpy(np.concatenate([last, self._drafted])).to(self.states.device)
+
+    @cached_property
+    def before(self) -> Tensor:
+        """The states before these tokens, [N, d]; zeros before the first token of a text."""
+        after = functional.pad(self._whole, (0, 0, 1, 0))  # row p: after the first p tokens
+        return torch.cat([after[self.prompt - 1 : -1], self._before_drafted()])
+
+    @cached_property
+    def _drafted(self) -> npt.NDArray[np.int64]:
+        """Tokens of the drafted nodes."""
+        found: npt.NDArray[np.int64] = self.panorama.tokens[self.panorama.parent, self.panorama.slot].astype(np.int64)
+        return found
+
+    def _before_drafted(self) -> Tensor:
+        """The states before drafted nodes, that is after their parents, [M, d]. Nodes without children are not read."""
+        first, parent, device = self.roots, self.panorama.parent.astype(np.int64), self.states.device
+        inner = np.unique(parent[parent >= first]) - first
+        start, depth = np.zeros((2, len(parent)), np.int64)
+        for i, p in enumerate(parent.tolist()):
+            start[i], depth[i] = (p, 1) if p < first else (start[p - first], depth[p - first] + 1)
+        row = np.full(first + len(parent), -1, np.int64)
+        row[:first] = np.arange(first)
+        parts, known = [self.states], first
+        for group in range(0, first, GROUP):
+            mine = inner[(start[inner] >= group) & (start[inner] < group + GROUP)]
+            mine = mine[np.argsort(depth[mine], kind="stable")]
+            number = {int(node): n for n, node in enumerate(mine)}
+            for level in np.unique(depth[mine]).tolist():
+                level_nodes = mine[depth[mine] == level]
+                for at in range(0, len(level_nodes), ROWS):
+                    nodes = level_nodes[at : at + ROWS]
+                    above = [[number[a] for a in _above(int(n), parent, first)] for n in nodes]
+                    where = torch.from_numpy(self.prompt - 1 + start[nodes] + depth[nodes]).to(device)
+                    ids = torch.from_numpy(self._drafted[nodes]).to(device)
+                    numbers = [number[int(n)] for n in nodes]
+                    parts.append(self.reader.node_states(ids, where, numbers, above, start[nodes].tolist()))
+                    row[first + nodes] = known + np.arange(len(nodes))
+                    known += len(nodes)
+        return torch.cat(parts)[torch.from_numpy(row[parent]).to(device)]
+
+
+def _above(node: int, parent: npt.NDArray[np.int64], first: int) -> list[int]:
+    """The drafted ancestors of a drafted node, nearest last; all counted from the first drafted one."""
+    found = []
+    while (node := int(parent[node]) - first) >= 0:
+        found.append(node)
+    return found[::-1]
+
+
 class Codes(NamedTuple):
     """``text_code``, ``mass_code`` and ``entropy_code`` of :class:`optimizer.simulate.shortlist_ranks.TextRanks`."""
 
@@ -106,6 +179,8 @@ class Codes(NamedTuple):
 
 
 Order = Callable[[Tensor], Tensor]
+Columns = Mapping[str, npt.NDArray[Any]]
+"""What ranks hold of one request: their columns by name."""
 
 
 def _code(nats: npt.NDArray[np.floating]) -> npt.NDArray[np.uint16]:

@@ -18,16 +18,15 @@ import numpy.typing as npt
 import torch
 
 from spectune.optimizer.fit import perceptron
-from spectune.optimizer.fit.cluster_ranks import cluster_ranks
 from spectune.optimizer.fit.clusters import check_draft, cohesion, fit_clusters, stored_clusters
 from spectune.optimizer.fit.draft_distributions import text_states
 from spectune.optimizer.fit.fr_spec import count_tokens, frequency_order, shown_sizes, token_ids
-from spectune.optimizer.fit.frequency_ranks import frequency_ranks
 from spectune.optimizer.fit.perceptron import Weights
-from spectune.optimizer.fit.shared import LeftOut, Progress, StoredFit, held_out, keep, search_texts, silent
-from spectune.optimizer.simulate.shortlist_ranks import CLUSTER_RANKS, FREQUENCY_RANKS, budget_grid
+from spectune.optimizer.fit.ranks import recorded_ranks
+from spectune.optimizer.fit.shared import LeftOut, Progress, StoredFit, held_out, keep, search_texts, silent, stored
+from spectune.optimizer.simulate.shortlist_ranks import ClusterRanks, budget_grid
 from spectune.runtime.loading import LoadedPair
-from spectune.runtime.policies.artifacts import ROUTER
+from spectune.runtime.policies.artifacts import FREQUENCIES, ROUTER
 from spectune.runtime.policies.dynaspec import Clusters
 from spectune.runtime.policies.fr_spec import Frequencies
 from spectune.runtime.policies.router import Router, Routing, top_clusters
@@ -119,6 +118,7 @@ def fit_router(
     epochs: int = EPOCHS,
     seed: int = 0,
     left_out: LeftOut | None = None,
+    ranked: bool = True,
     progress: Progress = silent,
 ) -> StoredFit:
     """Stores clusters of a draft's output head with a router trained on what the draft says over
@@ -128,7 +128,7 @@ def fit_router(
     ``clusters_from``; ``labels``: L, tokens whose clusters are positive. Scores on texts held out,
     beside a frequency shortlist of the same mean size, are in the document. Where the recording
     holds trees of the draft its cluster ranks are made as well (``ranks``), so that policies with
-    the router replay. Raises PolicyError for a draft without an output head, TraceError for a
+    the router replay; unless ``ranked`` is false. Raises PolicyError for a draft without an output head, TraceError for a
     recording of another pair or with too few texts.
     """
     check_draft(pair, draft)
@@ -178,8 +178,9 @@ def fit_router(
         recording=recording,
     )
     ranks = None
-    if draft in store.get_recording(recording).trees:
-        ranks = cluster_ranks(store, pair, recording, draft, artifact, progress=progress).artifact
+    if ranked and draft in store.get_recording(recording).trees:
+        (made,) = recorded_ranks(store, pair, recording, draft, [artifact], progress=progress)
+        ranks = made.artifact
     first = max(1, round(SHARE * partition.count))
     block = {
         "kind": "clusters",
@@ -217,41 +218,30 @@ def fit_ranks(
         "draft": draft,
         "proposals": proposals,
     }
-    if router is not None and frequencies is None:
-        routed = cluster_ranks(
-            store, pair, recording, draft, router, proposals=proposals, progress=progress
-        )
-        shown = [
-            k for k in budget_grid(routed.clusters) if k & (k - 1) == 0 or k == routed.clusters
-        ]
-        document |= {
-            "requests": len(routed.digests),
-            "router": routed.router,
-            "clusters": routed.clusters,
-            "nodes": len(routed.ranks),
-        }
-        return StoredFit(
-            routed.artifact,
-            CLUSTER_RANKS,
-            document | {"kept": routed.kept(shown)},
-            {"draft": draft},
-        )
-    if frequencies is None or router is not None:
+    if (router is None) == (frequencies is None):
         raise PolicyError("fit ranks: name one order, --router ID or --frequencies ID")
-    if draft not in pair.drafts:
+    if router is not None:
+        order = stored(store, "--router", router, ROUTER)
+    elif draft in pair.drafts:
+        order = stored(store, "--frequencies", frequencies or "", FREQUENCIES)
+    else:
         raise PolicyError(
             f"--draft {draft}: chains of a head replay as trees, which need no frequency ranks; name a language-model draft"
         )
-    ranks = frequency_ranks(
-        store, pair, recording, draft, frequencies, proposals=proposals, progress=progress
+    (ranks,) = recorded_ranks(
+        store, pair, recording, draft, [order.id], proposals=proposals, progress=progress
     )
-    document |= {
-        "requests": len(ranks.digests),
-        "frequencies": ranks.fitted,
-        "nodes": len(ranks.own),
-    }
-    document["kept"] = ranks.kept([k for k in shown_sizes(ranks.vocab) if k in ranks.budgets])
-    return StoredFit(ranks.artifact, FREQUENCY_RANKS, document, {"draft": draft})
+    document |= {"requests": len(ranks.digests), ranks.KEY: ranks.fitted}
+    if isinstance(ranks, ClusterRanks):
+        all_of = ranks.clusters
+        document |= {"clusters": all_of, "nodes": len(ranks.ranks)}
+        shown = [k for k in budget_grid(all_of) if k & (k - 1) == 0 or k == all_of]
+    else:
+        document["nodes"] = len(ranks.own)
+        shown = [k for k in shown_sizes(ranks.vocab) if k in ranks.budgets]
+    return StoredFit(
+        ranks.artifact, ranks.KIND, document | {"kept": ranks.kept(shown)}, {"draft": draft}
+    )
 
 
 @torch.no_grad()

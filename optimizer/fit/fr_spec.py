@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from spectune.optimizer.fit.frequency_ranks import frequency_ranks
+from spectune.optimizer.fit.ranks import recorded_ranks
 from spectune.optimizer.fit.shared import LeftOut, Progress, StoredFit, keep, search_texts, silent
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.artifacts import FREQUENCIES
@@ -29,13 +29,15 @@ def fit_fr_spec(
     *,
     corpus: Sequence[str] = (),
     left_out: LeftOut | None = None,
+    ranked: bool = True,
     progress: Progress = silent,
 ) -> StoredFit:
     """Stores the vocabulary by how often its tokens occur in recorded texts, prompts included, or
     in the text files of ``corpus``.
 
     EOS and the tokenizer's special tokens come first. The ranks of the recording under the order
-    are made as well (``ranks``, by draft), so that chains with shortlists of it replay exactly.
+    are made as well (``ranks``, by draft), so that chains with shortlists of it replay exactly;
+    unless ``ranked`` is false.
     Raises TraceError for a recording of another pair or without texts, WorkloadError for a file
     that cannot be read or is empty.
     """
@@ -76,10 +78,11 @@ def fit_fr_spec(
         fitted_to=(counts,),
         **_origin(source),
     )
-    grown = [] if corpus else [d for d in pair.drafts if d in store.get_recording(recording).trees]
+    trees = store.get_recording(recording).trees if ranked and not corpus else ()
     document["ranks"] = {
-        d: frequency_ranks(store, pair, recording, d, artifact, progress=progress).artifact
-        for d in grown
+        d: recorded_ranks(store, pair, recording, d, [artifact], progress=progress)[0].artifact
+        for d in pair.drafts
+        if d in trees
     }
     policy = {
         "draft": next(iter(pair.models), "DRAFT"),

@@ -2,136 +2,99 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from spectune.db.errors import CorruptedChunkError
-from spectune.optimizer.fit.draft_distributions import WholeDistributions, states_over
-from spectune.optimizer.fit.shared import Progress
-from spectune.optimizer.simulate.shortlist_ranks import UNKNOWN_CODE, FrequencyRanks, budget_grid, keep_ranks, wanted_ranks
+from spectune.optimizer.fit.draft_distributions import Columns, ReadText, WholeDistributions
+from spectune.optimizer.simulate.shortlist_ranks import FrequencyRanks, budget_grid
 from spectune.runtime.loading import LoadedPair
-from spectune.runtime.policies.artifacts import FREQUENCIES
+from spectune.runtime.policies.artifacts import Fitted
 from spectune.runtime.policies.fr_spec import Frequencies
-from spectune.runtime.recording.trees import OFF_TEXT, ROWS
 from spectune.traces.errors import PolicyError
-from spectune.traces.schema import Proposals, Trajectory, TreePanorama
-from spectune.traces.store import TraceStore
+from spectune.traces.schema import Proposals
 
 
-@torch.no_grad()
-def frequency_ranks(
-    store: TraceStore,
-    pair: LoadedPair,
-    recording: str,
-    draft: str,
-    frequencies: str,
-    *,
-    proposals: Proposals = "coupled",
-    progress: Progress = lambda *_: None,
-) -> FrequencyRanks:
-    """The ranks of a recording's texts under a stored frequency order, for ``ranks`` of a
-    :class:`optimizer.simulate.replay_trace.ReplayTrace`: stored
-    ones where they hold every request, else made and stored.
+class FrequencyOrder:
+    """One frequency order over one draft of a pair. Only chains of language models ask for its ranks."""
 
-    The draft reads the texts again, once. Only chains of language-model drafts ask for such ranks. Raises TraceError for a recording of
-    another pair or without trees of the draft, PolicyError where ``frequencies`` is no frequency order of the pair's vocabulary.
-    """
-    order, name = _order(store, pair, frequencies)
-    wanted = wanted_ranks(store, pair.id, recording, draft, name, proposals)
-    if isinstance(wanted.there, FrequencyRanks) and wanted.complete:
-        return wanted.there
-    ranker = _Ranker(WholeDistributions(pair, draft), order)
-    parts = []
-    for n, (text, panorama) in enumerate(zip(wanted.texts, wanted.trees, strict=True)):
-        parts.append(ranker.rank(text, panorama))
-        progress("ranks", n + 1, len(wanted.texts))
-    columns: dict[str, Any] = {name: np.concatenate([getattr(p, name) for p in parts]) for name in _Part._fields}
-    made = FrequencyRanks(
-        draft=draft,
-        fitted=name,
-        proposals=proposals,
-        vocab=order.vocab,
-        budgets=ranker.budgets,
-        digests=wanted.digests,
-        text_offsets=np.cumsum([0, *(len(p.own) for p in parts)]),
-        **columns,
-    )
-    return keep_ranks(store, pair.id, wanted.recording, made)
-
-
-class _Part(NamedTuple):
-    """The rows of one request: columns of :class:`FrequencyRanks`."""
-
-    own: npt.NDArray[np.uint32]
-    better: npt.NDArray[np.uint32]
-    open: npt.NDArray[np.bool_]
-    text_code: npt.NDArray[np.uint16]
-    mass_code: npt.NDArray[np.uint16]
-    entropy_code: npt.NDArray[np.uint16]
-
-
-class _Ranker:
-    """One frequency order over one draft of a pair, request by request."""
-
-    def __init__(self, distributions: WholeDistributions, order: Frequencies) -> None:
-        self.distributions, self.vocab = distributions, order.vocab
+    def __init__(self, pair: LoadedPair, draft: str, order: Frequencies) -> None:
+        distributions = WholeDistributions(pair, draft)
+        self.draft, self.vocab = draft, order.vocab
         self.rank_of = np.where(distributions.row >= 0, order.rank, order.vocab)
         self.of_rows = order.rank[distributions.ids]
         self.budgets = budget_grid(order.vocab)
         # Rows of the head by rank, and how many of them the first k tokens are.
         by_rank = np.argsort(self.of_rows, kind="stable")
-        self.by_rank = torch.from_numpy(by_rank).to(distributions.pair.device)
+        self.by_rank = torch.from_numpy(by_rank).to(pair.device)
         held = np.searchsorted(self.of_rows[by_rank], self.budgets)
         self.columns, self.none = np.maximum(held - 1, 0).tolist(), held == 0
 
-    def rank(self, text: Trajectory, panorama: TreePanorama) -> _Part:
-        """The rows of one request."""
-        distributions, roots, prompt = self.distributions, len(text.output_ids) + 1, len(text.prompt_ids)
-        slot = panorama.text_slot[:roots]
-        before = np.where(slot < panorama.width, slot, 0)[:, None]
-        better = np.where(np.arange(panorama.width) < before, self._ranks(panorama.tokens[:roots]), self.vocab).min(axis=1)
-        unsaid = np.zeros(roots, np.bool_)
-        reader = states_over(distributions.pair, distributions.draft, [*text.prompt_ids.tolist(), *text.output_ids.tolist()], prompt)
-        states, following = reader.text_states()[prompt - 1 :], np.append(text.output_ids.astype(np.int64), -1)
-        codes = []
-        for at in range(0, roots, ROWS):
-            logits = distributions.logits(states[at : at + ROWS])
-            codes.append(distributions.codes(logits, text.sampling, following[at : at + ROWS], self.columns, self._by_rank))
-            for i in (at + np.flatnonzero(slot[at : at + len(logits)] == OFF_TEXT)).tolist():
-                if i == roots - 1:
-                    continue
-                above = distributions.better(reader, logits[i - at], i, text, panorama)
-                unsaid[i] = above is None
-                ranks = self.of_rows[above] if above is not None else self._ranks(panorama.tokens[i, : panorama.count[i]])
-                better[i] = ranks.min(initial=self.vocab)
-        text_code, mass_code, entropy_code = (np.concatenate(parts) for parts in zip(*codes, strict=True))
-        mass_code[:, self.none] = UNKNOWN_CODE
-        own = np.append(self._ranks(text.output_ids), self.vocab).astype(np.uint32)
-        return _Part(own, better.astype(np.uint32), unsaid, text_code, mass_code, entropy_code)
+    @classmethod
+    def of_artifact(cls, pair: LoadedPair, draft: str, name: str, held: Fitted) -> FrequencyOrder:
+        """The order of an artifact. Raises PolicyError for one of another vocabulary."""
+        order = Frequencies.from_document(held.document, held.arrays)
+        if order.vocab != pair.target.vocab_size:
+            raise PolicyError(
+                f"frequencies {name}: orders a vocabulary of {order.vocab} tokens, pair {pair.spec.name} has {pair.target.vocab_size}; "
+                "`fit frequencies` on a recording of this pair makes one"
+            )
+        return cls(pair, draft, order)
 
-    def _ranks(self, tokens: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
+    def place(self, read: ReadText) -> _Placed:
+        """Where the order puts what a request's texts go on with and the recorded children before that."""
+        panorama = read.panorama
+        slot = panorama.text_slot[: read.roots]
+        before = np.where(slot < panorama.width, slot, 0)[:, None]
+        children = self.ranks(panorama.tokens[: read.roots])
+        better = np.where(np.arange(panorama.width) < before, children, self.vocab).min(axis=1)
+        own = np.append(self.ranks(read.trajectory.output_ids), self.vocab).astype(np.uint32)
+        return _Placed(self, read, own, better)
+
+    def ranks(self, tokens: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
+        """Ranks of the target's tokens; of those that the draft's head lacks the vocabulary's size."""
         found: npt.NDArray[np.int64] = self.rank_of[tokens.astype(np.int64)]
         return found
 
-    def _by_rank(self, values: torch.Tensor) -> torch.Tensor:
-        return values.index_select(1, self.by_rank)
-
-
-def _order(store: TraceStore, pair: LoadedPair, name: str) -> tuple[Frequencies, str]:
-    """A stored frequency order, and its whole id."""
-    try:
-        found = store.get_artifact(name)
-    except CorruptedChunkError as error:
-        raise PolicyError(f"frequencies {name}: {error}; `fit frequencies` makes an order anew") from None
-    if found.kind != FREQUENCIES:
-        raise PolicyError(f"frequencies {name}: artifact {found.id} is a {found.kind}; `fit frequencies` makes a frequency order")
-    order = Frequencies.from_document(found.document, found.arrays)
-    if order.vocab != pair.target.vocab_size:
-        raise PolicyError(
-            f"frequencies {name}: orders a vocabulary of {order.vocab} tokens, pair {pair.spec.name} has {pair.target.vocab_size}; "
-            "`fit frequencies` on a recording of this pair makes one"
+    def joined(self, name: str, proposals: Proposals, digests: Sequence[str], parts: Sequence[Columns]) -> FrequencyRanks:
+        """The rows of all requests as one value."""
+        return FrequencyRanks(
+            draft=self.draft,
+            fitted=name,
+            proposals=proposals,
+            vocab=self.vocab,
+            budgets=self.budgets,
+            digests=tuple(digests),
+            text_offsets=np.cumsum([0, *(len(p["own"]) for p in parts)]),
+            **{column: np.concatenate([p[column] for p in parts]) for column in parts[0]},
         )
-    return order, found.id
+
+
+@dataclass(eq=False)
+class _Placed:
+    """A frequency order over one request."""
+
+    order: FrequencyOrder
+    read: ReadText
+    own: npt.NDArray[np.uint32]
+    better: npt.NDArray[np.int64]
+
+    def by_order(self, rows: slice, values: torch.Tensor) -> torch.Tensor:
+        """``values`` of the head's rows, best token first."""
+        return values.index_select(1, self.order.by_rank)
+
+    def least(self, start: int, better: npt.NDArray[np.bool_] | None) -> int:
+        """The least rank of the rows that are ``better`` than the text's token; of the recorded children where that is not known."""
+        panorama = self.read.panorama
+        if better is None:
+            ranks = self.order.ranks(panorama.tokens[start, : panorama.count[start]])
+        else:
+            ranks = self.order.of_rows[better]
+        return int(ranks.min(initial=self.order.vocab))
+
+    def finished(self, unsaid: npt.NDArray[np.bool_]) -> Columns:
+        """The columns; ``unsaid``: starts where nothing is known beyond the children."""
+        return {"own": self.own, "better": self.better.astype(np.uint32), "open": unsaid}

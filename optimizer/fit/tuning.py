@@ -8,12 +8,11 @@ from contextlib import suppress
 
 from spectune.db.errors import CorruptedChunkError, NotFoundError
 from spectune.optimizer.fit.c2t import fit_c2t
-from spectune.optimizer.fit.cluster_ranks import cluster_ranks
 from spectune.optimizer.fit.clusters import default_clusters
 from spectune.optimizer.fit.dynaspec import EPOCHS, HIDDEN, LABELS, fit_router
 from spectune.optimizer.fit.fr_spec import fit_fr_spec
-from spectune.optimizer.fit.frequency_ranks import frequency_ranks
 from spectune.optimizer.fit.heterospec import ALPHA, fit_heterospec
+from spectune.optimizer.fit.ranks import recorded_ranks
 from spectune.optimizer.fit.recorded_trees import TreeSource, tree_source
 from spectune.optimizer.fit.score import fit_score
 from spectune.optimizer.fit.sequoia import fit_sequoia
@@ -132,7 +131,9 @@ def fit_shortlists(
     )
     parts = (None, *folds)
     orders = [
-        fit_fr_spec(store, recording, pair, left_out=part, progress=progress).artifact
+        fit_fr_spec(
+            store, recording, pair, left_out=part, ranked=False, progress=progress
+        ).artifact
         for part in parts
     ]
     found: dict[str, ShortlistLimit] = {}
@@ -188,7 +189,14 @@ def _router(
             if same.items() <= store.get_artifact(name).document.items():
                 return name
     return fit_router(
-        store, recording, pair, draft, seed=seed, left_out=left_out, progress=progress
+        store,
+        recording,
+        pair,
+        draft,
+        seed=seed,
+        left_out=left_out,
+        ranked=False,
+        progress=progress,
     ).artifact
 
 
@@ -206,26 +214,20 @@ def ranks_for(
     over. Raises PolicyError and TraceError where that holds for a limit."""
     found: dict[tuple[str, str], Ranks] = {}
 
-    def rank(draft: str, kind: str, artifact: str) -> None:
-        if (draft, artifact) in found:
-            return
-        if kind == "clusters":
-            found[draft, artifact] = cluster_ranks(
-                store, pair, recording, draft, artifact, progress=progress
-            )
-        elif draft in pair.drafts:
-            found[draft, artifact] = frequency_ranks(
-                store, pair, recording, draft, artifact, progress=progress
-            )
+    def rank(draft: str, orders: Collection[str]) -> None:
+        new = [name for name in dict.fromkeys(orders) if (draft, name) not in found]
+        if new:
+            ranks = recorded_ranks(store, pair, recording, draft, new, progress=progress)
+            found.update({(draft, name): r for name, r in zip(new, ranks, strict=True)})
 
     for draft, limit in limits.items():
         fits: list[ShortlistLimit | Fold] = [limit, *limit.apart]
-        for fit in fits:
-            for kind, artifact in (("clusters", fit.router), ("frequency", fit.frequencies)):
-                if artifact is not None:
-                    rank(draft, kind, artifact)
+        routers = [fit.router for fit in fits if fit.router is not None]
+        counted = [fit.frequencies for fit in fits if fit.frequencies is not None]
+        rank(draft, [*routers, *(counted if draft in pair.drafts else ())])
     for policy in policies:
-        if policy.shortlisted:
+        routed = policy.shortlist.kind == "clusters"
+        if policy.shortlisted and (routed or policy.draft in pair.drafts):
             with suppress(PolicyError, TraceError, NotFoundError):
-                rank(policy.draft, policy.shortlist.kind, getattr(policy.shortlist, "artifact", ""))
+                rank(policy.draft, [getattr(policy.shortlist, "artifact", "")])
     return found

@@ -4,7 +4,7 @@ budgets ask.
 A frequency order ranks tokens: :class:`FrequencyRanks`. A router ranks clusters, by hidden states
 that recordings do not hold: :class:`ClusterRanks`. What a shortlist leaves of a distribution also
 depends on tokens that are not among the recorded children. Both are read from whole distributions
-once (:mod:`optimizer.fit.frequency_ranks`, :mod:`optimizer.fit.cluster_ranks`) and kept as
+once (:mod:`optimizer.fit.ranks`) and kept as
 artifacts.
 """
 
@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -124,6 +125,11 @@ class TextRanks:
                 raise ValueError(f"not {what}: {name} has {len(getattr(made, name))} rows, not {wanted}")
         return made
 
+    def rows_of(self, request: int) -> dict[str, npt.NDArray[Any]]:
+        """What is held of a request, by its place: columns by name."""
+        rows = slice(*self.text_offsets[request : request + 2])
+        return {name: getattr(self, name)[rows] for name in self._rows() if not name.endswith("offsets")}
+
     def _rows(self) -> dict[str, int]:
         """How many rows arrays must have."""
         texts = int(self.text_offsets[-1])
@@ -174,6 +180,11 @@ class ClusterRanks(TextRanks):
             for k, c, row in zip(budgets, columns, super().kept(budgets), strict=False)
         ]
 
+    def rows_of(self, request: int) -> dict[str, npt.NDArray[Any]]:
+        """The same."""
+        nodes = slice(*self.node_offsets[request : request + 2])
+        return {**super().rows_of(request), "ranks": self.ranks[nodes], "order": self.order[nodes]}
+
     def _rows(self) -> dict[str, int]:
         nodes = int(self.node_offsets[-1])
         more = {"node_offsets": len(self.digests) + 1, "ranks": nodes, "order": nodes, "sizes": int(self.text_offsets[-1])}
@@ -203,7 +214,6 @@ class FrequencyRanks(TextRanks):
 
 
 Ranks = ClusterRanks | FrequencyRanks
-R = TypeVar("R", ClusterRanks, FrequencyRanks)
 RanksByPolicy = Mapping[tuple[str, str], Ranks]
 """What shortlists are replayed from, by draft and the shortlist's artifact
 (:class:`optimizer.simulate.replay_trace.ReplayTrace`)."""
@@ -255,24 +265,23 @@ def stored_ranks(store: TraceStore, recording: str, draft: str, fitted: str, pro
 @dataclass(frozen=True)
 class Wanted:
     """What ranks are made of: the requests of a recording that hold trees of a draft, by
-    ``digests``, and those ranks that are stored of them already."""
+    ``digests``, and those ranks that are stored of them already, by order."""
 
     recording: str
     texts: Sequence[Trajectory]
     trees: Sequence[TreePanorama]
     digests: tuple[str, ...]
-    there: Ranks | None
+    there: Mapping[str, Ranks]
 
-    @property
-    def complete(self) -> bool:
-        """Whether every request is in what is stored."""
-        return self.there is not None and set(self.digests) <= set(self.there.digests)
+    def complete(self, order: str) -> bool:
+        """Whether every request is in what is stored of an order."""
+        return order in self.there and set(self.digests) <= set(self.there[order].digests)
 
 
 def wanted_ranks(
-    store: TraceStore, pair_id: str, recording: str, draft: str, fitted: str, proposals: Proposals = "coupled"
+    store: TraceStore, pair_id: str, recording: str, draft: str, orders: Sequence[str], proposals: Proposals = "coupled"
 ) -> Wanted:
-    """What the ranks of a recording under the router or the frequency order ``fitted`` are made of.
+    """What the ranks of a recording under routers and frequency orders are made of.
     Raises TraceError for a recording of another pair or without trees of the draft."""
     info = store.get_recording(recording)
     if info.pair_id != pair_id:
@@ -281,18 +290,19 @@ def wanted_ranks(
     if not loaded.requests:
         flag = "" if proposals == "coupled" else f" --tree-proposals {proposals}"
         raise TraceError(
-            f"recording {info.id} has no trees of draft {draft!r}, whose laws a shortlist's ranks are of; `record --resume {info.id} "
-            f"--tree-width {TREE_WIDTH} --tree-depth {TREE_DEPTH}{flag}` makes them"
+            f"recording {info.id} has no trees of draft {draft!r}, whose distributions a shortlist's ranks are of; "
+            f"`record --resume {info.id} --tree-width {TREE_WIDTH} --tree-depth {TREE_DEPTH}{flag}` makes them"
         )
-    try:
-        there = stored_ranks(store, info.id, draft, fitted, proposals)
-    except CorruptedChunkError:
-        there = None
+    there: dict[str, Ranks] = {}
+    for name in orders:
+        with suppress(CorruptedChunkError):
+            if (found := stored_ranks(store, info.id, draft, name, proposals)) is not None:
+                there[name] = found
     texts, trees = loaded.trajectories, loaded.trees(draft, proposals)
     return Wanted(info.id, texts, trees, tuple(digest(t, p) for t, p in zip(texts, trees, strict=True)), there)
 
 
-def keep_ranks(store: TraceStore, pair_id: str, recording: str, made: R) -> R:
+def keep_ranks(store: TraceStore, pair_id: str, recording: str, made: Ranks) -> Ranks:
     """Stores ranks of a recording; the same with the artifact's id."""
     document, arrays = made.to_document()
     origin = {"recording": recording, "draft": made.draft, made.KEY: made.fitted, "proposals": made.proposals}
