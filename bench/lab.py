@@ -22,7 +22,7 @@ from spectune.optimizer.execute import Comparison, DecodeOptions, Encoded, Expec
 from spectune.optimizer.fit.tuning import fit_shortlists, fit_trees, ranks_for
 from spectune.optimizer.inputs import load_workload
 from spectune.optimizer.profiles import profile_for
-from spectune.optimizer.record import RecordRequest, cover_of, record, retrace_trees
+from spectune.optimizer.record import Look, RecordRequest, cover_of, look_around, record
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.trace import open_trace
 from spectune.optimizer.spaces import ShortlistLimit, TreeLimit, with_shortlist
@@ -248,7 +248,7 @@ def _cover(lab: Lab) -> None:
     for draft in lab.pair.models:
         own = [p for p in lab.grown() if p.draft == draft and p.growth.kind != "top_k"]
         covers = [cover_of(p, sampled=not lab.options.sampling.greedy, artifacts=lab.find) for p in own]
-        retrace_trees(lab.store, lab.pair, lab.recording, [draft], WIDTH, DEPTH, covers=covers, chain_depth=GAMMA)
+        look_around(lab.store, lab.pair, lab.recording, Look([draft], GAMMA, WIDTH, DEPTH, covers=covers))
 
 
 def laboratories(state: Path, quick: bool) -> Iterator[Lab]:

@@ -27,7 +27,7 @@ from synthetic import flat_profile
 
 from spectune.db.database import open_database
 from spectune.optimizer.execute import DecodeOptions, encode, warm
-from spectune.optimizer.record import RecordRequest, record, retrace_trees
+from spectune.optimizer.record import Look, RecordRequest, look_around, record
 from spectune.optimizer.simulate.forest import tabulate_growth
 from spectune.optimizer.simulate.replay import replay_many, run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
@@ -137,7 +137,7 @@ def _recorded(pair: LoadedPair, draft: str, sampling: Sampling, quick: bool) -> 
         recording = record(store, pair, wanted, plain).id
         before = _size(folder, database)
         began = time.process_time()
-        retrace_trees(store, pair, recording, [draft], 10, 8)
+        look_around(store, pair, recording, Look([draft], 0, 10, 8))
         seconds = time.process_time() - began
         size = _size(folder, database) - before
         loaded = store.load(recording, trees=True)

@@ -1,4 +1,5 @@
-"""Work on requests that are independent of each other, on every core: a process for each, with the pair loaded once more.
+"""Work on requests that are independent of each other, on every core: this process and one more for each other core, with the pair
+loaded once more.
 
 Threads would not do: passes of a small model are so short that Python between them, one thread at a time, is most of it.
 """
@@ -9,12 +10,15 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from multiprocessing import get_context, parent_process
 from multiprocessing.process import BaseProcess
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from spectune.runtime.loading import SMALL, LoadedPair, load_pair
 from spectune.runtime.pair import PairSpec
@@ -23,33 +27,138 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 PATIENCE_S = 20.0
-"""Work of so many seconds is begun in processes: to start one takes several, most of it imports."""
+"""Work of so many seconds is shared with other processes: to start one takes several, most of it imports."""
 
 _pair: LoadedPair | None = None
-"""The pair of a process of the pool."""
+"""The pair of a helper."""
 
 
-def on_every_core(pair: LoadedPair, work: Callable[[LoadedPair, Item], Result], items: Sequence[Item]) -> Iterator[Result]:
+class _Helpers:
+    """Processes that share this one's work, by the pair they have loaded; each begins when it is first asked for."""
+
+    def __init__(self) -> None:
+        self.count = (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1) - 1
+        self._pools: dict[tuple[str, str], ProcessPoolExecutor] = {}
+
+    def of(self, pair: LoadedPair, wait_s: float) -> ProcessPoolExecutor | None:
+        """Those of a pair; None where they could not help, or are not there and would not be worth it for so long a wait."""
+        dtype = str(pair.target.dtype).removeprefix("torch.")
+        if (pair.id, dtype) not in self._pools:
+            # A small pair on a CPU computes on one thread; others use every core as they are.
+            small = pair.device.type == "cpu" and pair.target.num_parameters < SMALL
+            if not (small and self.count and wait_s > PATIENCE_S):
+                return None
+            self._pools[pair.id, dtype] = ProcessPoolExecutor(self.count, get_context("spawn"), _begin, (pair.spec, dtype))
+        return self._pools[pair.id, dtype]
+
+    def end(self) -> None:
+        """Ends them; what they are at is lost."""
+        for pool in self._pools.values():
+            pool.shutdown(cancel_futures=True)
+
+
+_kept: ContextVar[_Helpers | None] = ContextVar("_kept", default=None)
+
+
+@contextmanager
+def kept_helpers() -> Iterator[None]:
+    """Within it, the processes that :func:`on_every_core` began stay for its next call."""
+    if _kept.get() is not None:
+        yield
+        return
+    helpers = _Helpers()
+    token = _kept.set(helpers)
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+        helpers.end()
+
+
+def on_every_core(
+    pair: LoadedPair, work: Callable[[LoadedPair, Item], Result], items: Iterable[Item], count: int
+) -> Iterator[Result]:
     """``work(pair, item)`` of every item, in order; ``work`` is a function of a module, and depends on its arguments alone.
 
-    A small pair on a CPU computes on one thread. Where other cores would be idle, and what is left after an item would take more than
-    ``PATIENCE_S``, each core gets a process. Results are the same: each is computed by one thread either way.
+    ``items``, ``count`` of them, may be made while they are drawn: other cores work on those there are. They do where they would be
+    idle, and what is left after an item would take more than ``PATIENCE_S``. Results are the same: each is computed by one thread
+    either way. Close the iterator where it is left early.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    spent, rest = 0.0, list(items)
-    while rest:
-        if done := len(items) - len(rest):
-            worth = spent / done * len(rest) > PATIENCE_S
-            if worth and cores > 1 and pair.device.type == "cpu" and pair.target.num_parameters < SMALL:
-                break
-        began = time.perf_counter()
-        result = work(pair, rest.pop(0))
-        spent += time.perf_counter() - began
-        yield result
-    if rest:
-        dtype = str(pair.target.dtype).removeprefix("torch.")
-        with ProcessPoolExecutor(min(cores, len(rest)), get_context("spawn"), _begin, (pair.spec, dtype)) as pool:
-            yield from pool.map(partial(_apply, work), rest)
+    kept = _kept.get()
+    helpers = _Helpers() if kept is None else kept
+    spent, done = 0.0, 0
+    shared: _Shared[Item, Result] | None = None
+    waiting: deque[Future[Result]] = deque()
+    try:
+        for item in items:
+            if shared is None and (pool := helpers.of(pair, spent / max(1, done) * (count - done))) is not None:
+                shared = _Shared(pool, helpers.count, work)
+            if shared is None:
+                began = time.perf_counter()
+                result = work(pair, item)
+                spent, done = spent + time.perf_counter() - began, done + 1
+                yield result
+                continue
+            waiting.append(shared.add(item))
+            while waiting and waiting[0].done():
+                yield waiting.popleft().result()
+        while waiting:
+            if shared is not None and not waiting[0].done():
+                shared.help(pair)
+            yield waiting.popleft().result()
+    finally:
+        if shared is not None:
+            shared.forget()
+        if kept is None:
+            helpers.end()
+
+
+class _Shared(Generic[Item, Result]):
+    """Items that helpers and this process take from the same queue: one each, the next when it is done."""
+
+    def __init__(self, pool: ProcessPoolExecutor, free: int, work: Callable[[LoadedPair, Item], Result]) -> None:
+        self._pool, self._free, self._work = pool, free, work
+        self._todo: deque[tuple[Item, Future[Result]]] = deque()
+        self._lock = threading.RLock()
+
+    def add(self, item: Item) -> Future[Result]:
+        into: Future[Result] = Future()
+        with self._lock:
+            self._todo.append((item, into))
+            self._hand_over()
+        return into
+
+    def help(self, pair: LoadedPair) -> None:
+        """Does the next item here, if there is one."""
+        with self._lock:
+            if not self._todo:
+                return
+            item, into = self._todo.popleft()
+        into.set_result(self._work(pair, item))
+
+    def forget(self) -> None:
+        """Leaves what is not begun."""
+        with self._lock:
+            self._todo.clear()
+
+    def _hand_over(self) -> None:
+        while self._free and self._todo:
+            item, into = self._todo.popleft()
+            self._free -= 1
+            try:
+                self._pool.submit(_apply, self._work, item).add_done_callback(partial(self._done, into))
+            except RuntimeError as error:  # the helpers are gone
+                into.set_exception(error)
+
+    def _done(self, into: Future[Result], ran: Future[Result]) -> None:
+        error = ran.exception() if not ran.cancelled() else RuntimeError("the helpers ended")
+        with self._lock:
+            self._free += 1
+            self._hand_over()
+        if error is None:
+            into.set_result(ran.result())
+        else:
+            into.set_exception(error)
 
 
 def _begin(spec: PairSpec, dtype: str) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from spectune.db.errors import DatabaseError
@@ -30,10 +32,8 @@ from spectune.traces.store.traffic import TrafficWriter
 
 Progress = Callable[[str, int, int], None]
 """Called with (phase, done, total)."""
-BATCH = 8
-"""Panoramas stored in one transaction."""
-TREE_BATCH = 4
-"""Tree panoramas stored in one transaction; each takes seconds to make."""
+BATCH = 4
+"""Panoramas of a draft stored in one transaction; of trees each takes a second to make."""
 Covers = Sequence[Cover] | Mapping[str, Sequence[Cover]]
 """Growths to cover: of every draft, or by draft."""
 
@@ -68,11 +68,28 @@ def recording_options(pair: LoadedPair, options: DecodeOptions) -> dict[str, Any
 
 
 @dataclass(frozen=True)
-class RecordRequest:
-    """What to record: a workload under given sampling, with panoramas of these drafts up to ``gamma_max``.
+class Look:
+    """What to record of texts: the panoramas of ``drafts`` up to ``gamma_max`` (0: no chains), and, with a ``tree_width`` above 0, trees
+    of so many children and ``tree_depth`` levels.
 
-    With a ``tree_width`` above 0 also the trees of up to that many children and ``tree_depth`` levels, and the growths of ``covers``
-    (:func:`retrace_trees`). ``slot`` makes it a recording of its own: only who names the same one resumes it or finds it complete.
+    ``covers`` are growths beside EAGLE-2's; all are recorded to the same depth, so width and depth are raised to the largest cover's.
+    What replaces narrower trees holds all that any stored tree of the draft holds. EAGLE heads have no chain panorama: what they
+    propose depends on where a round began, so trees hold their chains. A draft that cannot grow trees has none.
+    """
+
+    drafts: Collection[str]
+    gamma_max: int = 16
+    tree_width: int = 0
+    tree_depth: int = 0
+    tree_proposals: Proposals = "coupled"
+    covers: Covers = ()
+
+
+@dataclass(frozen=True)
+class RecordRequest:
+    """What to record: a workload under given sampling, and of its texts what :class:`Look` says.
+
+    ``slot`` makes it a recording of its own: only who names the same one resumes it or finds it complete.
     """
 
     workload: Workload
@@ -84,6 +101,10 @@ class RecordRequest:
     tree_proposals: Proposals = "coupled"
     covers: Covers = ()
     slot: str = ""
+
+    @property
+    def look(self) -> Look:
+        return Look(self.drafts, self.gamma_max, self.tree_width, self.tree_depth, self.tree_proposals, self.covers)
 
 
 def record(
@@ -97,7 +118,8 @@ def record(
     begun: RecordingInfo | None = None,
     progress: Progress = lambda phase, done, total: None,
 ) -> RecordingInfo:
-    """Decodes and stores every request, then every panorama, then the trees; what is stored already is not done again.
+    """Decodes and stores every request, and what a look around its texts finds; what is stored already is not done again. Other cores
+    look at texts while this one decodes the next.
 
     A recording that was begun with the same arguments and not finished is resumed, unless ``fresh``; with ``reuse_complete`` a
     finished one counts as well. ``begun`` is the one to go on with (:func:`begun_as` has its arguments). The policy in ``source``
@@ -120,27 +142,21 @@ def record(
     if info is None:
         info = store.create_recording(pair.id, digest, wanted.options.sampling, **spec)
     have = store.recorded_ordinals(info.id)
-    total = len(encoded.items)
-    if len(have) < total:
+    new = {n: one for n, one in enumerate(encoded.items) if n not in have}
+    jobs = _jobs(store, pair, info.id, wanted.look, new)
+
+    def decoded() -> Iterator[tuple[int, Trajectory]]:
+        if not new:
+            return
         warm(pair, encoded)
         decoder = Decoder(pair, source, wanted.options.verifier)
-        for ordinal, (item, request) in enumerate(encoded.items):
-            if ordinal not in have:
-                decoded = decoder.decode(request, item.category, wanted.options.stop_strings)
-                store.append_trajectory(info.id, ordinal, decoded.trajectory, decoded.steps)
-            progress("decode", ordinal + 1, total)
-    look_around(
-        store,
-        pair,
-        info.id,
-        wanted.drafts,
-        wanted.gamma_max,
-        wanted.tree_width,
-        wanted.tree_depth,
-        proposals=wanted.tree_proposals,
-        covers=wanted.covers,
-        progress=progress,
-    )
+        for ordinal, (item, request) in new.items():
+            made = decoder.decode(request, item.category, wanted.options.stop_strings)
+            store.append_trajectory(info.id, ordinal, made.trajectory, made.steps)
+            progress("decode", ordinal + 1, len(encoded.items))
+            yield ordinal, made.trajectory
+
+    _look(store, pair, info.id, jobs, chain(_stored(store, info.id, jobs, new), decoded()), progress)
     if info.state != "complete":
         store.finish_recording(info.id)
     return store.get_recording(info.id)
@@ -167,42 +183,60 @@ class _Job:
     missing: Collection[int]
     work: Callable[[LoadedPair, Trajectory], Any]
     put: Callable[[str, list[tuple[int, Any]]], int]
-    batch: int
 
 
 def look_around(
     store: TraceStore,
     pair: LoadedPair,
     recording: str,
-    drafts: Collection[str],
-    gamma_max: int,
-    width: int = 0,
-    depth: int = 0,
+    wanted: Look,
     *,
-    proposals: Proposals = "coupled",
-    covers: Covers = (),
     progress: Progress = lambda phase, done, total: None,
 ) -> int:
-    """Records the panoramas and trees that a recording lacks (:func:`retrace`, :func:`retrace_trees`); how many were made."""
-    jobs = _chain_jobs(store, pair, recording, drafts, gamma_max)
-    jobs += _tree_jobs(store, pair, recording, drafts, width, depth, proposals, covers, gamma_max)
-    return _do(store, pair, recording, jobs, progress)
+    """Records the panoramas and trees that a recording lacks, of drafts that may be newer than it; how many were made."""
+    jobs = _jobs(store, pair, recording, wanted)
+    return _look(store, pair, recording, jobs, _stored(store, recording, jobs), progress)
 
 
-def _do(store: TraceStore, pair: LoadedPair, recording: str, jobs: Sequence[_Job], progress: Progress) -> int:
+def _stored(
+    store: TraceStore, recording: str, jobs: Sequence[_Job], new: Collection[int] = ()
+) -> list[tuple[int, Trajectory]]:
+    """The texts that jobs ask for, but those that are ``new``."""
+    asked = {ordinal for job in jobs for ordinal in job.missing} - set(new)
+    found = store.iterate(recording, drafts=(), ordinals=sorted(asked)) if asked else ()
+    return [(request.ordinal, request.trajectory) for request in found]
+
+
+def _look(
+    store: TraceStore,
+    pair: LoadedPair,
+    recording: str,
+    jobs: Sequence[_Job],
+    texts: Iterable[tuple[int, Trajectory]],
+    progress: Progress,
+) -> int:
     """Makes what is missing on every core, and stores it a batch at a time; how many were new."""
-    requests = [list(store.iterate(recording, drafts=(), ordinals=job.missing)) if job.missing else [] for job in jobs]
-    items = [(job.work, request.trajectory) for job, of in zip(jobs, requests, strict=True) for request in of]
-    results, made = on_every_core(pair, _work, items), 0
-    for job, of in zip(jobs, requests, strict=True):
-        batch: list[tuple[int, Any]] = []
-        for n, request in enumerate(of):
-            batch.append((request.ordinal, next(results)))
-            if len(batch) >= job.batch or n + 1 == len(of):
-                made += job.put(recording, batch)
-                batch = []
-            progress(job.phase, n + 1, len(of))
-    return made
+    asked: deque[tuple[int, int]] = deque()
+    batches: list[list[tuple[int, Any]]] = [[] for _ in jobs]
+    done, made = [0] * len(jobs), 0
+
+    def items() -> Iterator[tuple[Callable[[LoadedPair, Trajectory], Any], Trajectory]]:
+        for ordinal, trajectory in texts:
+            for n, job in enumerate(jobs):
+                if ordinal in job.missing:
+                    asked.append((n, ordinal))
+                    yield job.work, trajectory
+
+    with closing(on_every_core(pair, _work, items(), sum(len(job.missing) for job in jobs))) as results:
+        for result in results:
+            n, ordinal = asked.popleft()
+            batches[n].append((ordinal, result))
+            done[n] += 1
+            if len(batches[n]) >= BATCH:
+                made += jobs[n].put(recording, batches[n])
+                batches[n] = []
+            progress(jobs[n].phase, done[n], len(jobs[n].missing))
+    return made + sum(job.put(recording, batch) for job, batch in zip(jobs, batches, strict=True) if batch)
 
 
 def _work(pair: LoadedPair, item: tuple[Callable[[LoadedPair, Trajectory], Any], Trajectory]) -> Any:
@@ -210,34 +244,28 @@ def _work(pair: LoadedPair, item: tuple[Callable[[LoadedPair, Trajectory], Any],
     return work(pair, trajectory)
 
 
-def retrace(
-    store: TraceStore,
-    pair: LoadedPair,
-    recording: str,
-    drafts: Collection[str],
-    gamma_max: int,
-    *,
-    progress: Progress = lambda phase, done, total: None,
-) -> int:
-    """Records the panoramas that a recording lacks, of drafts that may be newer than it; how many were made.
-
-    An EAGLE head has none: what it proposes depends on where its round began (:func:`retrace_trees` records that).
-    """
-    return _do(store, pair, recording, _chain_jobs(store, pair, recording, drafts, gamma_max), progress)
-
-
-def _chain_jobs(store: TraceStore, pair: LoadedPair, recording: str, drafts: Collection[str], gamma_max: int) -> list[_Job]:
-    return [
-        _Job(
-            f"panorama {draft}",
-            store.missing_panoramas(recording, draft, gamma_max),
-            partial(record_panorama, draft=draft, gamma_max=gamma_max),
-            store.put_panoramas,
-            BATCH,
-        )
-        for draft in drafts
-        if draft in pair.chain_drafts
-    ]
+def _jobs(store: TraceStore, pair: LoadedPair, recording: str, wanted: Look, new: Collection[int] = ()) -> list[_Job]:
+    """What a recording lacks, draft by draft; all of ``new``, requests that are still to be decoded."""
+    gamma, proposals, covers = wanted.gamma_max, wanted.tree_proposals, wanted.covers
+    jobs = []
+    for draft in wanted.drafts:
+        if draft in pair.chain_drafts and gamma:
+            missing = {*store.missing_panoramas(recording, draft, gamma), *new}
+            work = partial(record_panorama, draft=draft, gamma_max=gamma)
+            jobs.append(_Job(f"panorama {draft}", missing, work, store.put_panoramas))
+    for draft in wanted.drafts:
+        if draft == "ngram":
+            continue
+        own = tuple(covers.get(draft, ()) if isinstance(covers, Mapping) else covers)
+        chains = 0 if draft in pair.chain_drafts else gamma
+        coupled = proposals == "coupled"
+        if wanted.tree_width:
+            trees = _Trees(draft, wanted.tree_width, wanted.tree_depth, proposals, own, chains if coupled else 0)
+            jobs.append(_tree_job(store, recording, trees, f"trees {draft}", new))
+        if chains and not (wanted.tree_width and coupled):
+            alone = _Trees(draft, 1, 1, "coupled", (), chains)
+            jobs.append(_tree_job(store, recording, alone, f"panorama {draft}", new))
+    return jobs
 
 
 def cover_of(policy: Policy, *, sampled: bool, artifacts: Artifacts | None = None) -> Cover:
@@ -250,7 +278,7 @@ def cover_of(policy: Policy, *, sampled: bool, artifacts: Artifacts | None = Non
 
 
 def tree_size(width: int | None, depth: int | None, covers: Sequence[tuple[str, Cover]] = ()) -> tuple[int, int]:
-    """The (width, depth) to record: as given, else 8, which :func:`retrace_trees` raises where a cover needs more.
+    """The (width, depth) to record: as given, else 8, which :class:`Look` raises where a cover needs more.
 
     ``covers`` come with their names for messages. Raises TraceError when a limit is exceeded, or a cover needs more than was given.
     """
@@ -274,54 +302,6 @@ def tree_size(width: int | None, depth: int | None, covers: Sequence[tuple[str, 
     return wide, deep
 
 
-def retrace_trees(
-    store: TraceStore,
-    pair: LoadedPair,
-    recording: str,
-    drafts: Collection[str],
-    width: int,
-    depth: int,
-    *,
-    proposals: Proposals = "coupled",
-    covers: Covers = (),
-    chain_depth: int = 0,
-    progress: Progress = lambda phase, done, total: None,
-) -> int:
-    """Records the trees that a recording lacks, ``width`` children wide and ``depth`` levels deep; how many were made.
-
-    ``covers`` are growths beside EAGLE-2's; all are recorded to the same depth, so width and depth are raised to the largest cover's.
-    What replaces narrower trees holds all that any stored tree of the draft holds. Width 0 records none, but for EAGLE heads: they
-    have no chain panorama, so the trees hold their chains of ``chain_depth``. A draft that cannot grow trees is passed over.
-    """
-    jobs = _tree_jobs(store, pair, recording, drafts, width, depth, proposals, covers, chain_depth)
-    return _do(store, pair, recording, jobs, progress)
-
-
-def _tree_jobs(
-    store: TraceStore,
-    pair: LoadedPair,
-    recording: str,
-    drafts: Collection[str],
-    width: int,
-    depth: int,
-    proposals: Proposals,
-    covers: Covers,
-    chain_depth: int,
-) -> list[_Job]:
-    jobs = []
-    for draft in drafts:
-        if draft == "ngram":
-            continue
-        own = tuple(covers.get(draft, ()) if isinstance(covers, Mapping) else covers)
-        chains = 0 if draft in pair.chain_drafts else chain_depth
-        if width:
-            wanted = _Trees(draft, width, depth, proposals, own, chains if proposals == "coupled" else 0)
-            jobs.append(_tree_job(store, recording, wanted, f"trees {draft}"))
-        if chains and not (width and proposals == "coupled"):
-            jobs.append(_tree_job(store, recording, _Trees(draft, 1, 1, "coupled", (), chains), f"panorama {draft}"))
-    return jobs
-
-
 @dataclass(frozen=True)
 class _Trees:
     """What one draft's trees are to hold at least; ``chain_depth`` is that of a head's chains."""
@@ -334,16 +314,16 @@ class _Trees:
     chain_depth: int
 
 
-def _tree_job(store: TraceStore, recording: str, wanted: _Trees, phase: str) -> _Job:
+def _tree_job(store: TraceStore, recording: str, wanted: _Trees, phase: str, new: Collection[int]) -> _Job:
     wanted = replace(
         wanted,
         width=max([wanted.width, *(c.rule.width for c in wanted.covers)]),
         depth=max([wanted.depth, *(c.depth for c in wanted.covers)]),
     )
-    missing = _lacking(store, recording, wanted)
+    missing = {*_lacking(store, recording, wanted), *new}
     if missing:
         wanted = _united(store, recording, wanted)
-    return _Job(phase, missing, partial(_trees, wanted=wanted), store.put_tree_panoramas, TREE_BATCH)
+    return _Job(phase, missing, partial(_trees, wanted=wanted), store.put_tree_panoramas)
 
 
 def _trees(pair: LoadedPair, trajectory: Trajectory, wanted: _Trees) -> TreePanorama:

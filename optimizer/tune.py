@@ -22,9 +22,10 @@ from spectune.optimizer.execute import Comparison, DecodeOptions, encode_recorde
 from spectune.optimizer.fit.chooser_fits import fit_chooser_artifact
 from spectune.optimizer.fit.on_the_fly import read_prompts
 from spectune.optimizer.fit.tuning import fit_shortlists, fit_trees, ranks_for
+from spectune.optimizer.processes import kept_helpers
 from spectune.optimizer.profiles import at_pace_of, doubts, expected_seconds, prediction_spread, profile_for
 from spectune.optimizer.publish import earlier_winners, incumbent_of, publish
-from spectune.optimizer.record import RecordRequest, cover_of, look_around, record, retrace_trees, split
+from spectune.optimizer.record import Look, RecordRequest, cover_of, look_around, record, split
 from spectune.optimizer.search import Study, finalists, is_fixed, rivals, search, worth_trying
 from spectune.optimizer.simulate.replay import replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
@@ -90,6 +91,7 @@ class TuneOptions:
         return self.drafts or tuple(d for d in pair.draft_names if d in pair.chain_drafts or not self.chains_only)
 
 
+@kept_helpers()
 def tune(
     store: TraceStore,
     pair: LoadedPair,
@@ -119,6 +121,7 @@ def tune(
     return tune_recording(store, pair, info.id, wanted, seconds={"record": clock() - began}, progress=progress, clock=clock)
 
 
+@kept_helpers()
 def tune_recording(
     store: TraceStore,
     pair: LoadedPair,
@@ -234,9 +237,7 @@ def _record(tuning: Tuning) -> None:
         tuning.store,
         tuning.pair,
         tuning.recording,
-        tuning.drafts,
-        wanted.gamma_max,
-        *wanted.tree_size,
+        Look(tuning.drafts, wanted.gamma_max, *wanted.tree_size),
         progress=tuning.progress,
     )
     tuning.open()
@@ -469,14 +470,6 @@ def record_beyond(
         if cover.name in own or len(own) < MOST_COVERS:
             own[cover.name] = max(cover, own.get(cover.name, cover), key=lambda c: c.depth)
     for draft, own in covers.items():
-        retrace_trees(
-            store,
-            pair,
-            recording,
-            [draft],
-            *wanted.tree_size,
-            covers=tuple(own.values()),
-            chain_depth=wanted.gamma_max,
-            progress=progress,
-        )
+        look = Look([draft], wanted.gamma_max, *wanted.tree_size, covers=tuple(own.values()))
+        look_around(store, pair, recording, look, progress=progress)
     return list(covers)

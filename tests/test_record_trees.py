@@ -20,7 +20,7 @@ from spectune.db import open_database
 from spectune.db.models import PanoramaChunkRow
 from spectune.optimizer import record as recorder
 from spectune.optimizer.artifacts import fitted
-from spectune.optimizer.record import cover_of, retrace, retrace_trees
+from spectune.optimizer.record import Look, cover_of, look_around
 from spectune.optimizer.search import search
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
@@ -31,7 +31,7 @@ from spectune.runtime.policies.document import ClassifierGrowth, StaticGrowth, T
 from spectune.runtime.recording.trees import cover_name
 from spectune.runtime.trees.rules import compile_tree
 from spectune.traces.errors import PolicyError
-from spectune.traces.schema import Trajectory, TreePanorama
+from spectune.traces.schema import Proposals, Trajectory, TreePanorama
 from spectune.traces.store import TraceStore
 
 SHORT = ("--max-new-tokens", 8, "--gamma-max", 4)
@@ -248,11 +248,10 @@ def retraced(store: TraceStore, pair: LoadedPair, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(recorder, "record_tree_panorama", fake)
     headed = replace(pair, heads={"head": object()})  # type: ignore[dict-item]  # only its name is looked at
     recording = store.resolve_recording("latest")
-    assert retrace(store, headed, recording, headed.draft_names, 4) == 0, "heads have no chain panorama"
 
-    def made(width: int, depth: int, chains: int, drafts: tuple[str, ...] = headed.draft_names, **how: Any) -> Any:
+    def made(width: int, depth: int, chains: int, drafts: tuple[str, ...] = headed.draft_names, proposals: Proposals = "coupled") -> Any:
         calls.clear()
-        retrace_trees(store, headed, recording, drafts, width, depth, chain_depth=chains, **how)
+        look_around(store, headed, recording, Look(drafts, chains, width, depth, proposals))
         return set(calls)
 
     return made

@@ -90,7 +90,7 @@ def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         kw.pop(key, None)
     with open_store(ctx) as store:
         pair = load(kw, store)
-        from spectune.optimizer.record import RecordRequest, begun_as, look_around
+        from spectune.optimizer.record import Look, RecordRequest, begun_as, look_around
         from spectune.optimizer.record import record as do_record
 
         with Meter() as meter:
@@ -103,18 +103,8 @@ def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
                     begun, (workload, options) = before, begun_as(store, pair, before)
             if workload is None:
                 trees = _trees(store, pair, kw, sampled=not before.sampling.greedy)
-                look_around(
-                    store,
-                    pair,
-                    recording,
-                    pair.draft_names,
-                    kw["gamma_max"],
-                    trees["tree_width"],
-                    trees["tree_depth"],
-                    proposals=trees["tree_proposals"],
-                    covers=trees["covers"],
-                    progress=meter,
-                )
+                look = Look(pair.draft_names, kw["gamma_max"], **trees)
+                look_around(store, pair, recording, look, progress=meter)
                 info = store.get_recording(recording)
             else:
                 trees = _trees(store, pair, kw, sampled=not options.sampling.greedy)

@@ -89,7 +89,7 @@ def _parts(
         if asked
     ]
     parts: dict[str, list[Columns]] = {name: [] for name in orders}
-    with closing(on_every_core(pair, partial(_rank, draft=draft, orders=orders), items)) as made:
+    with closing(on_every_core(pair, partial(_rank, draft=draft, orders=orders), items, len(items))) as made:
         for n, (request, asked) in enumerate(zip(wanted.digests, new, strict=True)):
             fresh = dict(zip(orders, next(made), strict=True)) if asked else {}
             for name, rows in parts.items():
