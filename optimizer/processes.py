@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -77,7 +77,7 @@ def kept_helpers() -> Iterator[None]:
 
 def on_every_core(
     pair: LoadedPair, work: Callable[[LoadedPair, Item], Result], items: Iterable[Item], count: int
-) -> Iterator[Result]:
+) -> Generator[Result, None, None]:
     """``work(pair, item)`` of every item, in order; ``work`` is a function of a module, and depends on its arguments alone.
 
     ``items``, ``count`` of them, may be made while they are drawn: other cores work on those there are. They do where they would be

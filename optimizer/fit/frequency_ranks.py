@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -61,6 +62,7 @@ class FrequencyOrder:
 
     def joined(self, name: str, proposals: Proposals, digests: Sequence[str], parts: Sequence[Columns]) -> FrequencyRanks:
         """The rows of all requests as one value."""
+        columns: dict[str, Any] = {column: np.concatenate([p[column] for p in parts]) for column in parts[0]}
         return FrequencyRanks(
             draft=self.draft,
             fitted=name,
@@ -69,7 +71,7 @@ class FrequencyOrder:
             budgets=self.budgets,
             digests=tuple(digests),
             text_offsets=np.cumsum([0, *(len(p["own"]) for p in parts)]),
-            **{column: np.concatenate([p[column] for p in parts]) for column in parts[0]},
+            **columns,
         )
 
 

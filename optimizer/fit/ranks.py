@@ -140,7 +140,7 @@ def rank(
                 opened[i] = better is None
                 for one in placed:
                     one.better[i] = one.least(i, better)
-    made = []
+    made: list[Columns] = []
     for order, one, found in zip(orders, placed, codes, strict=True):
         text, mass, entropy = (np.concatenate(parts) for parts in zip(*found, strict=True))
         mass[:, order.none] = UNKNOWN_CODE

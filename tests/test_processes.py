@@ -1,0 +1,62 @@
+"""Work on every core: the same results in order, whoever made them; what was not begun is left."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+from pairs import make_pair
+
+from spectune.optimizer import processes
+from spectune.optimizer.processes import kept_helpers, on_every_core
+from spectune.runtime.loading import LoadedPair, load_pair
+from spectune.runtime.pair import read_pair
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> LoadedPair:
+    return load_pair(read_pair(str(make_pair(tmp_path_factory.mktemp("pair")))), device="cpu")
+
+
+def squared(pair: LoadedPair, item: int) -> tuple[int, int]:
+    if item < 0:
+        raise ValueError("below zero")
+    time.sleep(0.02)
+    return item * item, os.getpid()
+
+
+def test_results_come_in_order_from_this_process_and_others(pair: LoadedPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Little work stays here. Much is shared, also while items are still made, and helpers stay where they are kept."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    assert {who for _, who in on_every_core(pair, squared, range(4), 4)} == {os.getpid()}
+    monkeypatch.setattr(processes, "PATIENCE_S", 0.01)
+    drawn: list[int] = []
+
+    def made(count: int) -> Iterator[int]:
+        for item in range(count):
+            drawn.append(item)
+            yield item
+
+    with kept_helpers():
+        first = list(on_every_core(pair, squared, made(400), 400))
+        second = list(on_every_core(pair, squared, made(40), 40))
+    for found in (first, second):
+        assert [value for value, _ in found] == [n * n for n in range(len(found))]
+    assert drawn == [*range(400), *range(40)]
+    others = {who for _, who in first} - {os.getpid()}
+    assert len(others) == 1
+    assert {who for _, who in second} == {os.getpid(), *others}, "the helper is still there"
+
+
+def test_errors_arrive_and_what_is_left_early_is_dropped(pair: LoadedPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    monkeypatch.setattr(processes, "PATIENCE_S", 0.0)
+    with pytest.raises(ValueError, match="below zero"):
+        list(on_every_core(pair, squared, [1, 2, -1, 3, 4], 5))
+    began = time.monotonic()
+    with closing(on_every_core(pair, squared, range(10_000), 10_000)) as results:
+        assert [next(results)[0] for _ in range(3)] == [0, 1, 4]
+    assert time.monotonic() - began < 100, "ten thousand take 100 s on two cores"
