@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime, timedelta
-from functools import partial
 from typing import Final
 
 import numpy as np
@@ -55,20 +54,8 @@ def usable_profile(
             and set(drafts) <= set(profile.drafts)
             and grown <= set(profile.tree_drafts)
         ):
-            return found if accepted(profile, trees=trees) else None
+            return found if profile.accepted(trees=trees) else None
     return None
-
-
-def _checks(profile: LatencyProfile, *, trees: bool) -> list[dict[str, float]]:
-    return [
-        dict(profile.check),
-        *([profile.check["trees"]] if trees and "trees" in profile.check else []),
-    ]
-
-
-def accepted(profile: LatencyProfile, *, trees: bool) -> bool:
-    """Whether predicted rounds were close enough to executed ones; with ``trees`` theirs too."""
-    return all(check.get("accepted", False) for check in _checks(profile, trees=trees))
 
 
 def prediction_spread(profile: LatencyProfile, *, trees: bool) -> float:
@@ -77,14 +64,14 @@ def prediction_spread(profile: LatencyProfile, *, trees: bool) -> float:
     apart give their rounds' median error."""
     spreads = [
         check.get("policy_spread", check.get("median_error", 1.0))
-        for check in _checks(profile, trees=trees)
+        for check in profile.checks(trees=trees)
     ]
     return float(max(LEAST_SPREAD, *spreads))
 
 
 def doubts(stored: StoredProfile, *, trees: bool) -> str:
     """What is to be said of a profile that failed its check; empty for one that passed."""
-    if accepted(stored.profile, trees=trees):
+    if stored.profile.accepted(trees=trees):
         return ""
     error = 100 * _error(stored.profile, trees=trees)
     return (
@@ -96,8 +83,8 @@ def doubts(stored: StoredProfile, *, trees: bool) -> str:
 def _error(profile: LatencyProfile, *, trees: bool) -> float:
     """The median error of policies' seconds, the larger of chains' and trees'; of their rounds, in
     checks from before policies' were told."""
-    checks = _checks(profile, trees=trees)
-    return max(c.get("policy_error", c.get("median_error", 1.0)) for c in checks)
+    checks = profile.checks(trees=trees)
+    return max(float(c.get("policy_error", c.get("median_error", 1.0))) for c in checks)
 
 
 def served_contexts(trajectories: Iterable[Trajectory]) -> tuple[int, ...]:
@@ -125,8 +112,8 @@ def profile_for(
     progress: Callable[[str, int, int], None] = lambda phase, done, total: None,
 ) -> StoredProfile:
     """A profile fit for use: a recent one of this environment, else a new measurement on the texts
-    and contexts of ``trajectories``, tried twice if its check fails (the better one is kept, and
-    :func:`doubts` says so).
+    and contexts of ``trajectories``, of two sweeps where its check fails after one. Where it fails
+    after both, :func:`doubts` says so.
 
     A ``fresh`` tuning uses only one that was made after ``own_since``, when its first attempt
     began; None: this is the first.
@@ -137,21 +124,16 @@ def profile_for(
         if found is not None:
             return found
     store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
-    measured: list[LatencyProfile] = []
-    while len(measured) < 2 and not (measured and accepted(measured[-1], trees=trees)):
-        measured.append(
-            measure_profile(
-                pair,
-                gamma_max=gamma_max,
-                trees=trees,
-                texts=whole_texts(trajectories),
-                contexts=served_contexts(trajectories),
-                seed=len(measured),
-                progress=lambda what, done, total: progress("profile", done, total),
-            )
-        )
-    best = min(measured, key=partial(_error, trees=trees))
-    return store.get_profile(store.put_profile(best))
+    measured = measure_profile(
+        pair,
+        gamma_max=gamma_max,
+        most=2,
+        trees=trees,
+        texts=whole_texts(trajectories),
+        contexts=served_contexts(trajectories),
+        progress=lambda what, done, total: progress("profile", done, total),
+    )
+    return store.get_profile(store.put_profile(measured))
 
 
 def expected_seconds(

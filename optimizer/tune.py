@@ -66,7 +66,7 @@ class TuneOptions:
     finalists: int = 4
     rivals: int = 6
     passes: int = 8
-    budget_s: float = 120.0
+    budget_s: float = 80.0
     fresh: bool = False
     publish: bool = True
     actor: str = "tune"

@@ -81,6 +81,15 @@ class LatencyProfile:
             name.removeprefix("top_k/") for name in self.terms if name.startswith("top_k/")
         )
 
+    def checks(self, *, trees: bool) -> list[Mapping[str, Any]]:
+        """The check of chains, and with ``trees`` theirs."""
+        return [self.check, *([self.check["trees"]] if trees and "trees" in self.check else [])]
+
+    def accepted(self, *, trees: bool) -> bool:
+        """Whether predicted policies were close enough to executed ones; with ``trees`` theirs
+        too."""
+        return all(check.get("accepted", False) for check in self.checks(trees=trees))
+
     def prefill_seconds(self, draft: str | None, prompt_tokens: npt.ArrayLike) -> FloatArray:
         """Seconds in which a draft (None: the target) reads prompts but for their last tokens, in
         their shape."""

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 @sampling_options
 @device_options
 @search_options
-@click.option("--budget", default="2m", show_default=True, help="Time for the executed comparison, e.g. 90s, 10m.")
+@click.option("--budget", default="80s", show_default=True, help="Time for the executed comparison, e.g. 90s, 10m.")
 @click.option("--search-seed", type=SEED, default=0, show_default=True)
 @click.option("--recording", "recording_id", help="Tune on this recording instead of decoding a workload.")
 @click.option("--fresh", is_flag=True, help="Record and profile anew, whatever is stored.")

@@ -119,7 +119,7 @@ def _size(knots: tuple[tuple[float, ...], ...]) -> int:
 def _rises(shape: Sequence[int]) -> FloatArray:
     """What makes a table of its first value and its rises from knot to knot, [size, size]: as none
     is negative, more rows, passes or context never take less."""
-    table = np.ones((1, 1))
+    table: FloatArray = np.ones((1, 1))
     for n in shape:
         table = np.kron(table, np.tri(n))
     return table

@@ -55,6 +55,7 @@ def measure_profile(
     gamma_max: int = 16,
     contexts: Sequence[int] = (),
     repeats: int = 1,
+    most: int = 1,
     trees: bool = True,
     texts: Sequence[Sequence[int]] = (),
     seed: int = 0,
@@ -62,7 +63,7 @@ def measure_profile(
     clock: Callable[[], float] = time.perf_counter,
 ) -> LatencyProfile:
     """Profiles every cost that the simulator charges, in ``repeats`` sweeps over the designed
-    experiment.
+    experiment, and up to ``most`` while the check fails.
 
     ``contexts``: knots of the context, from the shortest to the longest that is served; those that
     the models do not hold are left out. ``texts``: token ids of what is served, random ones where
@@ -80,14 +81,18 @@ def measure_profile(
     )  # first touches and compilation
     experiment.rounds.clear()
     experiment.prefills.clear()
-    for done in range(repeats):
-        experiment.sweep(cells, checked)
-        progress("rounds", done + 1, repeats)
     dtype = str(pair.target.dtype).removeprefix("torch.")
-    empty = LatencyProfile(pair.id, pair.device.type, dtype, {}, environment(pair))
-    shapes = shapes_of(cells, usable, experiment.rounds, experiment.prefills)
-    profile = fit_profile(empty, shapes, experiment.rounds, experiment.prefills)
-    return _check(experiment, profile)
+    profile = LatencyProfile(pair.id, pair.device.type, dtype, {}, environment(pair))
+    for done in range(1, max(repeats, most) + 1):
+        experiment.sweep(cells, checked)
+        progress("rounds", done, max(repeats, done))
+        if done >= repeats:
+            shapes = shapes_of(cells, usable, experiment.rounds, experiment.prefills)
+            profile = fit_profile(profile, shapes, experiment.rounds, experiment.prefills)
+            profile = _check(experiment, profile)
+            if profile.accepted(trees=trees):
+                break
+    return profile
 
 
 def predicted_seconds(profile: LatencyProfile, rounds: Sequence[MeasuredRound]) -> FloatArray:
