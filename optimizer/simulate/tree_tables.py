@@ -11,7 +11,7 @@ import numpy.typing as npt
 import spectune.runtime.trees.grow as trees
 from spectune.runtime.policies.eagle2 import INFINITE
 from spectune.runtime.policies.jit import compiled
-from spectune.runtime.trees.grow import NONE, ROOT, Codes, Index, LevelRule, Tree, TreeRule, grow_level
+from spectune.runtime.trees.grow import NONE, Codes, Index, LevelRule, Tree, TreeRule, grow_level
 
 ABSENT: Final = 65535
 """Rank of a node that is not among the candidates."""
@@ -141,24 +141,25 @@ def tabulate(
     for i in range(starts.shape[0]):
         s = starts[i]
         front = scratch.front
-        front[0], node, above, candidates = trie.root[s], int(trie.root[s]), ROOT, 0
+        # The text's node, its place in the frontier (NONE: it is lost), and the candidates so far.
+        front[0], node, on, candidates = trie.root[s], int(trie.root[s]), 0, 0
         for level in range(1, depth + 1):
             if shortlist.budgets.shape[0] > 0:
-                size = _restrict(rule, codes, shortlist, tree.frontier[level - 1], i * depth + level, level, scratch)
+                stamp = i * depth + level
+                size = _restrict(rule, codes, shortlist, tree.frontier[level - 1], stamp, level, scratch)
                 if table.size.shape[0] > 0:
                     table.size[s, level - 1] = size
                 grow_level(rule, scratch.codes, scratch.rows, level, tree)
             else:
                 grow_level(rule, codes, front, level, tree)
-            if node >= 0:
+            at = NONE
+            if on != NONE and node >= 0:
                 slot = int(trie.text_slot[node])
-                above = _candidate(rule, shortlist, scratch.slots, level, tree, above, slot)
-                node = int(trie.child[node, slot]) if above != NONE else -1
-            else:
-                above = NONE
-            scratch.text[level - 1] = above
-            for at in range(tree.size[level - 1], tree.size[level]):
-                candidates += tree.cost[at] < INFINITE
+                at = _candidate(rule, shortlist, scratch.slots, level, tree, on, slot)
+                node = int(trie.child[node, slot]) if at != NONE else -1
+            scratch.text[level - 1] = at
+            begin, end = tree.size[level - 1], tree.size[level]
+            candidates += count_below(tree.cost[begin:end], INFINITE)
             table.pool[s, level - 1] = min(candidates, 65535)
             table.width[s, level - 1] = tree.width[level]
             table.phi[s, level - 1] = min(tree.level_phi[level], 65535)
@@ -166,34 +167,56 @@ def tabulate(
                 table.best[s, level - 1, j] = min(tree.stop[level, j], 65535)
             if rule.confidence.size > 0 and tree.width[level] == 0 and table.end[s] == NEVER:
                 table.end[s] = level
-            lost = _follow(trie, shortlist, level, tree, scratch, above, s, table)
+            lost, on = _follow(trie, shortlist, level, tree, scratch, at)
+            table.read[s, level - 1] = on != NONE
             if lost and table.missing[s] == NEVER and trie.limit[s] > level:
                 table.missing[s] = level + 1
         _rank(depth, tree, scratch.text, s, table)
 
 
 @compiled(inline=True)
+def count_below(costs: Index, bound: int) -> int:
+    """How many of the costs are below a bound."""
+    found = 0
+    for cost in costs:
+        found += cost < bound
+    return found
+
+
+@compiled(inline=True)
 def _candidate(
-    rule: LevelRule, shortlist: ShortlistRanks, slots: Index, level: int, tree: Tree, above: int, slot: int
+    rule: LevelRule,
+    shortlist: ShortlistRanks,
+    slots: Index,
+    level: int,
+    tree: Tree,
+    place: int,
+    slot: int,
 ) -> int:
-    """The candidate of a level that is the child in the recorded ``slot`` of candidate ``above``; NONE: there is none."""
-    begin = tree.size[level - 1]
-    for at in range(begin, tree.size[level]):
-        if tree.parent[at] == above and tree.cost[at] < INFINITE:
-            own = rule.listed[level - 1, at - begin] if rule.listed.shape[0] > 0 else at - begin
-            parent = own // rule.width
-            rank = own - parent * rule.width
-            if (slots[parent, rank] if shortlist.budgets.shape[0] > 0 else rank) == slot:
-                return at
-    return NONE
+    """The candidate of a level that is the child, in the recorded ``slot``, of a place of the
+    frontier above; NONE: there is none."""
+    rank = slot
+    if shortlist.budgets.shape[0] > 0:
+        rank = 0
+        while rank < rule.width and slots[place, rank] != slot:
+            rank += 1
+    if rank >= rule.width:
+        return NONE
+    at, end = tree.size[level - 1] + place * rule.width + rank, tree.size[level]
+    if rule.listed.shape[0] > 0:
+        at = begin = tree.size[level - 1]
+        while at < end and rule.listed[level - 1, at - begin] != place * rule.width + rank:
+            at += 1
+    return at if at < end and tree.cost[at] < INFINITE else NONE
 
 
 @compiled(inline=True)
 def _follow(
-    trie: Trie, shortlist: ShortlistRanks, level: int, tree: Tree, scratch: Scratch, text: int, s: int, table: GrowthTable
-) -> bool:
-    """Goes down to the nodes of a level's frontier; whether one of them was not recorded."""
-    lost = False
+    trie: Trie, shortlist: ShortlistRanks, level: int, tree: Tree, scratch: Scratch, text: int
+) -> tuple[bool, int]:
+    """Goes down to the nodes of a level's frontier: whether one of them was not recorded, and the
+    place of the candidate ``text`` (NONE: it has none)."""
+    lost, on = False, NONE
     for j in range(tree.frontier[level]):
         scratch.following[j] = -1
         if tree.place[level, j] == NONE:
@@ -203,25 +226,28 @@ def _follow(
             rank = scratch.slots[above, rank]
         scratch.following[j] = trie.child[scratch.front[above], rank]
         lost |= scratch.following[j] < 0
-        table.read[s, level - 1] |= tree.place[level, j] == text
+        if tree.place[level, j] == text:
+            on = j
     for j in range(tree.frontier[level]):
         scratch.front[j] = scratch.following[j]
-    return lost
+    return lost, on
 
 
 @compiled(inline=True)
 def _rank(depth: int, tree: Tree, text: Index, s: int, table: GrowthTable) -> None:
-    """Writes the ranks of the text's candidates: how many are cheaper, or as cheap and earlier, among those of each depth."""
+    """Writes the ranks of the text's candidates: how many are cheaper, or as cheap and earlier,
+    among those of each depth."""
     for level in range(depth):
         at = text[level]
         if at == NONE:
             continue
-        before = 0
-        for deepest in range(depth):
-            for other in range(tree.size[deepest], tree.size[deepest + 1]):
-                before += tree.cost[other] < tree.cost[at] or (tree.cost[other] == tree.cost[at] and other < at)
-            if deepest >= level:
-                table.rank[s, deepest, level] = min(before, ABSENT - 1)
+        cost = tree.cost[at]
+        before = count_below(tree.cost[:at], cost + 1)
+        before += count_below(tree.cost[at : tree.size[level + 1]], cost)
+        table.rank[s, level, level] = min(before, ABSENT - 1)
+        for deepest in range(level + 1, depth):
+            before += count_below(tree.cost[tree.size[deepest] : tree.size[deepest + 1]], cost)
+            table.rank[s, deepest, level] = min(before, ABSENT - 1)
 
 
 @compiled(inline=True)

@@ -42,18 +42,18 @@ INFINITE: Final = 1 << 20
 def cheapest(cost: npt.NDArray[np.int64], begin: int, end: int, chosen: npt.NDArray[np.int64]) -> int:
     """Writes into ``chosen`` [n] the cheapest of the candidates ``begin`` to ``end``, best first, ties by creation order; how many
     there are. The chosen of the whole tree are closed under ancestors: a child costs no less than its parent and comes later."""
-    count = 0
+    room = chosen.shape[0]
+    count, worst = 0, INFINITE if room > 0 else 0
     for candidate in range(begin, end):
-        if cost[candidate] >= INFINITE:
+        own = cost[candidate]
+        if own >= worst:
             continue
-        if count == chosen.shape[0]:
-            if count == 0 or cost[candidate] >= cost[chosen[count - 1]]:
-                continue
-            count -= 1
-        at = count
-        while at > 0 and cost[chosen[at - 1]] > cost[candidate]:
+        at = min(count, room - 1)
+        while at > 0 and cost[chosen[at - 1]] > own:
             chosen[at] = chosen[at - 1]
             at -= 1
         chosen[at] = candidate
-        count += 1
+        count = min(count + 1, room)
+        if count == room:
+            worst = cost[chosen[room - 1]]
     return count

@@ -216,7 +216,7 @@ class Tree(NamedTuple):
         return Tree(*(x[number] for x in self))
 
 
-@compiled(eagle2, c2t)
+@compiled(eagle2, c2t, inline=True)
 def grow_level(rule: LevelRule, codes: Codes, front: Index, level: int, tree: Tree) -> None:
     """Makes a level of one tree: its candidates, the frontier that is expanded next, and what a stop and HeteroSpec read of it.
 
