@@ -7,7 +7,7 @@ weigh costs and a profile's check call that function.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -153,13 +153,12 @@ def rest_terms(r: MeasuredRound) -> Iterator[Share]:
 
 
 class RoundCosts(NamedTuple):
-    """Seconds by greedy (0) or sampled (1), and bucket of the context.
+    """Seconds by place: 2 * bucket of the context + 1 where the text is sampled.
 
-    ``first_s`` [2, buckets, LAG_LIMIT + 2]: the pass that reads a lag. ``later_s`` [places, passes
-    + 1]: what so many passes take beyond the first; a place is 2 * bucket + sampled, or,
-    ``by_position``, the position where the round begins. ``verify_s`` [2, buckets, NODE_LIMIT + 1]:
-    the target's pass by drafted tokens. ``emitted_s`` [2, buckets]: per emitted token. ``rest_s``:
-    per round.
+    ``first_s`` [places, LAG_LIMIT + 2]: the pass that reads a lag. ``later_s`` [places, passes + 1]
+    or, ``by_position``, [positions, passes + 1] by where the round begins: what so many passes take
+    beyond the first. ``verify_s`` [places, NODE_LIMIT + 1]: the target's pass by drafted tokens.
+    ``emitted_s`` [places]: per emitted token. ``rest_s``: per round.
     """
 
     first_s: FloatArray
@@ -193,19 +192,18 @@ def round_seconds(
 ) -> tuple[float, float, float]:
     """(drafting, verification, the whole round) in seconds. ``context``: tokens in the target's
     cache when the round begins."""
-    bucket = min(context // BUCKET, costs.verify_s.shape[1] - 1)
+    last = (costs.emitted_s.shape[0] >> 1) - 1
+    # Unsigned: compiled code then does not ask whether an index counts from the end.
+    place = np.uint64(2 * min(context // BUCKET, last) + sampled)
     draft_s = 0.0
     if passes > 0:
-        draft_s = costs.first_s[sampled, bucket, min(lag, LAG_LIMIT)]
+        draft_s = costs.first_s[place, np.uint64(min(lag, LAG_LIMIT))]
         if lag > LAG_LIMIT:
-            slope = (
-                costs.first_s[sampled, bucket, LAG_LIMIT + 1]
-                - costs.first_s[sampled, bucket, LAG_LIMIT]
-            )
+            slope = costs.first_s[place, LAG_LIMIT + 1] - costs.first_s[place, LAG_LIMIT]
             draft_s += (lag - LAG_LIMIT) * slope
-        place = position if costs.by_position else 2 * bucket + sampled
-        draft_s += costs.later_s[place, min(passes, costs.later_s.shape[1] - 1)]
-    verify_s = costs.verify_s[sampled, bucket, drafted] + costs.emitted_s[sampled, bucket] * emitted
+        row = np.uint64(position) if costs.by_position else place
+        draft_s += costs.later_s[row, np.uint64(min(passes, costs.later_s.shape[1] - 1))]
+    verify_s = costs.verify_s[place, np.uint64(drafted)] + costs.emitted_s[place] * emitted
     return draft_s, verify_s, draft_s + verify_s + costs.rest_s
 
 
@@ -230,24 +228,15 @@ def round_costs(
     """
     check_priced(profile, kind)
     kinds = [kind._replace(sampled=sampled) for sampled in (False, True)]
-
-    verify = np.stack(
-        [_total(profile, k.verification, contexts, np.arange(1.0, NODE_LIMIT + 2)) for k in kinds]
-    )
-    emitted = np.stack([_total(profile, k.per_token, contexts)[:, 0] for k in kinds])
+    nodes, rows = np.arange(1.0, NODE_LIMIT + 2), np.arange(LAG_LIMIT + 2.0)
+    verify = _by_place(_total(profile, k.verification, contexts, nodes) for k in kinds)
+    emitted = _by_place(_total(profile, k.per_token, contexts) for k in kinds)[:, 0].copy()
     rest_s = float(sum(profile.seconds(term) for term in kind.rest))
-    rows = np.arange(LAG_LIMIT + 2.0)
     if not kind.draft:
-        return RoundCosts(
-            np.zeros((2, len(contexts), len(rows))),
-            np.zeros((1, 1)),
-            verify,
-            emitted,
-            rest_s,
-            False,
-        )
-    later = np.stack([pass_seconds(profile, k, contexts, rows) for k in kinds])
-    near = np.stack([_total(profile, (k.per_distribution,), contexts) for k in kinds])
+        first = np.zeros((len(verify), len(rows)))
+        return RoundCosts(first, np.zeros((len(verify), 1)), verify, emitted, rest_s, False)
+    later = _by_place(pass_seconds(profile, k, contexts, rows) for k in kinds)
+    near = _by_place(_total(profile, (k.per_distribution,), contexts) for k in kinds)
     first = later - near * (rows - 1)  # a lag of any length makes one distribution
     counts = np.arange(1.0, GAMMA_LIMIT + 1)
     once = np.append(
@@ -255,14 +244,10 @@ def round_costs(
         sum((profile.seconds(term, passes=counts) for term in kind.once), np.zeros(len(counts))),
     )
     if passes is None:
-        beyond = once + np.maximum(0.0, np.append(0.0, counts) - 1) * later[:, :, 1].T.reshape(
-            -1, 1
-        )
+        beyond = once + np.maximum(0.0, np.append(0.0, counts) - 1) * later[:, 1:2]
     else:
-        bucket = np.minimum(passes.contexts // BUCKET, len(contexts) - 1)
-        read = later[
-            passes.sampled[:, None], bucket[:, None], np.minimum(passes.rows, LAG_LIMIT)
-        ] * (passes.rows > 0)
+        place = 2 * np.minimum(passes.contexts // BUCKET, len(contexts) - 1) + passes.sampled
+        read = later[place[:, None], np.minimum(passes.rows, LAG_LIMIT)] * (passes.rows > 0)
         beyond = np.zeros((len(read), read.shape[1] + 2))
         np.cumsum(read, axis=1, out=beyond[:, 2:])
         beyond += once[np.minimum(np.arange(beyond.shape[1]), GAMMA_LIMIT)]
@@ -272,6 +257,12 @@ def round_costs(
     return RoundCosts(
         first, np.ascontiguousarray(beyond), verify, emitted, rest_s, passes is not None
     )
+
+
+def _by_place(tables: Iterable[FloatArray]) -> FloatArray:
+    """Tables [contexts, n], greedy and sampled, as one of [places, n]."""
+    both = np.stack(list(tables), axis=1)
+    return both.reshape(-1, both.shape[2])
 
 
 def pass_seconds(
@@ -300,10 +291,10 @@ def _total(
 
 
 FREE: Final = RoundCosts(
-    np.zeros((2, 1, LAG_LIMIT + 2)),
+    np.zeros((2, LAG_LIMIT + 2)),
     np.zeros((2, GAMMA_LIMIT + 1)),
-    np.zeros((2, 1, NODE_LIMIT + 1)),
-    np.zeros((2, 1)),
+    np.zeros((2, NODE_LIMIT + 1)),
+    np.zeros(2),
     0.0,
     False,
 )
@@ -376,7 +367,7 @@ def window_costs(
     if not last:
         return WindowCosts(0.0, (rounds[0],))
     place = 0 if costs.by_position else int(sampled)
-    first = costs.first_s[int(sampled), 0, 1]
+    first = costs.first_s[int(sampled), 1]
     step_s = max(
         LEAST,
         float(

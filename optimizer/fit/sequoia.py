@@ -311,11 +311,11 @@ def _costs(source: TreeSource, profile: str | None) -> _Costs:
     costs = round_costs(measured, kind, context)
     return _Costs(
         profile_id,
-        float(costs.first_s[sampled, 0, LAG] + costs.later_s[sampled, 1]),
+        float(costs.first_s[sampled, LAG] + costs.later_s[sampled, 1]),
         pass_seconds(measured, kind, context, np.arange(WIDTH_LIMIT + 1.0))[0],
-        costs.verify_s[sampled, 0],
+        costs.verify_s[sampled],
         costs.rest_s,
-        float(costs.emitted_s[sampled, 0]),
+        float(costs.emitted_s[sampled]),
     )
 
 

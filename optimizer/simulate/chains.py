@@ -57,9 +57,23 @@ class Sums(NamedTuple):
     round_s: FloatArray
 
 
+class Round(NamedTuple):
+    """A replayed round, by the columns of :data:`ROUND_COLUMNS`."""
+
+    start: int
+    drafted: int
+    accepted: int
+    emitted: int
+    passes: int
+    lag: int
+    depth: int
+    bin: int
+
+
 Total = tuple[int, int, int, int, float]
 """Rounds of a request, accepted tokens, drafted ones, passes of the draft, seconds. (A tuple:
 compiled code keeps it in registers.)"""
+NOTHING: Final = (0, 0, 0, 0, 0.0)
 
 
 @compiled(inline=True)
@@ -76,23 +90,26 @@ def add_request(sums: Sums, i: int, length: int, total: Total) -> None:
 
 
 @compiled(inline=True)
-def write_round(
-    sums: Sums, used: int, i: int, start: int, drafted: int, accepted: int, emitted: int, passes: int, lag: int, depth: int, bin_: int,
-    seconds: tuple[float, float, float],
-) -> int:  # fmt: skip
-    """Writes a round of the i-th request after ``used`` others; how many there are now."""
-    row = sums.rounds[used]
-    row[0], row[1], row[2], row[3], row[4], row[5] = (
-        i,
-        start,
-        drafted,
-        drafted + 1,
-        accepted,
-        emitted,
+def add_round(
+    sums: Sums, used: int, i: int, r: Round, seconds: tuple[float, float, float], total: Total
+) -> tuple[int, Total]:
+    """Adds a round to its request's total, and writes it, where rounds are asked for, after
+    ``used`` others: how many there are now, and the total."""
+    if sums.per_round:
+        row = sums.rounds[used]
+        row[0], row[1], row[2], row[3] = i, r.start, r.drafted, r.drafted + 1
+        row[4], row[5], row[6], row[7] = r.accepted, r.emitted, r.passes, r.lag
+        row[8], row[9] = r.depth, r.bin
+        sums.round_s[used, 0], sums.round_s[used, 1], sums.round_s[used, 2] = seconds
+        used += 1
+    rounds, accepted, drafted, passes, before_s = total
+    return used, (
+        rounds + 1,
+        accepted + r.accepted,
+        drafted + r.drafted,
+        passes + r.passes,
+        before_s + seconds[2],
     )
-    row[6], row[7], row[8], row[9] = passes, lag, depth, bin_
-    sums.round_s[used, 0], sums.round_s[used, 1], sums.round_s[used, 2] = seconds
-    return used + 1
 
 
 @compiled(windows, costs_module)
@@ -109,14 +126,10 @@ def replay_chains(
     used = 0
     for i in range(len(texts.order)):
         r = texts.order[i]
-        begin, length, budget, context = (
-            texts.offsets[r],
-            texts.offsets[r + 1] - texts.offsets[r],
-            texts.budgets[r],
-            texts.prompts[r] - 1,
-        )
+        begin, sampled = texts.offsets[r], texts.sampled[r]
+        length, budget, context = texts.offsets[r + 1] - begin, texts.budgets[r], texts.prompts[r] - 1
         reset(window, state)
-        start, lag, total = 0, 1, (0, 0, 0, 0, 0.0)
+        start, lag, total = 0, 1, NOTHING
         while start < length:
             word = int(words[begin + start])
             gamma = max(0, min(int(state.gamma[0]), budget - start - 1))
@@ -125,39 +138,12 @@ def replay_chains(
             emitted = min(accepted + 1, length - start)
             accepted = min(accepted, emitted)
             seconds = round_seconds(
-                costs,
-                texts.sampled[r],
-                context + start,
-                begin + start,
-                lag,
-                passes,
-                drafted,
-                emitted,
+                costs, sampled, context + start, begin + start, lag, passes, drafted, emitted
             )
             cached = 1 if (word >> 24) < accepted else 0
             advance(window, state, drafted, accepted, cached, seconds[0], seconds[1])
-            if sums.per_round:
-                used = write_round(
-                    sums,
-                    used,
-                    i,
-                    start,
-                    drafted,
-                    accepted,
-                    emitted,
-                    passes,
-                    lag,
-                    drafted,
-                    NO_BIN,
-                    seconds,
-                )
-            total = (
-                total[0] + 1,
-                total[1] + accepted,
-                total[2] + drafted,
-                total[3] + passes,
-                total[4] + seconds[2],
-            )
+            done = Round(start, drafted, accepted, emitted, passes, lag, drafted, NO_BIN)
+            used, total = add_round(sums, used, i, done, seconds, total)
             lag = emitted - min(accepted, passes - 1) if passes > 0 else lag + emitted
             start += emitted
         add_request(sums, i, length, total)

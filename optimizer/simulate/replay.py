@@ -17,7 +17,7 @@ import numpy.typing as npt
 from spectune.optimizer.simulate.chains import ROUND_COLUMNS, Sums, replay_chains
 from spectune.optimizer.simulate.choosers import run_chosen
 from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace
-from spectune.optimizer.simulate.trees import Grown, TreeLimits, replay_trees, stop_levels
+from spectune.optimizer.simulate.trees import Grown, TreeLimits, replay_trees
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import ChooserPolicy, Policy
 from spectune.runtime.policies.plan import Plan
@@ -75,9 +75,8 @@ def run_replay(
     state = init_state(prepared.window) if state is None else state.fork()
     if trace.uses_trees(policy):
         return _run_trees(trace, policy, prepared, state, profile, per_round=per_round, approximate=approximate)
-    words = trace.outcomes(policy, prepared.stop, prepared.shortlist)
+    words, doubtful = trace.outcomes(policy, prepared.stop, prepared.shortlist)
     costs, before = trace.costs(prepared, profile)
-    doubtful = trace.doubtful(policy, prepared.stop)
     sums = _sums(trace, before, per_round=per_round or len(doubtful) > 0)
     used = replay_chains(prepared.window, state, trace.texts, words, costs, sums)
     rounds, round_s = sums.rounds[:used].copy(), sums.round_s[:used].copy()
@@ -111,7 +110,7 @@ def _run_trees(
     forest = trace.forests[policy.draft, getattr(policy.growth, "proposals", "coupled")]
     grown = Grown(
         growth.rank, growth.pool, growth.read, growth.phi,
-        stop_levels(growth, prepared.rules, trace._sampled_positions()), growth.end, growth.missing, trace._first_seen,
+        trace.stops(growth, prepared.rules), growth.end, growth.missing, trace.first_seen,
     )  # fmt: skip
     limits = TreeLimits.of(prepared.rules[0], rereads=not forest.shared)
     sums = _sums(trace, before, per_round=per_round)

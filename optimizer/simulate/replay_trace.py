@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -37,12 +37,40 @@ from spectune.traces.schema import ChainPanorama, Counts, LatencyProfile, Outcom
 
 FloatArray = npt.NDArray[np.float64]
 
+ALL_KNOWN: Final[Index] = np.zeros(0, np.int64)
+
 CACHED_GROWTHS: Final = 48
 """Growth tables a trace keeps (a few hundred bytes a position each)."""
 CACHED_TABLES: Final = 64
 """Tabulations a trace keeps (4 bytes a position each)."""
 CACHED_COSTS: Final = 16
 """Tables of costs a trace keeps (for trees, 8 bytes a position and pass)."""
+
+
+Made = TypeVar("Made")
+
+
+class Memo(Generic[Made]):
+    """The ``limit`` results that were asked for last, by key. Safe to share between threads, which
+    may make the same one twice."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[Hashable, Made] = OrderedDict()
+
+    def get(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """The result kept under ``key``, or else what ``make`` returns."""
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+        made = make()
+        with self._lock:
+            self._kept[key] = made
+            while len(self._kept) > self.limit:
+                self._kept.popitem(last=False)
+        return made
 
 
 class ReplayTrace:
@@ -74,7 +102,7 @@ class ReplayTrace:
         self.order: Index = np.arange(len(self.trajectories))
         self.seed = seed
         self.max_context = int((self.prompts + lengths).max(initial=1))
-        self._first_seen = np.concatenate([np.zeros(0, np.int32), *(first_occurrences(t) for t in trajectories)])
+        self.first_seen = np.concatenate([np.zeros(0, np.int32), *(first_occurrences(t) for t in trajectories)])
         self.chains: dict[str, Chains] = {d: join_chains(self.trajectories, p) for d, p in panoramas.items()}
         self.forests: dict[tuple[str, str], Forest] = {k: join_trees(self.trajectories, p) for k, p in (trees or {}).items()}
         self.ranked: dict[tuple[str, str], RankedForest] = {}
@@ -83,11 +111,12 @@ class ReplayTrace:
             if key not in self.forests:
                 raise TraceError(f"ranks of draft {draft!r} given without its trees ({source.proposals})")
             self.ranked[draft, fitted] = join_ranks(self.forests[key], self.trajectories, (trees or {})[key], source)
-        self._growths: OrderedDict[tuple[object, ...], GrowthTable] = OrderedDict()
-        self._lock = threading.Lock()
-        self._tables: OrderedDict[tuple[object, ...], Words] = OrderedDict()
-        self._doubtful: dict[tuple[object, ...], Index] = {}
-        self._costs: OrderedDict[tuple[object, ...], tuple[LatencyProfile, object, RoundCosts, FloatArray]] = OrderedDict()
+        self.hot: npt.NDArray[np.bool_] = np.repeat(self.sampled > 0, lengths)
+        """Positions of sampled texts, bool [positions]."""
+        self._growths: Memo[GrowthTable] = Memo(CACHED_GROWTHS)
+        self._stops: Memo[tuple[GrowthTable, npt.NDArray[np.uint8]]] = Memo(CACHED_GROWTHS)
+        self._tables: Memo[tuple[Words, Index]] = Memo(CACHED_TABLES)
+        self._costs: Memo[tuple[LatencyProfile, object, RoundCosts, FloatArray]] = Memo(CACHED_COSTS)
 
     @property
     def request_ids(self) -> tuple[str, ...]:
@@ -112,42 +141,41 @@ class ReplayTrace:
         part.order = np.array(list(requests), dtype=np.int64)
         return part
 
-    def outcomes(self, policy: Policy, stop: CompiledStop, shortlist: ShortlistRule | None = None) -> Words:
-        """:func:`optimizer.simulate.chain_tables.tabulate` for a policy's draft and stop, remembered; under a
-        shortlist what it leaves. TraceError if
+    def outcomes(
+        self, policy: Policy, stop: CompiledStop, shortlist: ShortlistRule | None = None
+    ) -> tuple[Words, Index]:
+        """:func:`optimizer.simulate.chain_tables.tabulate` for a policy's draft and stop, under a
+        shortlist what it leaves; and the step from which an outcome is not known, because none of
+        the recorded children is in the shortlist and nothing else says what the draft would
+        propose, int64 [positions] ([0] where every outcome is). Remembered. Raises TraceError if
         too little was recorded."""
         if not policy.speculates:
-            return self._remember("", stop, None)
+            return np.zeros(int(self.offsets[-1]), np.uint32), ALL_KNOWN
         chains = self.chains.get(policy.draft)
         if chains is None:
             known = ", ".join(sorted(self.chains)) or "none"
             raise TraceError(f"the recording has no panorama of draft {policy.draft!r} (it has: {known}); retrace it")
         check_reach(policy, chains)
-        words = self._remember(policy.draft, stop, chains)
-        return words if shortlist is None else self._shortlisted(policy, stop, shortlist, words)
+        whole = self._tables.get(
+            (policy.draft, stop),
+            lambda: (tabulate(chains, self.offsets, self.first_seen, stop, self.seed), ALL_KNOWN),
+        )
+        if shortlist is None:
+            return whole
+        key = (policy.draft, stop, policy.shortlist.model_dump_json())
+        return self._tables.get(key, lambda: self._shortlisted(policy, stop, shortlist, whole[0]))
 
-    def _shortlisted(self, policy: Policy, stop: CompiledStop, rule: ShortlistRule, words: Words) -> Words:
+    def _shortlisted(
+        self, policy: Policy, stop: CompiledStop, rule: ShortlistRule, words: Words
+    ) -> tuple[Words, Index]:
         if self.chains[policy.draft].drawn.any():
             raise TraceError(
                 "shortlist: texts of the rejection verifier do not show what a draft would propose from a part of the vocabulary; record "
                 "with the coupled one"
             )
-        key = (policy.draft, stop, policy.shortlist.model_dump_json())
-        with self._lock:
-            found = self._tables.get(key)
-        if found is None:
-            forest, ranked = self._forest(policy, "coupled", 1), self._ranked(policy, rule)
-            found, doubtful = restricted(words, forest, shortlist_ranks(forest, rule, GAMMA_LIMIT, ranked), stop, ranked)
-            with self._lock:
-                self._doubtful[key] = doubtful
-            self._keep(key, found)
-        return found
-
-    def doubtful(self, policy: Policy, stop: CompiledStop) -> Index:
-        """The step from which a shortlisted chain's outcome is not known, because none of the recorded children is in the shortlist and
-        nothing else says what the draft would propose, int64 [positions]; [0] where every outcome is. Asked after :meth:`outcomes`."""
-        found = self._doubtful.get((policy.draft, stop, policy.shortlist.model_dump_json()))
-        return np.zeros(0, np.int64) if found is None or (found >= GAMMA_LIMIT).all() else found
+        forest, ranked = self._forest(policy, "coupled", 1), self._ranked(policy, rule)
+        left, doubtful = restricted(words, forest, shortlist_ranks(forest, rule, GAMMA_LIMIT, ranked), stop, ranked)
+        return left, ALL_KNOWN if (doubtful >= GAMMA_LIMIT).all() else doubtful
 
     def _ranked(self, policy: Policy, rule: ShortlistRule) -> RankedForest | None:
         """The ranks under a policy's shortlist, if they were given; its artifact may be abbreviated."""
@@ -185,42 +213,26 @@ class ReplayTrace:
         stops = policy.stop.kind != "none" and policy.growth.kind == "static"
         depth = max(policy.depth_max, forest.depth)  # shallower policies share the deepest one's table
         key = (policy.draft, proposals, document, depth, stops, policy.shortlist.model_dump_json())
-        with self._lock:
-            found = self._growths.get(key)
-            if found is not None:
-                self._growths.move_to_end(key)
-                return found
-        hot = self._sampled_positions()
-        ranks = None
-        if shortlist is not None:
-            ranks = shortlist_ranks(forest, shortlist, depth, self._ranked(policy, shortlist))
-        made = tabulate_growth(forest, [(rules[0], np.flatnonzero(~hot)), (rules[1], np.flatnonzero(hot))], depth, ranks)
-        with self._lock:
-            self._growths[key] = made
-            while len(self._growths) > CACHED_GROWTHS:
-                self._growths.popitem(last=False)
-        return made
 
-    def _sampled_positions(self) -> npt.NDArray[np.bool_]:
-        return np.repeat(self.sampled > 0, np.diff(self.offsets))
+        def make() -> GrowthTable:
+            ranks = None
+            if shortlist is not None:
+                ranks = shortlist_ranks(forest, shortlist, depth, self._ranked(policy, shortlist))
+            each = [(rules[0], np.flatnonzero(~self.hot)), (rules[1], np.flatnonzero(self.hot))]
+            return tabulate_growth(forest, each, depth, ranks)
 
-    def _remember(self, draft: str, stop: CompiledStop, chains: Chains | None) -> Words:
-        with self._lock:
-            found = self._tables.get((draft, stop))
-            if found is not None:
-                self._tables.move_to_end((draft, stop))
-                return found
-        made = np.zeros(int(self.offsets[-1]), dtype=np.uint32)
-        if chains is not None:
-            made = tabulate(chains, self.offsets, self._first_seen, stop, self.seed)
-        self._keep((draft, stop), made)
-        return made
+        return self._growths.get(key, make)
 
-    def _keep(self, key: tuple[object, ...], words: Words) -> None:
-        with self._lock:
-            self._tables[key] = words
-            while len(self._tables) > CACHED_TABLES:
-                self._doubtful.pop(self._tables.popitem(last=False)[0], None)
+    def stops(self, growth: GrowthTable, rules: tuple[TreeRule, TreeRule]) -> npt.NDArray[np.uint8]:
+        """The level at which the rules' stop triggers in each start's tree, uint8 [positions]
+        (:meth:`GrowthTable.stops`); remembered."""
+        key = (id(growth), *((r.max_logp, r.max_joint, r.max_entropy, r.reads_stop) for r in rules))
+
+        def make() -> tuple[GrowthTable, npt.NDArray[np.uint8]]:
+            cold, hot = (growth.stops(rule) for rule in rules)
+            return growth, np.where(self.hot, hot, cold).astype(np.uint8)
+
+        return self._stops.get(key, make)[1]  # holds the growth, whose id is then not another's
 
     def costs(
         self, plan: Plan, profile: LatencyProfile | None, growth: GrowthTable | None = None
@@ -231,17 +243,14 @@ class ReplayTrace:
             return FREE, np.zeros(len(self.trajectories))
         kind = RoundKind.of(plan.policy, tree=growth is not None)
         key = (id(profile), id(growth), kind, plan.policy.shortlist.model_dump_json())
-        with self._lock:
-            found = self._costs.get(key)
-        if found is None:
+
+        def make() -> tuple[LatencyProfile, object, RoundCosts, FloatArray]:
             passes, more = self._passes(plan, profile, growth)
             tables = round_costs(profile, kind, middles(self.max_context), passes=passes, shortlist_s=more)
-            found = (profile, growth, tables, profile.request_seconds(kind.draft or None, self.prompts))
-            with self._lock:
-                self._costs[key] = found  # holds profile and growth, so that their ids are not given to others
-                while len(self._costs) > CACHED_COSTS:
-                    self._costs.popitem(last=False)
-        return found[2], found[3]
+            before = profile.request_seconds(kind.draft or None, self.prompts)
+            return profile, growth, tables, before  # the ids of the first two are not others' then
+
+        return self._costs.get(key, make)[2:]
 
     def _passes(
         self, plan: Plan, profile: LatencyProfile, growth: GrowthTable | None
@@ -264,7 +273,7 @@ class ReplayTrace:
             return None, more
         starts = np.arange(self.offsets[-1]) - np.repeat(self.offsets[:-1], np.diff(self.offsets))
         contexts = np.repeat(self.prompts - 1, np.diff(self.offsets)) + starts
-        return Passes(rows.astype(np.int64), contexts, self._sampled_positions().astype(np.int64)), more
+        return Passes(rows.astype(np.int64), contexts, self.hot.astype(np.int64)), more
 
 
 @dataclass(frozen=True, eq=False)

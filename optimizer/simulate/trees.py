@@ -13,8 +13,15 @@ import spectune.optimizer.simulate.chains as chain_replay
 import spectune.optimizer.simulate.tree_tables as tree_tabulation
 import spectune.runtime.policies.heterospec as heterospec
 import spectune.traces.schema as schema
-from spectune.optimizer.simulate.chains import Sums, Texts, add_request, write_round
-from spectune.optimizer.simulate.tree_tables import ABSENT, NEVER, GrowthTable
+from spectune.optimizer.simulate.chains import (
+    NOTHING,
+    Round,
+    Sums,
+    Texts,
+    add_request,
+    add_round,
+)
+from spectune.optimizer.simulate.tree_tables import ABSENT, NEVER
 from spectune.runtime.costs import RoundCosts, round_seconds
 from spectune.runtime.policies.heterospec import bin_of
 from spectune.runtime.policies.jit import compiled
@@ -102,14 +109,10 @@ def replay_trees(
     used, deepest = 0, grown.rank.shape[1]
     for i in range(len(texts.order)):
         r = texts.order[i]
-        begin, length, budget, context = (
-            texts.offsets[r],
-            texts.offsets[r + 1] - texts.offsets[r],
-            texts.budgets[r],
-            texts.prompts[r] - 1,
-        )
+        begin, sampled = texts.offsets[r], texts.sampled[r]
+        length, budget, context = texts.offsets[r + 1] - begin, texts.budgets[r], texts.prompts[r] - 1
         reset(window, state)
-        start, lag, total = 0, 1, (0, 0, 0, 0, 0.0)
+        start, lag, total = 0, 1, NOTHING
         while start < length:
             s, limit = begin + start, budget - start - 1
             gamma = max(0, min(int(state.gamma[0]), limit))
@@ -145,31 +148,11 @@ def replay_trees(
                     cached = 1
                     break
             seconds = round_seconds(
-                costs, texts.sampled[r], context + start, s, lag, passes, drafted, emitted
+                costs, sampled, context + start, s, lag, passes, drafted, emitted
             )
             advance(window, state, levels, accepted, cached, seconds[0], seconds[1])
-            if sums.per_round:
-                used = write_round(
-                    sums,
-                    used,
-                    i,
-                    start,
-                    drafted,
-                    accepted,
-                    emitted,
-                    passes,
-                    lag,
-                    levels,
-                    bin_,
-                    seconds,
-                )
-            total = (
-                total[0] + 1,
-                total[1] + accepted,
-                total[2] + drafted,
-                total[3] + passes,
-                total[4] + seconds[2],
-            )
+            done = Round(start, drafted, accepted, emitted, passes, lag, levels, bin_)
+            used, total = add_round(sums, used, i, done, seconds, total)
             if passes > 0:
                 lag = emitted if limits.rereads else emitted - reads
             else:
@@ -178,10 +161,3 @@ def replay_trees(
         add_request(sums, i, length, total)
     return used
 
-
-def stop_levels(
-    growth: GrowthTable, rules: tuple[TreeRule, TreeRule], sampled: npt.NDArray[np.bool_]
-) -> npt.NDArray[np.uint8]:
-    """The level at which the stop triggers, uint8 [positions]; ``sampled`` bool [positions]."""
-    cold, hot = (growth.stops(rule) for rule in rules)
-    return np.where(sampled, hot, cold).astype(np.uint8)

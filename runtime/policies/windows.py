@@ -161,6 +161,8 @@ def advance(
     are read by ``recent`` costs alone.
     """
     kind, limits, gamma = window.kind, window.limits, int(state.gamma[0])
+    if kind == FIXED:
+        return
     if kind == FSM:
         gamma = fsm(gamma, num_drafted, num_accepted)
     elif kind == CACHE_FSM:
