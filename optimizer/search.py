@@ -146,9 +146,8 @@ def shortlist_bounds(trials: Iterable[Trial], profile: LatencyProfile) -> dict[s
     for draft in profile.drafts:
         own = [t for t in plain if t.policy.draft == draft]
         if own and fastest > 0 and profile.shortlist_sizes(draft, routed=True):
-            found[draft] = {
-                kind: max(t.reach(saved_s(profile, draft, kind)) for t in own) / fastest for kind in ("fixed", "routed")
-            }
+            saved = {kind: saved_s(profile, draft, kind) for kind in ("fixed", "routed")}
+            found[draft] = {kind: max(t.reach(s) for t in own) / fastest for kind, s in saved.items()}
     return found
 
 
@@ -264,7 +263,8 @@ class _Judge:
 
     def value(self, policy: Policy, origin: str) -> float:
         """Predicted tokens/s; 0 for a policy beyond the recording."""
-        if policy.id not in self.done and policy.id not in self.beyond:
+        key = policy.id
+        if key not in self.done and key not in self.beyond:
             parts = [
                 run_replay(part, judged, self.profile, artifacts=self.artifacts, approximate=True)
                 for part, judged in _parts(self.trace, policy, self.shortlists.get(policy.draft))
@@ -272,9 +272,9 @@ class _Judge:
             sums = sum((part.total for part in parts), Counts())
             trial = Trial(policy, sums.tokens_per_s, origin, sums.draft_steps / sums.seconds if sums.seconds > 0 else 0.0)
             misses = sum(part.missing for part in parts) > MISSING_SHARE * sums.rounds
-            (self.beyond if misses else self.done)[policy.id] = trial
+            (self.beyond if misses else self.done)[key] = trial
             self.best = max(self.best, 0.0 if misses else trial.value)
-        return 0.0 if policy.id in self.beyond else self.done[policy.id].value
+        return self.done[key].value if key in self.done else 0.0
 
 
 def _seeded_study(
