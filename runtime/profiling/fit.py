@@ -121,7 +121,7 @@ def _rises(shape: Sequence[int]) -> FloatArray:
     is negative, more rows, passes or context never take less."""
     table: FloatArray = np.ones((1, 1))
     for n in shape:
-        table = np.kron(table, np.tri(n))
+        table = np.asarray(np.kron(table, np.tri(n)), np.float64)
     return table
 
 
