@@ -15,7 +15,7 @@ from spectune.runtime.decoder import Decoded, Decoder, prepare_for
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import DecodeRequest, PolicySource, StaticSource
 from spectune.runtime.policies.artifacts import Artifacts
-from spectune.runtime.policies.document import Policy
+from spectune.runtime.policies.document import AnyPolicy, Policy
 from spectune.runtime.policies.prepare import prepare
 from spectune.traces.schema import (
     Counts,
@@ -194,7 +194,7 @@ class Comparison:
     that a race did not drop."""
 
     outcomes: dict[str, Outcome]
-    policies: dict[str, Policy]
+    policies: dict[str, AnyPolicy]
     texts_differ: int
     timings: Timings
     survivors: tuple[str, ...]
@@ -258,7 +258,7 @@ def eliminate(
 
 def race(
     pair: LoadedPair,
-    policies: Sequence[Policy],
+    policies: Sequence[AnyPolicy],
     encoded: Encoded,
     *,
     whole: Collection[str] = (),
@@ -314,7 +314,7 @@ def race(
 
 def decoders_for(
     pair: LoadedPair,
-    policies: Sequence[Policy],
+    policies: Sequence[AnyPolicy],
     encoded: Encoded,
     profile: LatencyProfile | None,
     artifacts: Artifacts | None,

@@ -5,20 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from spectune.runtime.pair import PairSpec, expanded, head_config, is_head
-from spectune.runtime.policies.document import ChooserPolicy, Policy, TopKGrowth
+from spectune.runtime.policies.document import AnyPolicy, ChooserPolicy, TopKGrowth
 from spectune.traces.errors import PolicyError
 
 
-def engine_settings(policy: Policy, pair: PairSpec, engine: str) -> dict[str, Any]:
+def engine_settings(policy: AnyPolicy, pair: PairSpec, engine: str) -> dict[str, Any]:
     """Settings of ``vllm``, ``sglang`` or ``tensorrt-llm`` for a fixed window without a stop: a chain, or EAGLE-2's tree of a head
     where the engine has trees.
 
     Raises PolicyError for a policy those engines cannot express: a window that adapts by our rules, a stop, another growth or score.
     """
-    if not policy.speculates:
-        return {}
     if isinstance(policy, ChooserPolicy):
         raise PolicyError(f"{engine} cannot choose a draft for each prompt; export one of the candidates that `fit chooser` printed")
+    if not policy.speculates:
+        return {}
     if policy.window.kind != "fixed" or policy.stop.kind != "none":
         raise PolicyError(
             f"{engine} cannot express {policy.label()!r}; export a fixed window without a stop "

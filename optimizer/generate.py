@@ -14,15 +14,15 @@ from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import Round, StaticSource
 from spectune.runtime.policies.document import AUTOREGRESSIVE
-from spectune.runtime.policies.plan import Plan
 from spectune.runtime.policies.prepare import prepare
+from spectune.runtime.policies.prepared_chooser import AnyPlan
 from spectune.traces.schema import Request
 from spectune.traces.text import printable
 
 
 def generate(
     pair: LoadedPair,
-    prepared: Plan,
+    prepared: AnyPlan,
     prompt: str,
     options: DecodeOptions,
     console: Console,
@@ -97,7 +97,7 @@ def generate(
     return result
 
 
-def _touch(pair: LoadedPair, prepared: Plan, item: Request, ids: list[int], options: DecodeOptions) -> None:
+def _touch(pair: LoadedPair, prepared: AnyPlan, item: Request, ids: list[int], options: DecodeOptions) -> None:
     """A few rounds under both policies, so that first touches of the weights are not timed."""
     for policy in (AUTOREGRESSIVE, prepared.policy):
         ready = prepare(policy, pair.draft_names) if policy is AUTOREGRESSIVE else prepared

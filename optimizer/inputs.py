@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from spectune.demo.prompts import demo_workload
-from spectune.runtime.policies.document import BUILT_IN, Policy, parse_policy
+from spectune.runtime.policies.document import BUILT_IN, AnyPolicy, parse_policy
 from spectune.traces.errors import PolicyError, WorkloadError
 from spectune.traces.files import is_file, parse_json, read_json
 from spectune.traces.schema import Workload
@@ -39,28 +39,28 @@ def load_workload(
     return take(workload, limit)
 
 
-def read_policy_file(path: str) -> Policy:
+def read_policy_file(path: str) -> AnyPolicy:
     """A policy document from a JSON file. Raises PolicyError naming file and mistake."""
     return parse_policy(read_json(path, f"--policy {path}", PolicyError, missing="No such file"), where=path)
 
 
-def published_policy(publication: Publication) -> Policy:
+def published_policy(publication: Publication) -> AnyPolicy:
     """The policy of a publication. Raises PolicyError naming its version where what was published is none."""
     return _stored(publication, f"publication {publication.version}")
 
 
-def stored_policy(stored: StoredPolicy) -> Policy:
+def stored_policy(stored: StoredPolicy) -> AnyPolicy:
     """A policy kept in the database. Raises PolicyError naming its id where the document is none."""
     return _stored(stored, f"policy {stored.id}")
 
 
-def _stored(row: Publication | StoredPolicy, where: str) -> Policy:
+def _stored(row: Publication | StoredPolicy, where: str) -> AnyPolicy:
     if row.problem:
         raise PolicyError(f"{where}: the document {row.problem}")
     return parse_policy(row.document, where=where)
 
 
-def named_policy(name: str) -> Policy | None:
+def named_policy(name: str) -> AnyPolicy | None:
     """A built-in policy, an inline JSON document, or a file; None when it is none of these (then it may be an id)."""
     if name in BUILT_IN:
         return BUILT_IN[name]

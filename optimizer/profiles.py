@@ -15,7 +15,7 @@ from spectune.optimizer.simulate.replay import replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.artifacts import Artifacts
-from spectune.runtime.policies.document import ChooserPolicy, Policy
+from spectune.runtime.policies.document import AnyPolicy, Policy
 from spectune.runtime.profiling import environment, measure_profile, refit_scale
 from spectune.traces.latency import LatencyProfile
 from spectune.traces.schema import Trajectory
@@ -139,7 +139,7 @@ def profile_for(
 def expected_seconds(
     trace: ReplayTrace,
     executed: Sequence[int],
-    policies: Iterable[Policy],
+    policies: Iterable[AnyPolicy],
     profile: LatencyProfile,
     artifacts: Artifacts | None = None,
 ) -> Expected:
@@ -150,7 +150,7 @@ def expected_seconds(
     the others' texts, on which it accepts more than on any to come.
     """
     policies = list(policies)
-    fitted_to_texts = any(p.shortlisted or isinstance(p, ChooserPolicy) for p in policies)
+    fitted_to_texts = any(not isinstance(p, Policy) or p.shortlisted for p in policies)
     over = list(executed) if fitted_to_texts else range(len(trace.order))
     requests, whole = {}, {}
     for policy in policies:

@@ -13,13 +13,13 @@ from spectune.optimizer.inputs import published_policy
 from spectune.optimizer.verdict import Tuned
 from spectune.runtime.decoder import prepare_for
 from spectune.runtime.loading import LoadedPair
-from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
+from spectune.runtime.policies.document import AUTOREGRESSIVE, AnyPolicy, Policy
 from spectune.traces.errors import PolicyError
 from spectune.traces.schema import LatencyProfile
 from spectune.traces.store import Publication, TraceStore
 
 
-def incumbent_of(store: TraceStore, pair: LoadedPair, active: Publication | None, profile: LatencyProfile) -> tuple[Policy, str]:
+def incumbent_of(store: TraceStore, pair: LoadedPair, active: Publication | None, profile: LatencyProfile) -> tuple[AnyPolicy, str]:
     """(the policy in force, ""), or where there is none or it cannot run, (autoregression, why)."""
     if active is None:
         return AUTOREGRESSIVE, ""
@@ -33,14 +33,15 @@ def incumbent_of(store: TraceStore, pair: LoadedPair, active: Publication | None
 
 
 def earlier_winners(store: TraceStore, pair: LoadedPair, count: int = 5) -> list[Policy]:
-    """The policies of the pair's newest publications, on any device; those that cannot be read are passed over."""
+    """The plain policies of the pair's newest publications, on any device; those that cannot be read are passed over."""
     found: dict[str, Policy] = {}
     for publication in store.list_publications(pair.id, limit=count):
         try:
             policy = published_policy(publication)
         except PolicyError:
             continue
-        found[policy.id] = policy
+        if isinstance(policy, Policy):
+            found[policy.id] = policy
     return list(found.values())
 
 

@@ -36,7 +36,7 @@ from spectune.optimizer.spaces import (
     with_shortlist,
 )
 from spectune.runtime.policies.artifacts import Artifacts
-from spectune.runtime.policies.document import ChooserPolicy, Policy
+from spectune.runtime.policies.document import AnyPolicy, ChooserPolicy, Policy
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.schema import Counts, LatencyProfile, Outcome
 
@@ -119,11 +119,12 @@ class Study:
         return {"searched": searched, "most_gained": bounds, "least_worth": TIE}
 
 
-def complexity(policy: Policy) -> tuple[int, int, int, int, int]:
+def complexity(policy: AnyPolicy) -> tuple[int, int, int, int, int]:
     """Orders policies from simple to elaborate: no speculation, chains before trees, whole heads before shortlists, then by the kinds of
     window and stop, then the shorter window. Choosers of drafts come last."""
+    if isinstance(policy, ChooserPolicy):
+        return 1 + 2 * len(GROWTH_ORDER), 0, 0, 0, 0
     growth = GROWTH_ORDER.index(policy.growth.kind) + len(GROWTH_ORDER) * int(policy.stratify is not None)
-    growth += 2 * len(GROWTH_ORDER) * int(isinstance(policy, ChooserPolicy))
     return (
         int(policy.speculates) + growth,
         SHORTLIST_ORDER.index(policy.shortlist.kind),
@@ -349,7 +350,7 @@ def rivals(study: Study, chosen: Iterable[Policy], count: int = 6) -> list[Trial
 
 def is_fixed(policy: Policy) -> bool:
     """Whether a policy drafts a fixed window with the whole output head, and nothing stops it."""
-    plain = policy.stop.kind == "none" and not policy.shortlisted and not isinstance(policy, ChooserPolicy)
+    plain = policy.stop.kind == "none" and not policy.shortlisted
     return policy.speculates and policy.window.kind == "fixed" and plain
 
 

@@ -12,9 +12,10 @@ from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.inputs import published_policy
 from spectune.runtime.decoder import prepare_for
 from spectune.runtime.loading import LoadedPair
-from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
-from spectune.runtime.policies.plan import Plan, check_verifier
+from spectune.runtime.policies.document import AUTOREGRESSIVE, AnyPolicy
+from spectune.runtime.policies.plan import check_verifier
 from spectune.runtime.policies.prepare import prepare
+from spectune.runtime.policies.prepared_chooser import AnyPlan
 from spectune.runtime.reload import Published, Status, WatchedSource
 from spectune.traces.errors import PolicyError
 from spectune.traces.schema import LatencyProfile, Sampling, Verifier
@@ -32,7 +33,7 @@ def last_good(
     profile: LatencyProfile | None,
     verifier: Verifier = "coupled",
     sampling: Sampling | None = None,
-) -> Plan:
+) -> AnyPlan:
     """The newest publication for this pair and device that this runtime can execute, or autoregression when there is none. Raises
     DatabaseError alone."""
     for publication in store.list_publications(pair.id, pair.device.type):
@@ -48,11 +49,11 @@ def last_good(
 def _prepared(
     store: TraceStore,
     pair: LoadedPair,
-    policy: Policy,
+    policy: AnyPolicy,
     profile: LatencyProfile | None,
     sampling: Sampling | None,
     version: int = 0,
-) -> Plan:
+) -> AnyPlan:
     """A policy made ready for a loaded pair. Raises PolicyError where it cannot run here, a router of another head and a chooser with a
     candidate that cannot run included; UnavailableError where it may be ready another time."""
     try:
@@ -70,7 +71,7 @@ def _prepared(
         raise PolicyError(str(error)) from None
 
 
-def _checked(prepared: Plan, verifier: Verifier, sampling: Sampling | None) -> Plan:
+def _checked(prepared: AnyPlan, verifier: Verifier, sampling: Sampling | None) -> AnyPlan:
     """The same, where no policy that may decode would make ``verifier`` lossy; else PolicyError."""
     for candidate in prepared.candidates:
         check_verifier(candidate.policy, verifier, sampling or Sampling())
@@ -81,7 +82,7 @@ def _checked(prepared: Plan, verifier: Verifier, sampling: Sampling | None) -> P
 def watch(
     store: TraceStore,
     pair: LoadedPair,
-    initial: Policy | None,
+    initial: AnyPolicy | None,
     profile: LatencyProfile | None,
     *,
     verifier: Verifier = "coupled",
@@ -112,7 +113,7 @@ def watch(
         except PolicyError as error:
             return Published(active.version, None, str(error))
 
-    def ready(policy: Policy, version: int) -> Plan:
+    def ready(policy: AnyPolicy, version: int) -> AnyPlan:
         return _checked(_prepared(store, pair, policy, latest_profile(), sampling, version), verifier, sampling)
 
     def acknowledge(version: int, status: Status, reason: str) -> None:

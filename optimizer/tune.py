@@ -35,10 +35,10 @@ from spectune.optimizer.verdict import Tuned, candidates_of, fastest_of, verdict
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import StaticSource
 from spectune.runtime.policies.artifacts import Artifacts
-from spectune.runtime.policies.document import AUTOREGRESSIVE, ChooserPolicy, Policy, parse_policy
+from spectune.runtime.policies.document import AUTOREGRESSIVE, AnyPolicy, ChooserPolicy, Policy, parse_policy
 from spectune.runtime.policies.draft_choice import Chooser
 from spectune.runtime.policies.prepare import prepare
-from spectune.runtime.policies.prepared_chooser import PREDICTED, prompt_key, stored_chooser
+from spectune.runtime.policies.prepared_chooser import PREDICTED, plain_policies, prompt_key
 from spectune.runtime.recording.trees import Cover
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.schema import Trajectory, Workload
@@ -169,7 +169,7 @@ class Tuning:
     test_part: list[int] = field(init=False)
     profile: StoredProfile = field(init=False)
     active: Publication | None = field(init=False)
-    incumbent: Policy = field(init=False)
+    incumbent: AnyPolicy = field(init=False)
     unusable: str = field(init=False)
     """Why what is in force cannot be the incumbent; empty where it is."""
     artifacts: Artifacts = field(init=False)
@@ -177,9 +177,9 @@ class Tuning:
     shortlists: dict[str, ShortlistLimit] = field(default_factory=dict)
     study: Study = field(init=False)
     study_id: str = field(init=False)
-    chooser: Policy | None = None
+    chooser: AnyPolicy | None = None
     compared: Comparison = field(init=False)
-    roles: dict[str, Policy] = field(init=False)
+    roles: dict[str, AnyPolicy] = field(init=False)
 
     @property
     def drafts(self) -> tuple[str, ...]:
@@ -213,7 +213,7 @@ class Tuning:
             trials=trials,
             seed=self.wanted.seed,
             incumbents=[
-                self.incumbent,
+                *plain_policies(self.incumbent, self.artifacts),
                 *(p for p in earlier_winners(self.store, self.pair) if p.draft in (*self.drafts, "none")),
             ],
             artifacts=self.artifacts,
@@ -223,7 +223,7 @@ class Tuning:
             progress=lambda done, total, best: self.progress(f"search, best {best:.0f} tokens/s", done, total),
         )
 
-    def predicted(self, policies: Iterable[Policy], part: Sequence[int]) -> dict[str, Any]:
+    def predicted(self, policies: Iterable[AnyPolicy], part: Sequence[int]) -> dict[str, Any]:
         """What replay says of some requests, by policy id, at the pace of the race."""
         trace = self.trace.select(part)
         profile, find = at_pace_of(self.profile.profile, self.compared.timings), self.artifacts
@@ -296,7 +296,7 @@ def _shortlists(tuning: Tuning) -> None:
     tuning.shortlists = fit_shortlists(
         store, pair, tuning.recording, list(worth), routed=routed, seed=tuning.wanted.seed, progress=progress
     )
-    policies = _decoding(tuning.incumbent, tuning.artifacts)
+    policies = plain_policies(tuning.incumbent, tuning.artifacts)
     ranks = ranks_for(store, pair, tuning.recording, tuning.shortlists, policies, progress=progress)
     if ranks:
         tuning.open(ranks=ranks)
@@ -311,8 +311,7 @@ def _choose(tuning: Tuning) -> None:
     """A chooser over the best policy of each draft, where choosing is predicted to gain beyond noise. The study is stored with it."""
     best: dict[str, Policy] = {}
     for trial in tuning.study.trials:
-        if not isinstance(trial.policy, ChooserPolicy):
-            best.setdefault(trial.policy.draft, trial.policy)
+        best.setdefault(trial.policy.draft, trial.policy)
     profile, seed = tuning.profile.id, tuning.wanted.seed
     try:
         made = fit_chooser_artifact(
@@ -403,12 +402,14 @@ def _conclude(tuning: Tuning) -> tuple[Tuned, bool]:
     return tuned, replaces
 
 
-def _roles(study: Study, incumbent: Policy, wanted: TuneOptions, chooser: Policy | None = None) -> dict[str, Policy]:
+def _roles(
+    study: Study, incumbent: AnyPolicy, wanted: TuneOptions, chooser: AnyPolicy | None = None
+) -> dict[str, AnyPolicy]:
     """Who is executed, by role; a policy that has several roles appears under each."""
-    chosen = [trial.policy for trial in finalists(study, wanted.finalists)]
+    chosen: list[AnyPolicy] = [trial.policy for trial in finalists(study, wanted.finalists)]
     chosen += [trial.policy for trial in rivals(study, chosen, wanted.rivals)]
     chosen += [chooser] if chooser is not None else []
-    roles = {f"finalist {i + 1}": policy for i, policy in enumerate(chosen)}
+    roles: dict[str, AnyPolicy] = {f"finalist {i + 1}": policy for i, policy in enumerate(chosen)}
     roles["autoregressive"] = AUTOREGRESSIVE
     fixed = study.best(is_fixed)
     if fixed is not None:
@@ -426,18 +427,13 @@ def _recording_policy(pair: LoadedPair) -> Policy:
     return Policy.model_validate({"draft": smallest, "window": {"kind": "fixed", "gamma": 2}})
 
 
-def _decoding(policy: Policy, artifacts: Artifacts) -> Sequence[Policy]:
-    """The policies that a policy may decode by: those that a chooser chooses from, else itself."""
-    return tuple(stored_chooser(policy, artifacts)[0].used.values()) if isinstance(policy, ChooserPolicy) else (policy,)
-
-
-def _artifacts(store: TraceStore, pair: LoadedPair, incumbent: Policy, trajectories: Sequence[Trajectory]) -> Artifacts:
+def _artifacts(store: TraceStore, pair: LoadedPair, incumbent: AnyPolicy, trajectories: Sequence[Trajectory]) -> Artifacts:
     """What finds artifacts. A chooser in force was fitted to another recording; what it predicts of this one's prompts is added to what is
     found of it, so that it replays."""
     find = fitted(store, pair.id)
     if not isinstance(incumbent, ChooserPolicy):
         return find
-    (name,) = incumbent.artifacts
+    name = incumbent.draft.artifact
     held = find(name)
     chooser = Chooser.from_document(held.document, held.arrays)
     if chooser.chooses:

@@ -9,7 +9,7 @@ from typing import Any
 
 from spectune.optimizer.execute import Comparison
 from spectune.optimizer.search import TIE, complexity
-from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
+from spectune.runtime.policies.document import AUTOREGRESSIVE, AnyPolicy
 from spectune.traces.schema import Outcome
 from spectune.traces.store import Publication
 
@@ -26,7 +26,7 @@ class Candidate:
     speed over the leader's of the race, projected to the whole workload, and ``left`` says whether the race ended with it."""
 
     role: str
-    policy: Policy
+    policy: AnyPolicy
     predicted: Outcome
     executed: Outcome
     ratio: tuple[float, float, float]
@@ -105,7 +105,7 @@ class Tuned:
 
 
 def candidates_of(
-    roles: Mapping[str, Policy], compared: Comparison, predicted: Mapping[str, Outcome], incumbent: Policy
+    roles: Mapping[str, AnyPolicy], compared: Comparison, predicted: Mapping[str, Outcome], incumbent: AnyPolicy
 ) -> list[Candidate]:
     """Those who raced, by role, each beside its prediction (by policy id)."""
     leader = compared.timings.leader(compared.survivors)

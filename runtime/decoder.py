@@ -22,11 +22,11 @@ from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import DecodeRequest, PolicySource, Round, Verified, decode_rounds
 from spectune.runtime.models import ids_tensor
 from spectune.runtime.policies.artifacts import Artifacts
-from spectune.runtime.policies.document import NODE_LIMIT, Policy
+from spectune.runtime.policies.document import NODE_LIMIT, AnyPolicy
 from spectune.runtime.policies.draft_choice import TARGET, keeps_reading
 from spectune.runtime.policies.plan import Plan, check_verifier
 from spectune.runtime.policies.prepare import prepare
-from spectune.runtime.policies.prepared_chooser import with_candidates
+from spectune.runtime.policies.prepared_chooser import AnyPlan, ChooserPlan
 from spectune.runtime.policies.prompt_features import Prompt
 from spectune.runtime.prompts import log_perplexity
 from spectune.runtime.sampling import Noise
@@ -90,21 +90,20 @@ class ModelBackend:
             model.canonical_passes for model in (self.pair.target, *self.pair.drafts.values())
         )
 
-    def choose(self, request: DecodeRequest, prepared: Plan) -> Plan:
+    def choose(self, request: DecodeRequest, chooser: ChooserPlan) -> Plan:
         """The candidate for a request's prompt. The draft that reads the perplexity has then read
         the prompt, and needs no prefill."""
-        assert prepared.chooser is not None
-        chooser, ids = prepared.chooser.chooser, request.prompt_ids
-        if not chooser.chooses:
-            return prepared.chooser.candidates[chooser.single]
-        nats, capacity, reader = math.nan, len(ids) + request.max_new_tokens + 1, chooser.reader
+        if chooser.single is not None:
+            return chooser.single
+        ids, reader = request.prompt_ids, chooser.chooser.reader
+        nats, capacity = math.nan, len(ids) + request.max_new_tokens + 1
         if reader == TARGET:
             self.pair.target.reserve(capacity + NODE_LIMIT)
             nats = log_perplexity(self.pair.target, ids)
         elif reader is not None:
             nats = self._readers[reader].begin_reading(ids, capacity + TREE_SLOTS)
             self._awake.discard(reader)
-        chosen = prepared.chooser.of_prompt(
+        chosen = chooser.of_prompt(
             Prompt.of(self.pair.text(ids), ids, nats), request.max_new_tokens, request.sampling
         )
         if reader is not None and keeps_reading(chosen.policy, reader):
@@ -374,13 +373,13 @@ class Decoder:
 
 def prepare_for(
     pair: LoadedPair,
-    policy: Policy,
+    policy: AnyPolicy,
     *,
     profile: LatencyProfile | None = None,
     version: int = 0,
     artifacts: Artifacts | None = None,
     sampling: Sampling | None = None,
-) -> Plan:
+) -> AnyPlan:
     """:func:`runtime.policies.prepare.prepare` for a loaded pair, with everything done that its first
     rounds would otherwise wait for: a shortlist's weights are cut out, and the quickest ways to
     multiply them measured; on CUDA the graphs that rounds at ``sampling`` (None: any) can need are
@@ -388,22 +387,11 @@ def prepare_for(
 
     Raises PolicyError as ``prepare``, and for a router of another head.
     """
-    prepared = prepare(
-        policy,
-        pair.draft_names,
-        profile=profile,
-        version=version,
-        artifacts=artifacts,
-    )
-    if prepared.chooser is not None:
-        return with_candidates(
-            prepared,
-            {
-                name: _made_aside(pair, p, sampling)
-                for name, p in prepared.chooser.candidates.items()
-            },
-        )
-    return _made_aside(pair, prepared, sampling)
+    plan = prepare(policy, pair.draft_names, profile=profile, version=version, artifacts=artifacts)
+    if isinstance(plan, ChooserPlan):
+        plans = {name: _made_aside(pair, p, sampling) for name, p in plan.plans.items()}
+        return replace(plan, plans=plans)
+    return _made_aside(pair, plan, sampling)
 
 
 def _made_aside(pair: LoadedPair, prepared: Plan, sampling: Sampling | None) -> Plan:

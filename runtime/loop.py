@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from spectune.runtime.drafts.protocol import Drafted
 from spectune.runtime.policies.plan import Plan
+from spectune.runtime.policies.prepared_chooser import AnyPlan, ChooserPlan
 from spectune.runtime.session import Session, Sessions
 from spectune.traces.schema import NO_BIN, Finish, Sampling, Step, Verifier
 
@@ -62,7 +63,7 @@ class Backend(Protocol):
     @property
     def canonical_passes(self) -> int: ...
 
-    def choose(self, request: DecodeRequest, prepared: Plan) -> Plan:
+    def choose(self, request: DecodeRequest, chooser: ChooserPlan) -> Plan:
         """The candidate of a chooser under which the request is decoded. Called before ``begin``,
         or between two rounds."""
 
@@ -83,7 +84,7 @@ class Backend(Protocol):
 class PolicySource(Protocol):
     """Where the loop looks for its policy, once a round; must answer at once."""
 
-    def current(self) -> Plan:
+    def current(self) -> AnyPlan:
         """The policy in force. A different object than last time is a swap."""
 
 
@@ -91,9 +92,9 @@ class PolicySource(Protocol):
 class StaticSource:
     """One policy for ever."""
 
-    prepared: Plan
+    prepared: AnyPlan
 
-    def current(self) -> Plan:
+    def current(self) -> AnyPlan:
         return self.prepared
 
 
@@ -153,14 +154,14 @@ class _InForce:
     ) -> None:
         self._backend, self._request = backend, request
         self._source, self._sessions = source, sessions
-        self._found: Plan | None = None
+        self._found: AnyPlan | None = None
 
     def look(self, output: list[int]) -> None:
         """Takes up what the source has now."""
         found = self._source.current()
         if found is not self._found:
             self._found = found
-            chooses = found.chooser is not None
+            chooses = isinstance(found, ChooserPlan)
             self.plan = self._backend.choose(self._request, found) if chooses else found
             self.session = self._sessions.of(self.plan)
             self.session.start([*self._request.prompt_ids, *output])

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from spectune.runtime.policies.document import Policy
-from spectune.runtime.policies.plan import Plan
+from spectune.runtime.policies.document import AnyPolicy
+from spectune.runtime.policies.prepared_chooser import AnyPlan
 from spectune.traces.errors import SpectuneError
 from spectune.traces.text import one_line
 
@@ -24,7 +24,7 @@ class Published:
     """The newest publication as a runtime sees it: its version and either a policy or the reason there is none to be read."""
 
     version: int
-    policy: Policy | None
+    policy: AnyPolicy | None
     problem: str = ""
 
 
@@ -50,9 +50,9 @@ class WatchedSource:
 
     def __init__(
         self,
-        initial: Plan,
+        initial: AnyPlan,
         fetch: Callable[[], Published | None],
-        prepare: Callable[[Policy, int], Plan],
+        prepare: Callable[[AnyPolicy, int], AnyPlan],
         acknowledge: Acknowledge,
         *,
         interval_s: float = 1.0,
@@ -70,7 +70,7 @@ class WatchedSource:
         self.last_error = ""
         self.left = ""
 
-    def current(self) -> Plan:
+    def current(self) -> AnyPlan:
         return self._current
 
     def poll(self) -> bool:

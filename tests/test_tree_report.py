@@ -27,13 +27,13 @@ from spectune.optimizer.report.trees import (
     Starts,
     Stored,
     TreeReport,
+    TreeShape,
     bin_lines,
     family,
     heat,
     phi_grid,
     rank_profile,
     starts_of,
-    top_k,
     tree_report,
 )
 from spectune.optimizer.simulate.forest import join_trees
@@ -197,7 +197,7 @@ def report(trace: ReplayTrace) -> TreeReport:
     ]  # the second reads more children than there are
     stored = [Stored("bins", "bins", (20, 60), 4), Stored("gone", "static_tree")]
     about = [("recording", "rec-1 <complete>"), ("pair", "tiny & small")]
-    return tree_report(trace, "near", top_n=16, width=4, depth=4, stored=stored, tried=tried, artifacts=artifacts, about=about)
+    return tree_report(trace, TreeShape("near", 4, 4, 16), stored=stored, tried=tried, artifacts=artifacts, about=about)
 
 
 def test_the_curves_are_what_replay_says(trace: ReplayTrace, report: TreeReport) -> None:
@@ -205,10 +205,10 @@ def test_the_curves_are_what_replay_says(trace: ReplayTrace, report: TreeReport)
     for g in report.gammas:
         chain = parse_policy({"draft": "near", "window": {"kind": "fixed", "gamma": g.gamma}})
         assert g.chain == run_replay(trace, chain).total.mean_accepted_length
-        assert g.tree == run_replay(trace, top_k("near", 4, g.gamma, 16, "coupled")).total.mean_accepted_length
+        assert g.tree == run_replay(trace, TreeShape("near", 4, g.gamma, 16).policy).total.mean_accepted_length
         assert g.tree >= g.chain
     by_label = {p.label: p for p in report.points}
-    tree = run_replay(trace, top_k("near", 4, 4, 16, "coupled"))
+    tree = run_replay(trace, TreeShape("near", 4, 4, 16).policy)
     point = by_label[tree.policy.label()]
     counts = tree.total
     assert (point.tau, point.origin, point.missing) == (counts.mean_accepted_length, "grid", 0.0)
@@ -227,7 +227,7 @@ def test_the_curves_are_what_replay_says(trace: ReplayTrace, report: TreeReport)
 
 def test_ranks_agree_with_the_rounds_of_a_replay(trace: ReplayTrace, report: TreeReport) -> None:
     """From every start that a replay visits with its whole window, as many are accepted as the ranks say."""
-    policy = top_k("near", 4, 4, 16, "coupled")
+    policy = TreeShape("near", 4, 4, 16).policy
     prepared = prepare(policy, ["near"])
     assert prepared.rules is not None
     limit = trace.forests["near", "coupled"].limit
@@ -581,7 +581,7 @@ def test_the_report_finds_what_was_fitted_and_tried(door: Door, recorded: tuple[
 
 def test_a_report_needs_trees_in_memory_too(trace: ReplayTrace) -> None:
     with pytest.raises(TraceError, match="has no trees"):
-        tree_report(trace, "far", top_n=4, width=2, depth=2)
+        tree_report(trace, TreeShape("far", 2, 2, 4))
 
 
 def test_generate_draws_trees(door: Door, recorded: tuple[str, str]) -> None:

@@ -22,7 +22,7 @@ from spectune.optimizer.commands.shared import (
 
 if TYPE_CHECKING:
     from spectune.runtime.pair import PairSpec
-    from spectune.runtime.policies.document import Policy
+    from spectune.runtime.policies.document import AnyPolicy
     from spectune.traces.store import Publication, TraceStore
 
 
@@ -180,7 +180,7 @@ def policies_activate(ctx: click.Context, as_json: bool, policy_name: str, reaso
     )
 
 
-def _check_runs(store: TraceStore, policy: Policy, pair_id: str, drafts: tuple[str, ...], device: str) -> None:
+def _check_runs(store: TraceStore, policy: AnyPolicy, pair_id: str, drafts: tuple[str, ...], device: str) -> None:
     """Raises PolicyError now for what every runtime would refuse later."""
     from spectune.optimizer.artifacts import fitted
     from spectune.runtime.policies.prepare import prepare

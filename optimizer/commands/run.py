@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from spectune.runtime.decoder import Decoded
     from spectune.runtime.loading import LoadedPair
     from spectune.runtime.loop import PolicySource
-    from spectune.runtime.policies.document import Policy
+    from spectune.runtime.policies.document import AnyPolicy
     from spectune.traces.errors import OutputError
     from spectune.traces.schema import LatencyProfile, Outcome, Workload
     from spectune.traces.store import TraceStore
@@ -138,7 +138,7 @@ def _write_results(
 
 
 def _keep_run(
-    store: TraceStore, pair: LoadedPair, policy: Policy, result: Outcome, workload: Workload, decoded: Any
+    store: TraceStore, pair: LoadedPair, policy: AnyPolicy, result: Outcome, workload: Workload, decoded: Any
 ) -> None:
     store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
     store.put_policy(policy.id, policy.spelled_out(), policy.label())

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from spectune.optimizer.execute import DecodeOptions
     from spectune.runtime.loading import LoadedPair
     from spectune.runtime.pair import PairSpec
-    from spectune.runtime.policies.document import Policy
-    from spectune.runtime.policies.plan import Plan
+    from spectune.runtime.policies.document import AnyPolicy
+    from spectune.runtime.policies.prepared_chooser import AnyPlan
     from spectune.traces.schema import LatencyProfile, Outcome, Sampling, Step, Workload
     from spectune.traces.store import TraceStore
     from spectune.traces.workloads import Turns
@@ -284,7 +284,7 @@ class Meter:
         self._progress.update(self._tasks[key], completed=done, total=total, description=phase)
 
 
-def policy_named(store: TraceStore, name: str, pair_id: str, device: str, *, option: str = "--policy") -> Policy:
+def policy_named(store: TraceStore, name: str, pair_id: str, device: str, *, option: str = "--policy") -> AnyPolicy:
     """A policy by built-in name, file, inline JSON, id, or ``active``. Raises PolicyError."""
     from spectune.db.errors import NotFoundError
     from spectune.optimizer.inputs import named_policy, published_policy, stored_policy
@@ -311,7 +311,7 @@ def policy_named(store: TraceStore, name: str, pair_id: str, device: str, *, opt
     return stored_policy(stored)
 
 
-def prepared(store: TraceStore, pair: LoadedPair, name: str, sampling: Sampling, profile: LatencyProfile | None) -> Plan:
+def prepared(store: TraceStore, pair: LoadedPair, name: str, sampling: Sampling, profile: LatencyProfile | None) -> AnyPlan:
     """A policy by name (:func:`policy_named`), ready to decode with a loaded pair. Raises PolicyError."""
     policy = policy_named(store, name, pair.id, pair.device.type)
     from spectune.optimizer.artifacts import fitted
@@ -345,7 +345,7 @@ def same_pair(pair_id: str, pair: LoadedPair, recording: str) -> None:
     raise TraceError(f"recording {recording} was made with pair {pair_id}, not with {pair.id} ({pair.spec.name}); give that pair")
 
 
-def outcome_json(outcome: Outcome, policy: Policy) -> dict[str, Any]:
+def outcome_json(outcome: Outcome, policy: AnyPolicy) -> dict[str, Any]:
     """What a policy came to, as ``run`` and ``simulate`` print it."""
     return {**outcome.to_json(), "policy": policy.spelled_out(), "policy_id": policy.id, "label": policy.label()}
 

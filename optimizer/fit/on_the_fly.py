@@ -21,7 +21,7 @@ from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.artifacts import Artifacts
-from spectune.runtime.policies.document import Policy
+from spectune.runtime.policies.document import AnyPolicy, Policy
 from spectune.runtime.policies.draft_choice import (
     ACC_MAX,
     NO_DRAFT,
@@ -30,7 +30,7 @@ from spectune.runtime.policies.draft_choice import (
     LinearAccuracy,
     Option,
     Rule,
-    check_candidate,
+    checked_candidate,
 )
 from spectune.runtime.policies.plan import Plan
 from spectune.runtime.policies.prepare import prepare
@@ -317,7 +317,7 @@ def calibrate(measured: Measured, options: Sequence[Option]) -> dict[str, float]
 def fit_chooser(
     trace: ReplayTrace,
     prompts: Sequence[Prompt],
-    candidates: Mapping[str, Policy],
+    candidates: Mapping[str, AnyPolicy],
     profile: LatencyProfile,
     *,
     reader: str = TARGET,
@@ -344,16 +344,15 @@ def fit_chooser(
     """
     if not candidates:
         raise PolicyError("a chooser needs drafts to choose from; give at least one policy")
-    for draft, policy in candidates.items():
-        check_candidate(draft, policy)
+    plain = {draft: checked_candidate(draft, policy) for draft, policy in candidates.items()}
     if len(prompts) != len(trace.trajectories):
         raise TraceError(
             f"{len(prompts)} prompts for {len(trace.trajectories)} recorded requests; read them from the same recording"
         )
     fit_part, test_part = parts or split([t.request_id for t in trace.trajectories], [t.category for t in trace.trajectories])
-    measured = Measured.of(trace.select(fit_part), candidates, profile, artifacts=artifacts)
-    ready = _prepared(candidates, profile, artifacts)
-    options = tuple(Option.of(d, p, profile, sampled=measured.sampled, ready=ready[d]) for d, p in candidates.items())
+    measured = Measured.of(trace.select(fit_part), plain, profile, artifacts=artifacts)
+    ready = _prepared(plain, profile, artifacts)
+    options = tuple(Option.of(d, p, profile, sampled=measured.sampled, ready=ready[d]) for d, p in plain.items())
     chosen = [prompts[r] for r in fit_part]
 
     def fitted_to(rows: IntArray) -> Chooser:
@@ -363,10 +362,10 @@ def fit_chooser(
         used = initial_prompts(matrix) if start else np.arange(len(own))
         weights = {
             draft: least_squares(matrix[used], part.alphas[used, k], ridge=ridge)
-            for k, draft in enumerate(candidates)
+            for k, draft in enumerate(plain)
             if draft != NO_DRAFT
         }
-        return Chooser(features, weights, dict(candidates), calibrate(part, options), rule, single=part.single)
+        return Chooser(features, weights, dict(plain), calibrate(part, options), rule, single=part.single)
 
     chooser = fitted_to(np.arange(len(chosen)))
     metrics: dict[str, Any] = {
@@ -374,7 +373,7 @@ def fit_chooser(
         "fitted_prompts": max((w.prompts for w in chooser.accuracy.values()), default=0),
         "ridge": ridge,
         "single": chooser.single,
-        "persistence": persistence(trace.select(fit_part), [d for d in candidates if d in trace.chains]),
+        "persistence": persistence(trace.select(fit_part), [d for d in plain if d in trace.chains]),
     }
     if guarded:
         gained = cross_validated(measured, chosen, fitted_to, options, profile, seed=seed)
@@ -382,7 +381,7 @@ def fit_chooser(
         chooser = replace(chooser, chooses=gained.holds, reason=gained.reason)
     metrics["fit"] = evaluate(chooser, measured, chosen, profile, options=options).to_json()
     if list(test_part) != list(fit_part):
-        held_out = Measured.of(trace.select(test_part), candidates, profile, artifacts=artifacts)
+        held_out = Measured.of(trace.select(test_part), plain, profile, artifacts=artifacts)
         metrics["held_out"] = evaluate(chooser, held_out, [prompts[r] for r in test_part], profile, options=options).to_json()
     return replace(chooser, metrics=metrics)
 

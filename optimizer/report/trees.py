@@ -7,9 +7,10 @@ Everything is counted over recorded starts or replayed, so nothing is sampled or
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Final
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +23,17 @@ from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace
 from spectune.optimizer.simulate.tree_tables import GrowthTable
 from spectune.runtime.policies.artifacts import BINS, CLASSIFIER, STATIC_TREE, Artifacts
-from spectune.runtime.policies.document import NODE_LIMIT, ClassifierGrowth, Policy, StaticGrowth, TopKGrowth, parse_policy
-from spectune.runtime.policies.prepare import prepare
+from spectune.runtime.policies.document import (
+    NODE_LIMIT,
+    ClassifierGrowth,
+    FixedWindow,
+    Policy,
+    Select,
+    StaticGrowth,
+    Stratify,
+    TopKGrowth,
+)
+from spectune.runtime.policies.plan import compile_plan
 from spectune.traces.errors import SpectuneError
 from spectune.traces.schema import TREE_SCALE, Counts, LatencyProfile, Proposals
 
@@ -284,11 +294,25 @@ class Stored:
     depth: int = 1
 
 
-def top_k(draft: str, width: int, depth: int, top_n: int, proposals: Proposals) -> Policy:
-    """EAGLE-2's tree of a fixed depth."""
-    growth = {"kind": "top_k", "width": width, "proposals": proposals}
-    window = {"kind": "fixed", "gamma": depth}
-    return parse_policy({"draft": draft, "growth": growth, "window": window, "select": {"top_n": min(top_n, NODE_LIMIT)}})
+@dataclass(frozen=True)
+class TreeShape:
+    """EAGLE-2's tree of a draft with a fixed depth, of which ``top_n`` nodes are kept."""
+
+    draft: str
+    width: int
+    depth: int
+    top_n: int
+    proposals: Proposals = "coupled"
+
+    @property
+    def policy(self) -> Policy:
+        return self.with_top_n(self.top_n)
+
+    def with_top_n(self, top_n: int, bins: Stratify | None = None) -> Policy:
+        """The policy of a tree that keeps another number of nodes, and of other trees by ``bins``."""
+        growth = TopKGrowth(width=self.width, proposals=self.proposals)
+        window, select = FixedWindow(gamma=self.depth), Select(top_n=min(top_n, NODE_LIMIT))
+        return Policy(draft=self.draft, growth=growth, window=window, select=select, stratify=bins)
 
 
 def family(policy: Policy) -> str:
@@ -318,83 +342,54 @@ def point_of(policy: Policy, counts: Counts, origin: str = "grid", missing: floa
     )
 
 
-def grid_policies(
-    forest: Forest, draft: str, width: int, depth: int, top_n: int, proposals: Proposals, stored: Sequence[Stored]
-) -> list[Policy]:
+def grid_policies(forest: Forest, shape: TreeShape, stored: Sequence[Stored]) -> list[Policy]:
     """What is replayed on the spot: EAGLE-2 at every N, the best static trees of these sizes, and
     whatever was fitted."""
-    base: dict[str, Any] = {"draft": draft, "window": {"kind": "fixed", "gamma": depth}}
-    common = {"width": width, "proposals": proposals}
-    found = [top_k(draft, width, depth, n, proposals) for n in sorted({*TOP_NS, top_n})]
+    depth, width, proposals = shape.depth, shape.width, shape.proposals
+    found = [shape.with_top_n(n) for n in sorted({*TOP_NS, shape.top_n})]
+
+    def add(growth: StaticGrowth | ClassifierGrowth, gamma: int) -> None:
+        found.append(Policy(draft=shape.draft, window=FixedWindow(gamma=gamma), growth=growth))
+
     chances = (forest.text_slot[forest.root][:, None] == np.arange(width)).mean(0)
     trees = best_static_tree(chances, max_nodes=max(TOP_NS), max_depth=depth)
     for n in TOP_NS:
         deepest = min(depth, n)
-        paths = trees.paths(n, deepest) if np.isfinite(trees.accepted[n, deepest]) else ()
-        if paths:
-            static = {"kind": "static", "paths": paths, "proposals": proposals}
-            found.append(parse_policy({"draft": draft, "growth": static}))
+        if np.isfinite(trees.accepted[n, deepest]) and (paths := trees.paths(n, deepest)):
+            add(StaticGrowth(paths=paths, proposals=proposals), max(len(path) for path in paths))
     for one in stored:
         if one.kind == STATIC_TREE:
-            found.append(parse_policy({**base, "growth": {"kind": "static", "artifact": one.id, "proposals": proposals}}))
+            add(StaticGrowth(artifact=one.id, proposals=proposals), depth)
         elif one.kind == CLASSIFIER:
             for beta in BETAS:
-                growth = {"kind": "classifier", "artifact": one.id, "beta": beta, "cap": width, **common}
-                found.append(parse_policy({**base, "growth": growth}))
+                add(ClassifierGrowth(artifact=one.id, width=width, cap=width, beta=beta, proposals=proposals), depth)
         elif one.kind == BINS:
             # The extended trees end at the report's depth: deeper distributions may not have been recorded.
-            gamma = max(1, depth - EXTENSION)
-            strata = {"artifact": one.id, "alpha": depth - gamma}
-            for n in (n for n in TOP_NS if n >= 8):
-                policy = top_k(draft, width, gamma, n, proposals).spelled_out()
-                found.append(parse_policy({**policy, "stratify": strata}))
+            plain = replace(shape, depth=max(1, depth - EXTENSION))
+            bins = Stratify(artifact=one.id, alpha=depth - plain.depth)
+            found += [plain.with_top_n(n, bins) for n in TOP_NS if n >= 8]
     return list({p.id: p for p in found}.values())
 
 
-def tree_report(
-    trace: ReplayTrace,
-    draft: str,
-    *,
-    top_n: int,
-    width: int,
-    depth: int,
-    proposals: Proposals = "coupled",
-    stored: Sequence[Stored] = (),
-    tried: Iterable[tuple[Policy, str]] = (),
-    points: Sequence[Point] = (),
-    artifacts: Artifacts | None = None,
-    profile: LatencyProfile | None = None,
-    about: Sequence[tuple[str, str]] = (),
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> TreeReport:
-    """The figures of a trace that holds this draft's trees, for a tree of ``width``, ``depth`` and
-    ``top_n``.
+class Replayed(NamedTuple):
+    """Policies replayed: their points, and what could not be replayed, and why."""
 
-    ``stored``: what was fitted to this draft, newest first (the bins drawn are the first ones);
-    ``tried``: further policies to replay, each with its origin; ``points``: some that are known
-    already. Raises TraceError if the trees are not wide or deep enough.
-    """
-    # The tree and the chain must replay; what else is replayed may fail for want of distributions or
-    # artifacts, and is then left out.
-    tree = top_k(draft, width, depth, top_n, proposals)
-    prepared = prepare(tree, [draft])
-    assert prepared.rules is not None
-    table = trace.growth(tree, prepared.rules)
-    forest = trace.forests[draft, proposals]
-    starts = starts_of(table, forest.limit, top_n)
-    bins = next((s for s in stored if s.kind == BINS), None)
-    wanted = {p.id: (p, "grid") for p in grid_policies(forest, draft, width, depth, top_n, proposals, stored)}
-    for policy, origin in tried:
-        wanted.setdefault(policy.id, (policy, origin))
-    total = 2 * depth + len(wanted)
-    chains, trees = [], []
-    for gamma in range(1, depth + 1):
-        chains.append(run_replay(trace, top_k(draft, 1, gamma, gamma, proposals)))
-        trees.append(run_replay(trace, top_k(draft, width, gamma, top_n, proposals)))
-        progress(2 * gamma, total)
-    found = [point_of(c.policy, c.total, label=f"{draft} chain(gamma={gamma})") for gamma, c in enumerate(chains, start=1)]
+    points: list[Point]
+    skipped: list[str]
+
+
+def replay_points(
+    trace: ReplayTrace,
+    wanted: Iterable[tuple[Policy, str]],
+    artifacts: Artifacts | None,
+    profile: LatencyProfile | None,
+    progress: Callable[[], None],
+) -> Replayed:
+    """The points of policies, each given with its origin. What fails for want of distributions or
+    artifacts is left out."""
+    found: list[Point] = []
     skipped: list[str] = []
-    for n, (policy, origin) in enumerate(wanted.values(), start=2 * depth + 1):
+    for policy, origin in wanted:
         try:
             priced = profile if policy.needs_profile else None
             ran = run_replay(trace, policy, priced, artifacts=artifacts, approximate=True)
@@ -403,28 +398,72 @@ def tree_report(
         else:
             missing = ran.missing / max(1, ran.total.rounds)
             if missing > MISSING_MAX:
-                skipped.append(f"{policy.label()}: {missing:.0%} of its rounds read laws that were not recorded (`record --cover`)")
+                skipped.append(
+                    f"{policy.label()}: {missing:.0%} of its rounds read distributions that were not recorded (`record --cover`)"
+                )
             else:
                 found.append(point_of(policy, ran.total, origin, missing))
-        progress(n, total)
+        progress()
+    return Replayed(found, skipped)
+
+
+def tree_report(
+    trace: ReplayTrace,
+    shape: TreeShape,
+    *,
+    stored: Sequence[Stored] = (),
+    tried: Iterable[tuple[Policy, str]] = (),
+    points: Sequence[Point] = (),
+    artifacts: Artifacts | None = None,
+    profile: LatencyProfile | None = None,
+    about: Sequence[tuple[str, str]] = (),
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> TreeReport:
+    """The figures of a trace that holds the trees of a draft, for a tree of this shape.
+
+    ``stored``: what was fitted to this draft, newest first (the bins drawn are the first ones);
+    ``tried``: further policies to replay, each with its origin; ``points``: some that are known
+    already. Raises TraceError if the trees are not wide or deep enough.
+    """
+    draft, depth, top_n = shape.draft, shape.depth, shape.top_n
+    rules = compile_plan(shape.policy, [draft]).rules
+    assert rules is not None
+    table, forest = trace.growth(shape.policy, rules), trace.forests[draft, shape.proposals]
+    starts = starts_of(table, forest.limit, top_n)
+    bins = next((s for s in stored if s.kind == BINS), None)
+    wanted = {p.id: (p, "grid") for p in grid_policies(forest, shape, stored)}
+    for policy, origin in tried:
+        wanted.setdefault(policy.id, (policy, origin))
+    total = 2 * depth + len(wanted)
+    done = itertools.count(1)
+
+    def step() -> None:
+        progress(next(done), total)
+
+    def windows(at: Callable[[int], TreeShape]) -> list[Replay]:
+        """Of every window up to the report's depth; these must replay."""
+        found = []
+        for gamma in range(1, depth + 1):
+            found.append(run_replay(trace, at(gamma).policy))
+            step()
+        return found
+
+    chains = windows(lambda gamma: replace(shape, width=1, depth=gamma, top_n=gamma))
+    trees = windows(lambda gamma: replace(shape, depth=gamma))
+    replayed = replay_points(trace, wanted.values(), artifacts, profile, step)
+    of_chains = [point_of(c.policy, c.total, label=f"{draft} chain(gamma={n})") for n, c in enumerate(chains, start=1)]
+    taus = ((c.total.mean_accepted_length, t.total.mean_accepted_length) for c, t in zip(chains, trees, strict=True))
     return TreeReport(
-        draft=draft,
-        proposals=proposals,
-        top_n=top_n,
-        width=width,
-        depth=depth,
+        **asdict(shape),
         tokens=trace.tokens,
         ranks=rank_profile(starts, top_n),
-        heat=heat(forest, width),
+        heat=heat(forest, shape.width),
         grid=phi_grid(starts, top_n),
         bins=BinLines("", (), (), ()) if bins is None else bin_lines(starts, depth, bins.thresholds, bins.depth, bins.id),
-        gammas=tuple(
-            ByGamma(gamma, chain.total.mean_accepted_length, grown.total.mean_accepted_length)
-            for gamma, (chain, grown) in enumerate(zip(chains, trees, strict=True), start=1)
-        ),
+        gammas=tuple(ByGamma(gamma, *tau) for gamma, tau in enumerate(taus, start=1)),
         categories=_by_category(chains[-1], trees[-1]),
-        points=(*points, *found),
-        skipped=tuple(skipped),
+        points=(*points, *of_chains, *replayed.points),
+        skipped=tuple(replayed.skipped),
         about=tuple(about),
     )
 

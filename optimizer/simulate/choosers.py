@@ -16,9 +16,7 @@ from spectune.optimizer.simulate.chains import ROUND_COLUMNS
 from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import ChooserPolicy
-from spectune.runtime.policies.prepare import prepare
-from spectune.runtime.policies.prepared_chooser import stored_chooser
-from spectune.runtime.policies.windows import init_state
+from spectune.runtime.policies.prepared_chooser import prepare_chooser, stored_chooser
 from spectune.traces.schema import LatencyProfile, Step
 
 
@@ -26,7 +24,7 @@ from spectune.traces.schema import LatencyProfile, Step
 class ChosenReplay(Replay):
     """A chooser's :class:`optimizer.simulate.replay_trace.Replay`. ``parts``: which requests (places in the replayed order)
     each candidate decoded,
-    and its replay of them. ``state`` is no candidate's: they are in the parts."""
+    and its replay of them. ``state`` is that of the last part."""
 
     parts: tuple[tuple[npt.NDArray[np.int64], Replay], ...] = ()
 
@@ -65,10 +63,9 @@ def run_chosen(
     """
     chooser = stored_chooser(policy, artifacts)[0]
     everyone = [*chooser.drafts, chooser.features.reader]
-    ready = prepare(policy, everyone, profile=profile, artifacts=artifacts)
-    assert ready.chooser is not None
+    ready = prepare_chooser(policy, everyone, profile=profile, artifacts=artifacts)
     texts = [trace.trajectories[r] for r in trace.order]
-    picks = [ready.chooser.of_recorded(t.prompt_ids, t.max_new_tokens, t.sampling).policy.draft for t in texts]
+    picks = [ready.of_recorded(t.prompt_ids, t.max_new_tokens, t.sampling).policy.draft for t in texts]
     counts = np.zeros((len(texts), 6), dtype=np.int64)
     seconds = np.zeros(len(texts))
     parts: list[tuple[npt.NDArray[np.int64], Replay]] = []
@@ -88,7 +85,7 @@ def run_chosen(
         seconds += chooser.reading_seconds(profile, trace.prompts[trace.order], picks)
     rounds, round_s = _joined(parts) if per_round else (None, None)
     missing = sum(part.missing for _, part in parts)
-    return ChosenReplay(policy, trace, counts, seconds, init_state(ready.window), rounds, round_s, missing, tuple(parts))
+    return ChosenReplay(policy, trace, counts, seconds, parts[-1][1].state, rounds, round_s, missing, tuple(parts))
 
 
 def _joined(

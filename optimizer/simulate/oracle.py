@@ -14,6 +14,7 @@ from spectune.runtime.drafts.protocol import Drafted
 from spectune.runtime.loop import DecodeRequest, Round, StaticSource, Verified, decode_rounds
 from spectune.runtime.policies.document import Policy
 from spectune.runtime.policies.plan import Plan
+from spectune.runtime.policies.prepared_chooser import ChooserPlan
 from spectune.runtime.policies.stops import STOP_NONE, should_stop
 from spectune.runtime.session import Sessions
 from spectune.runtime.trees.draft import AnyGrowing, grow
@@ -99,9 +100,8 @@ class TraceBackend:
         if panorama is not None:
             self._branch = np.cumsum(panorama.agree == AGREE_NO) - 1
 
-    def choose(self, request: DecodeRequest, prepared: Plan) -> Plan:
-        assert prepared.chooser is not None
-        return prepared.chooser.of_recorded(request.prompt_ids, request.max_new_tokens, request.sampling)
+    def choose(self, request: DecodeRequest, chooser: ChooserPlan) -> Plan:
+        return chooser.of_recorded(request.prompt_ids, request.max_new_tokens, request.sampling)
 
     def begin(self, request: DecodeRequest, prepared: Plan) -> None:
         self._sampling = request.sampling

@@ -19,9 +19,8 @@ from spectune.optimizer.simulate.choosers import run_chosen
 from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace
 from spectune.optimizer.simulate.trees import Grown, TreeLimits, replay_trees
 from spectune.runtime.policies.artifacts import Artifacts
-from spectune.runtime.policies.document import ChooserPolicy, Policy
-from spectune.runtime.policies.plan import Plan
-from spectune.runtime.policies.prepare import prepare
+from spectune.runtime.policies.document import AnyPolicy, ChooserPolicy, Policy
+from spectune.runtime.policies.plan import Plan, compile_plan
 from spectune.runtime.policies.windows import WindowState, init_state
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.schema import LatencyProfile, Outcome
@@ -31,7 +30,7 @@ FloatArray = npt.NDArray[np.float64]
 
 def replay(
     trace: ReplayTrace,
-    policy: Policy,
+    policy: AnyPolicy,
     profile: LatencyProfile | None = None,
     *,
     artifacts: Artifacts | None = None,
@@ -48,7 +47,7 @@ def replay(
 
 def run_replay(
     trace: ReplayTrace,
-    policy: Policy,
+    policy: AnyPolicy,
     profile: LatencyProfile | None = None,
     *,
     per_round: bool = False,
@@ -71,7 +70,7 @@ def run_replay(
         )
     if profile is None and not policy.replays_exactly:
         raise PolicyError("window.costs 'recent' reads the clock, which a replay takes from a latency profile: give one")
-    prepared = prepare(policy, [policy.draft], profile=profile, artifacts=artifacts)
+    prepared = compile_plan(policy, [policy.draft], profile=profile, artifacts=artifacts)
     state = init_state(prepared.window) if state is None else state.fork()
     if trace.uses_trees(policy):
         return _run_trees(trace, policy, prepared, state, profile, per_round=per_round, approximate=approximate)
@@ -129,7 +128,7 @@ def _run_trees(
 
 
 def replay_many(
-    trace: ReplayTrace, policies: Iterable[Policy], profile: LatencyProfile | None = None, *, workers: int = 2
+    trace: ReplayTrace, policies: Iterable[AnyPolicy], profile: LatencyProfile | None = None, *, workers: int = 2
 ) -> list[Replay]:
     """:func:`run_replay` of many policies on ``workers`` threads, in order. The first error ends it."""
     with ThreadPoolExecutor(max_workers=workers) as pool:

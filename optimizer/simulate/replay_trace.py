@@ -26,7 +26,7 @@ from spectune.optimizer.simulate.shortlists import (
 )
 from spectune.optimizer.simulate.tree_tables import GrowthTable
 from spectune.runtime.costs import FREE, Passes, RoundCosts, RoundKind, middles, round_costs, shortlist_seconds
-from spectune.runtime.policies.document import GAMMA_LIMIT, Policy
+from spectune.runtime.policies.document import GAMMA_LIMIT, AnyPolicy, Policy
 from spectune.runtime.policies.plan import Plan
 from spectune.runtime.policies.stops import CompiledStop
 from spectune.runtime.policies.windows import WindowState
@@ -286,7 +286,7 @@ class Replay:
     Q-table included. ``missing`` rounds read laws that were not recorded (0 unless approximate).
     """
 
-    policy: Policy
+    policy: AnyPolicy
     trace: ReplayTrace
     counts: npt.NDArray[np.int64]
     seconds: FloatArray

@@ -10,8 +10,8 @@ from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace
 from spectune.optimizer.simulate.shortlist_ranks import Ranks, how_to_rank, stored_ranks
 from spectune.runtime.policies.artifacts import Artifacts
-from spectune.runtime.policies.document import ChooserPolicy, FullShortlist, Policy
-from spectune.runtime.policies.prepared_chooser import stored_chooser
+from spectune.runtime.policies.document import AnyPolicy, FullShortlist, Policy
+from spectune.runtime.policies.prepared_chooser import plain_policies
 from spectune.runtime.shortlists import compile_shortlist
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.recording import Skipped
@@ -33,7 +33,7 @@ class Opened(NamedTuple):
 def open_trace(
     store: TraceStore,
     recording: str,
-    policies: Iterable[Policy] = (),
+    policies: Iterable[AnyPolicy] = (),
     *,
     chains: Iterable[str] = (),
     trees: Iterable[Grown] = (),
@@ -70,13 +70,11 @@ def open_trace(
     return Opened(ReplayTrace(whole.trajectories, panoramas, trees=forests, ranks=found or None), info, loaded.skipped)
 
 
-def _candidates(store: TraceStore, info: RecordingInfo, policies: Iterable[Policy]) -> Iterable[Policy]:
+def _candidates(store: TraceStore, info: RecordingInfo, policies: Iterable[AnyPolicy]) -> Iterable[Policy]:
     """The policies that draft, a chooser replaced by those it chooses from."""
     for policy in policies:
-        if isinstance(policy, ChooserPolicy):
-            yield from _candidates(store, info, stored_chooser(policy, fitted(store, info.pair_id))[0].used.values())
-        elif policy.speculates:
-            yield policy
+        plain = plain_policies(policy, fitted(store, info.pair_id))
+        yield from (p for p in plain if p.speculates)
 
 
 def proposals_of(policy: Policy) -> Proposals:

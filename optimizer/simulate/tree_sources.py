@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.inputs import stored_policy
-from spectune.optimizer.report.trees import Point, Stored, TreeReport, point_of, tree_report
+from spectune.optimizer.report.trees import Point, Stored, TreeReport, TreeShape, point_of, tree_report
 from spectune.optimizer.simulate.trace import open_trace
 from spectune.runtime.policies.artifacts import BINS, CLASSIFIER, STATIC_TREE
 from spectune.runtime.policies.document import Policy, parse_policy
@@ -49,11 +50,7 @@ def report_of(
     profile = store.latest_profile(info.pair_id, str(info.options.get("device", "cpu")))
     report = tree_report(
         trace,
-        name,
-        top_n=top_n,
-        width=wide,
-        depth=deep,
-        proposals=proposals,
+        TreeShape(name, wide, deep, top_n, proposals),
         stored=stored_for(store, info.pair_id, name),
         tried=tried_on(store, info, name),
         points=list(ran_on(store, info, name)),
@@ -116,7 +113,8 @@ def tried_on(store: TraceStore, info: RecordingInfo, draft: str) -> list[tuple[P
             except PolicyError:
                 continue
             value = float(trial.get("value") or 0.0)
-            if policy.speculates and policy.replays_exactly and (policy.id not in best or value > best[policy.id][0]):
+            known = best.get(policy.id, (-math.inf,))[0]
+            if isinstance(policy, Policy) and policy.speculates and policy.replays_exactly and value > known:
                 best[policy.id] = (value, policy)
     fastest = sorted(best.values(), key=lambda b: (-b[0], b[1].id))[:TRIED]
     return [(policy, "study") for _, policy in fastest]
@@ -135,7 +133,7 @@ def ran_on(store: TraceStore, info: RecordingInfo, draft: str) -> Iterator[Point
             policy = stored_policy(store.get_policy(run.policy_id))
         except PolicyError:
             continue
-        if policy.draft == draft and policy.speculates:
+        if isinstance(policy, Policy) and policy.draft == draft and policy.speculates:
             yield point_of(policy, counts, "run")
 
 

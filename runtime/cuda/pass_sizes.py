@@ -23,6 +23,7 @@ from spectune.traces.schema import Sampling
 if TYPE_CHECKING:
     from spectune.runtime.loading import LoadedPair
     from spectune.runtime.policies.plan import Plan
+from spectune.runtime.policies.prepared_chooser import AnyPlan
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def _idle_rounds(policy: Policy) -> int:
 
 
 def prepare_graphs(
-    pair: LoadedPair, prepared: Plan, sampling: Sampling | None = None, text: int = 0, *, every: bool = False
+    pair: LoadedPair, prepared: AnyPlan, sampling: Sampling | None = None, text: int = 0, *, every: bool = False
 ) -> None:
     """Captures what rounds under a policy can need (:func:`pass_sizes`); nothing where the pair has no graphs, or what is there already.
 

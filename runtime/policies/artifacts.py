@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 
 import numpy.typing as npt
 
-from spectune.runtime.policies.document import Policy
+from spectune.runtime.policies.document import AnyPolicy, Policy
 from spectune.runtime.policies.refusals import MALFORMED, MESSAGE_LIMIT
 from spectune.traces.errors import PolicyError
 from spectune.traces.text import one_line
@@ -49,7 +49,7 @@ Artifacts = Callable[[str], Fitted]
 
 
 def read_artifact(
-    policy: Policy,
+    policy: AnyPolicy,
     block: str,
     name: str,
     kind: str,
@@ -79,11 +79,13 @@ def read_artifact(
         raise PolicyError(f"{block}.artifact: {name}: {one_line(problem, MESSAGE_LIMIT)}") from None
 
 
-def _misfit(policy: Policy, name: str, kind: str, found: Fitted) -> str:
+def _misfit(policy: AnyPolicy, name: str, kind: str, found: Fitted) -> str:
     """Why a policy cannot use an artifact; nothing where it can."""
     command = COMMANDS[kind]
     if found.kind != kind:
         return f"artifact {name} is a {found.kind}, not a {kind}; `{command}` makes one"
+    if not isinstance(policy, Policy):
+        return ""
     draft, proposals = found.document.get("draft"), found.document.get("proposals")
     if draft not in (None, policy.draft):
         carried = (

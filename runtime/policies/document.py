@@ -8,7 +8,7 @@ keys are errors, and the message names the nearest known key.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Union
+from typing import Annotated, Any, Literal, Union, get_args
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
@@ -40,10 +40,10 @@ from spectune.traces.text import one_line
 
 __all__ = [  # the blocks come with the document
     "AUTOREGRESSIVE", "BUILT_IN", "DEFAULT_TOP_N", "EXPANDED_LIMIT", "GAMMA_LIMIT", "NODE_LIMIT", "POOL_LIMIT", "WIDTH_LIMIT",
-    "AnalyticWindow", "CacheFsmWindow", "ChainGrowth", "ChooserPolicy", "ClassifierGrowth", "ClustersShortlist", "EntropyStop",
+    "AnalyticWindow", "AnyPolicy", "CacheFsmWindow", "ChainGrowth", "ChooserPolicy", "ClassifierGrowth", "ClustersShortlist", "EntropyStop",
     "FixedWindow", "FrequencyShortlist", "FsmWindow", "FullShortlist", "Growth", "HeuristicWindow", "JointProbStop", "MaxProbStop",
     "NoStop", "OlsDraft", "Policy", "PositionFrequencyShortlist", "QLearningWindow", "Select", "Shortlist", "StaticGrowth", "Stop",
-    "Stratify", "TopKGrowth", "Window", "differences", "parse_policy", "policy_schema",
+    "Stratify", "TopKGrowth", "Window", "differences", "parse_policy",
 ]  # fmt: skip
 
 Window = Annotated[
@@ -56,7 +56,24 @@ Shortlist = Annotated[
 ]
 
 
-class Policy(Block):
+class Document(Block):
+    """What every kind of policy document has: its content is its identity."""
+
+    def spelled_out(self) -> dict[str, Any]:
+        """The document with every default written, JSON-ready."""
+        return self.model_dump(mode="json")
+
+    def canonical(self) -> str:
+        """One line of JSON: equal policies, equal text (:func:`traces.schema.policy_content`)."""
+        return policy_content(self.spelled_out())
+
+    @property
+    def id(self) -> str:
+        """12 hex digits (:func:`traces.schema.policy_id`)."""
+        return policy_id(self.spelled_out())
+
+
+class Policy(Document):
     """What to draft with, how far, how wide, and when to stop. ``draft`` names a draft of the pair,
     ``ngram``, or ``none``.
     """
@@ -183,19 +200,6 @@ class Policy(Block):
         """
         return not (isinstance(self.window, AnalyticWindow) and self.window.costs == "recent")
 
-    def spelled_out(self) -> dict[str, Any]:
-        """The document with every default written, JSON-ready."""
-        return self.model_dump(mode="json")
-
-    def canonical(self) -> str:
-        """One line of JSON: equal policies, equal text (:func:`traces.schema.policy_content`)."""
-        return policy_content(self.spelled_out())
-
-    @property
-    def id(self) -> str:
-        """12 hex digits (:func:`traces.schema.policy_id`); the content is the identity."""
-        return policy_id(self.spelled_out())
-
     def label(self) -> str:
         """A short name for tables, e.g. ``small fixed(gamma=4) max_prob(0.4)``."""
         if not self.speculates:
@@ -252,41 +256,37 @@ class OlsDraft(Block):
     artifact: Artifact
 
 
-class ChooserPolicy(Policy):
-    """The policy of ``"draft": {"kind": "ols", "artifact": ID}``: each request is decoded under one
-    of the artifact's candidates.
-
-    Its blocks are theirs, which only :func:`runtime.policies.prepare.prepare` finds out; those it has
-    itself are never run. ``draft`` is ``ols:ID``, which no pair has, so that whoever takes it for a
-    plain policy fails.
+class ChooserPolicy(Document):
+    """A chooser of drafts: each request is decoded under one of its artifact's candidates, which
+    have all other blocks.
     """
+
+    draft: OlsDraft
 
     @classmethod
     def of(cls, artifact: str) -> ChooserPolicy:
         """The policy of an artifact's id."""
-        return cls(draft=f"{_OLS}{artifact}")
+        return cls(draft=OlsDraft(kind="ols", artifact=artifact))
 
     @property
     def artifacts(self) -> tuple[str, ...]:
-        return (self.draft.removeprefix(_OLS),)
+        return (self.draft.artifact,)
 
     @property
     def needs_profile(self) -> bool:
         return True
 
-    def spelled_out(self) -> dict[str, Any]:
-        return {"draft": {"kind": "ols", "artifact": self.artifacts[0]}}
-
     def label(self) -> str:
-        return f"ols({self.artifacts[0]})"
+        return f"ols({self.draft.artifact})"
 
 
-_OLS = "ols:"
+AnyPolicy = Policy | ChooserPolicy
+"""What a policy document says: what to decode with, or how to choose that."""
 AUTOREGRESSIVE = Policy(draft="none", window=FixedWindow(gamma=0))
 BUILT_IN = {"autoregressive": AUTOREGRESSIVE}
 
 
-def parse_policy(data: Any, *, where: str = "policy") -> Policy:
+def parse_policy(data: Any, *, where: str = "policy") -> AnyPolicy:
     """Validates a document, whatever value it is. Raises :class:`PolicyError`, and nothing else,
     with one line: what is wrong, where, and what to write instead."""
     try:
@@ -294,17 +294,16 @@ def parse_policy(data: Any, *, where: str = "policy") -> Policy:
         try:
             return _parsed(data)
         except ValidationError as error:
-            raise ValueError(explain(error, Policy, _BLOCKS, _under(data))) from None
+            raise ValueError(explain(error, Policy, _BLOCKS)) from None
     except MALFORMED as error:
         raise PolicyError(f"{where}: {one_line(str(error), MESSAGE_LIMIT)}") from None
 
 
-def _parsed(data: Any) -> Policy:
+def _parsed(data: Any) -> AnyPolicy:
     """The policy of a document. Raises ValueError, ValidationError among them."""
     if not isinstance(data, Mapping):
         raise ValueError(f"a policy is a JSON object, not {'null' if data is None else type(data).__name__}")
-    chosen = data.get("draft")
-    if not isinstance(chosen, Mapping):
+    if not _is_chooser(data):
         return Policy.model_validate(data)
     others = {key: value for key, value in data.items() if key != "draft"}
     Policy.model_validate(dict.fromkeys(others.keys() - Policy.model_fields.keys()))
@@ -312,29 +311,17 @@ def _parsed(data: Any) -> Policy:
         raise ValueError(
             f'a draft of kind "ols" has every other block in the candidates of its artifact; leave {next(iter(others))!r} out'
         )
-    if chosen.get("kind") not in list(_KINDS["draft"]):
-        raise ValueError(f"draft.kind must be one of: {', '.join(_KINDS['draft'])}; or give a draft's name alone")
-    return ChooserPolicy.of(OlsDraft.model_validate(chosen).artifact)
+    if data["draft"].get("kind") != "ols":
+        raise ValueError("draft.kind must be one of: ols; or give a draft's name alone")
+    return ChooserPolicy.model_validate(data)
 
 
-def _under(data: Any) -> tuple[str, ...]:
-    """Where the block that :func:`_parsed` refused stood: a chooser's own keys are those of its
-    draft.
-    """
-    is_chooser = isinstance(data, Mapping) and isinstance(data.get("draft"), Mapping) and len(data) == 1
-    return ("draft", "ols") if is_chooser else ()
+def _is_chooser(data: Mapping[Any, Any]) -> bool:
+    """What tells the two kinds of documents apart: a plain policy's draft is a name."""
+    return isinstance(data.get("draft"), Mapping)
 
 
-def policy_schema() -> dict[str, Any]:
-    """The JSON Schema of a policy document."""
-    schema = Policy.model_json_schema()
-    draft = schema["properties"]["draft"]
-    name = {key: draft.pop(key) for key in ("type", "minLength")}
-    draft["anyOf"] = [name, OlsDraft.model_json_schema()]
-    return schema
-
-
-def differences(left: Policy, right: Policy) -> list[dict[str, Any]]:
+def differences(left: AnyPolicy, right: AnyPolicy) -> list[dict[str, Any]]:
     """Where two policies differ, defaults spelled out: rows of ``key``, ``left``, ``right``; absent
     keys are None.
     """
@@ -351,24 +338,17 @@ def differences(left: Policy, right: Policy) -> list[dict[str, Any]]:
     return [{"key": k, "left": a.get(k), "right": b.get(k)} for k in {**a, **b} if a.get(k) != b.get(k)]
 
 
-_KINDS: dict[str, dict[str, type[BaseModel]]] = {
+def _kinds(union: Any) -> dict[str, type[BaseModel]]:
+    """The blocks of a discriminated union, by kind."""
+    return {get_args(b.model_fields["kind"].annotation)[0]: b for b in get_args(get_args(union)[0])}
+
+
+_KINDS = {
     "draft": {"ols": OlsDraft},
-    "window": {
-        "fixed": FixedWindow,
-        "analytic": AnalyticWindow,
-        "fsm": FsmWindow,
-        "cache_fsm": CacheFsmWindow,
-        "q_learning": QLearningWindow,
-        "heuristic": HeuristicWindow,
-    },
-    "stop": {"none": NoStop, "max_prob": MaxProbStop, "joint_prob": JointProbStop, "entropy": EntropyStop},
-    "growth": {"chain": ChainGrowth, "top_k": TopKGrowth, "classifier": ClassifierGrowth, "static": StaticGrowth},
-    "shortlist": {
-        "full": FullShortlist,
-        "frequency": FrequencyShortlist,
-        "position_frequency": PositionFrequencyShortlist,
-        "clusters": ClustersShortlist,
-    },
+    "window": _kinds(Window),
+    "stop": _kinds(Stop),
+    "growth": _kinds(Growth),
+    "shortlist": _kinds(Shortlist),
 }
 _PLAIN: dict[str, type[BaseModel]] = {"select": Select, "stratify": Stratify}
-_BLOCKS = _KINDS | {key: {"": block} for key, block in _PLAIN.items()}
+_BLOCKS = _KINDS | {key: {"": block} for key, block in [*_PLAIN.items(), ("draft", OlsDraft)]}

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spectune.runtime.costs import token_seconds, window_costs
-from spectune.runtime.policies.document import ChooserPolicy, FixedWindow, Policy, parse_policy
+from spectune.runtime.policies.document import AnyPolicy, ChooserPolicy, FixedWindow, Policy, parse_policy
 from spectune.runtime.policies.on_the_fly import best_window
 from spectune.runtime.policies.plan import Plan
 from spectune.runtime.policies.prompt_features import SCALARS, TOKEN_PATTERN, PromptFeatures
@@ -100,7 +100,7 @@ class Option:
         levels keep. Raises PolicyError when the policy is another draft's, or the profile has no
         costs for it.
         """
-        check_candidate(draft, policy)
+        checked_candidate(draft, policy)
         rules, shortlist = (None, None) if ready is None else (ready.rules, ready.shortlist)
         costs = window_costs(profile, policy, rules, shortlist, sampled=sampled)
         verify, gammas = np.array(costs.verify_s), np.arange(len(costs.verify_s))
@@ -158,14 +158,15 @@ class Option:
         return np.where(lengths > 1, self.prefill.at(rows=lengths - 1), 0.0)
 
 
-def check_candidate(draft: str, policy: Policy) -> None:
-    """Raises PolicyError for a policy that is another draft's, or a chooser's."""
+def checked_candidate(draft: str, policy: AnyPolicy) -> Policy:
+    """The policy of a draft. Raises PolicyError for one that is another draft's, or a chooser."""
     if isinstance(policy, ChooserPolicy):
         raise PolicyError(f"draft {draft!r}: its policy chooses drafts itself; give a plain policy")
     if policy.draft != draft:
         raise PolicyError(
             f"draft {draft!r}: its policy drafts with {policy.draft!r}; name the draft in the policy"
         )
+    return policy
 
 
 def theorem_3(alphas: FloatArray, options: Sequence[Option]) -> IntArray:
@@ -382,11 +383,9 @@ class Chooser:
         """
         try:
             candidates = {
-                str(name): parse_policy(policy, where=f"draft.artifact: candidate {name!r}")
+                str(name): checked_candidate(name, parse_policy(policy, where=f"draft.artifact: candidate {name!r}"))
                 for name, policy in document["candidates"].items()
             }
-            for name, policy in candidates.items():
-                check_candidate(name, policy)
             if document["rule"] not in get_args(Rule) or document["token_pattern"] != TOKEN_PATTERN:
                 raise PolicyError(
                     f"draft.artifact: a chooser by rule {document['rule']!r} is not known here; {_MEND}"

@@ -17,7 +17,6 @@ from spectune.traces.errors import PolicyError
 from spectune.traces.schema import LatencyProfile, Sampling, Verifier
 
 if TYPE_CHECKING:
-    from spectune.runtime.policies.prepared_chooser import PreparedChooser
     from spectune.runtime.shortlists import ShortlistRule, Shortlists
     from spectune.runtime.trees.grow import TreeRule
 
@@ -35,13 +34,11 @@ class Plan:
     shortlist: ShortlistRule | None = field(default=None, compare=False)
     shortlists: Shortlists | None = field(default=None, compare=False)
     """:attr:`shortlist` for the pair as it is loaded, made aside (:func:`runtime.decoder.prepare_for`)."""
-    chooser: PreparedChooser | None = field(default=None, compare=False)
-    """Set where each request is decoded under a candidate of a chooser; then nothing else here is run."""
 
     @property
     def candidates(self) -> tuple[Plan, ...]:
-        """The policies that may decode: a chooser's candidates, or this one."""
-        return (self,) if self.chooser is None else tuple(self.chooser.candidates.values())
+        """The plans that may decode: this one."""
+        return (self,)
 
     def rule(self, sampling: Sampling) -> TreeRule:
         """How trees grow at a sampling temperature. A chain is a tree of width 1."""
@@ -71,7 +68,7 @@ def compile_plan(
     version: int = 0,
     artifacts: Artifacts | None = None,
 ) -> Plan:
-    """:func:`runtime.policies.prepare.prepare` of a policy that is no chooser."""
+    """:func:`runtime.policies.prepare.prepare` of a plain policy."""
     if policy.draft != "none" and policy.draft not in drafts:
         known = ", ".join(sorted(drafts))
         raise PolicyError(f"draft: this pair has no draft {policy.draft!r}; it has: {known}")

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from spectune.runtime.policies.artifacts import DRAFT_CHOOSER, Artifacts, Fitted, read_artifact
-from spectune.runtime.policies.document import FixedWindow, Policy
+from spectune.runtime.policies.document import AnyPolicy, ChooserPolicy, Policy
 from spectune.runtime.policies.draft_choice import TARGET, Chooser, Option, finite_array
 from spectune.runtime.policies.plan import Plan, compile_plan
 from spectune.runtime.policies.prompt_features import Prompt
-from spectune.runtime.policies.stops import compile_stop
-from spectune.runtime.policies.windows import compile_window
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.schema import LatencyProfile, Sampling
 
@@ -34,26 +32,43 @@ def prompt_key(ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class PreparedChooser:
-    """What the runtime and a replay choose by.
+class ChooserPlan:
+    """A chooser compiled: the runtime and a replay take a request's plan from it.
 
-    ``candidates``: those that may decode, prepared, by draft. ``options``: what they cost at temperature 0 and above; empty where the
-    chooser does not choose. ``predicted``: float64 [drafts] by :func:`prompt_key`.
+    ``plans``: those that may decode, by draft. ``options``: what they cost at temperature 0 and
+    above; empty where the chooser does not choose. ``predicted``: float64 [drafts] by
+    :func:`prompt_key`.
     """
 
+    policy: ChooserPolicy
     chooser: Chooser
-    candidates: Mapping[str, Plan]
+    plans: Mapping[str, Plan]
     options: tuple[tuple[Option, ...], ...]
     predicted: Mapping[str, npt.NDArray[np.float64]]
+    version: int = 0
+
+    @property
+    def label(self) -> str:
+        return self.policy.label()
+
+    @property
+    def candidates(self) -> tuple[Plan, ...]:
+        """The plans that may decode."""
+        return tuple(self.plans.values())
+
+    @property
+    def single(self) -> Plan | None:
+        """The plan of every request, where the chooser does not choose."""
+        return None if self.chooser.chooses else self.plans[self.chooser.single]
 
     def of_prompt(self, prompt: Prompt, new_tokens: int, sampling: Sampling) -> Plan:
-        """The candidate for a prompt that is to be answered with up to ``new_tokens`` tokens."""
+        """The plan for a prompt that is to be answered with up to ``new_tokens`` tokens."""
         return self._decided(self.chooser.accuracies(self.chooser.features.transform([prompt])), prompt.tokens, new_tokens, sampling)
 
     def of_recorded(self, ids: Sequence[int] | npt.NDArray[np.integer], new_tokens: int, sampling: Sampling) -> Plan:
         """The same for a prompt of the recording that the chooser was fitted to. Raises TraceError for any other."""
-        if not self.chooser.chooses:
-            return self.candidates[self.chooser.single]
+        if self.single is not None:
+            return self.single
         found = self.predicted.get(prompt_key(ids))
         if found is None:
             raise TraceError(
@@ -64,16 +79,27 @@ class PreparedChooser:
 
     def _decided(self, alphas: npt.NDArray[np.float64], tokens: int, new_tokens: int, sampling: Sampling) -> Plan:
         options = self.options[int(not sampling.greedy)]
-        return self.candidates[self.chooser.drafts[int(self.chooser.decide(alphas, options, [tokens], [new_tokens])[0])]]
+        return self.plans[self.chooser.drafts[int(self.chooser.decide(alphas, options, [tokens], [new_tokens])[0])]]
 
 
-def stored_chooser(policy: Policy, artifacts: Artifacts | None) -> tuple[Chooser, dict[str, npt.NDArray[np.float64]]]:
-    """The chooser that a policy names, and what it predicted of recorded prompts (:attr:`PreparedChooser.predicted`).
+AnyPlan = Plan | ChooserPlan
+"""A policy document compiled: a plan, or what takes one for each request."""
+
+
+def stored_chooser(policy: ChooserPolicy, artifacts: Artifacts | None) -> tuple[Chooser, dict[str, npt.NDArray[np.float64]]]:
+    """The chooser that a policy names, and what it predicted of recorded prompts (:attr:`ChooserPlan.predicted`).
 
     Raises PolicyError where there is none, or it lacks a candidate's weights.
     """
-    name = policy.artifacts[0]
-    return read_artifact(policy, "draft", name, DRAFT_CHOOSER, artifacts, _read_chooser)
+    return read_artifact(policy, "draft", policy.draft.artifact, DRAFT_CHOOSER, artifacts, _read_chooser)
+
+
+def plain_policies(policy: AnyPolicy, artifacts: Artifacts | None) -> tuple[Policy, ...]:
+    """The policies that may decode: a chooser's candidates that are used, or the policy itself.
+    Raises PolicyError as :func:`stored_chooser`."""
+    if isinstance(policy, ChooserPolicy):
+        return tuple(stored_chooser(policy, artifacts)[0].used.values())
+    return (policy,)
 
 
 def _read_chooser(found: Fitted) -> tuple[Chooser, dict[str, npt.NDArray[np.float64]]]:
@@ -91,13 +117,13 @@ def _read_chooser(found: Fitted) -> tuple[Chooser, dict[str, npt.NDArray[np.floa
 
 
 def prepare_chooser(
-    policy: Policy,
+    policy: ChooserPolicy,
     drafts: Collection[str],
     *,
     profile: LatencyProfile | None = None,
     version: int = 0,
     artifacts: Artifacts | None = None,
-) -> Plan:
+) -> ChooserPlan:
     """:func:`runtime.policies.prepare.prepare` for a chooser: every candidate that may decode is prepared.
 
     Raises PolicyError where the artifact is missing or no chooser, a candidate cannot be prepared, the pair lacks the draft that reads
@@ -114,31 +140,11 @@ def prepare_chooser(
     ready: dict[str, Plan] = {}
     for name, candidate in chooser.used.items():
         try:
-            ready[name] = compile_plan(
-                candidate,
-                drafts,
-                profile=profile,
-                version=version,
-                artifacts=artifacts,
-            )
+            ready[name] = compile_plan(candidate, drafts, profile=profile, version=version, artifacts=artifacts)
         except PolicyError as error:
             raise PolicyError(f"draft.artifact: candidate {name!r}: {error}") from None
     options: tuple[tuple[Option, ...], ...] = ()
     if chooser.chooses:
         assert profile is not None
         options = tuple(chooser.options(profile, sampled=sampled, ready=ready) for sampled in (False, True))
-    return Plan(
-        policy=policy,
-        policy_id=policy.id,
-        window=compile_window(FixedWindow(gamma=0)),
-        stop=compile_stop(policy.stop),
-        version=version,
-        label=policy.label(),
-        chooser=PreparedChooser(chooser, ready, options, predicted),
-    )
-
-
-def with_candidates(prepared: Plan, candidates: Mapping[str, Plan]) -> Plan:
-    """A prepared chooser with its candidates replaced, by draft."""
-    assert prepared.chooser is not None
-    return replace(prepared, chooser=replace(prepared.chooser, candidates=dict(candidates)))
+    return ChooserPlan(policy, chooser, ready, options, predicted, version)

@@ -38,8 +38,7 @@ from spectune.runtime.policies.document import (
 )
 from spectune.runtime.policies.dynaspec import Clusters
 from spectune.runtime.policies.fr_spec import Frequencies
-from spectune.runtime.policies.plan import Plan
-from spectune.runtime.policies.prepare import prepare
+from spectune.runtime.policies.plan import Plan, compile_plan
 from spectune.runtime.policies.router import Router, Routing
 from spectune.runtime.profiling.fit import Prefill
 from spectune.runtime.shortlists import ShortlistRule
@@ -174,7 +173,7 @@ class Experiment:
         too (empty: by none)."""
         window = FixedWindow(gamma=1)
         policy = Policy(draft=draft, window=window) if draft else AUTOREGRESSIVE
-        plan, prompt = prepare(policy, self.pair.draft_names), self.prompt(1, rows + 1)
+        plan, prompt = compile_plan(policy, self.pair.draft_names), self.prompt(1, rows + 1)
         began = self.clock()
         self.backend.begin(DecodeRequest("profile", prompt, Sampling(), 1, 2), plan)
         if self.pair.device.type == "cuda":
@@ -220,7 +219,7 @@ def cells_of(pair: LoadedPair, gamma_max: int, *, trees: bool) -> dict[str, list
         cells = [] if head else _chains(pair, name, gamma_max)
         if trees and name != "ngram":
             cells += [*_trees(pair, name), *_shortlists(pair, name, gamma_max)]
-        plain = Cell(prepare(AUTOREGRESSIVE, pair.draft_names), RoundKind())
+        plain = Cell(compile_plan(AUTOREGRESSIVE, pair.draft_names), RoundKind())
         found[name] = [*cells, *[plain] * 3] if cells else []
     return {name: cells for name, cells in found.items() if cells}
 
@@ -244,7 +243,7 @@ def _chains(pair: LoadedPair, name: str, gamma_max: int) -> list[Cell]:
         )
         policies += [Policy(draft=name, window=window, stop=stop) for stop in stops]
     return [
-        Cell(prepare(p, pair.draft_names), RoundKind.of(p, tree=False), head_rows(pair, name))
+        Cell(compile_plan(p, pair.draft_names), RoundKind.of(p, tree=False), head_rows(pair, name))
         for p in policies
     ]
 
@@ -265,10 +264,10 @@ def _trees(pair: LoadedPair, name: str) -> list[Cell]:
     stop = usual.model_copy(update={"stop": EntropyStop(threshold=0.0, scale=1e-3, keep_last=True)})
     rows = head_rows(pair, name)
     cells = [
-        Cell(prepare(p, pair.draft_names), RoundKind.of(p, tree=True), rows)
+        Cell(compile_plan(p, pair.draft_names), RoundKind.of(p, tree=True), rows)
         for p in (*policies, *static, stop, stop)
     ]
-    plain = prepare(usual, pair.draft_names)
+    plain = compile_plan(usual, pair.draft_names)
     assert plain.rules is not None
     shape = (4, 256, 1024)
     joint = np.rint(65535 * np.exp(-np.arange(shape[2]) / TREE_SCALE)).astype(np.int32)
@@ -308,7 +307,7 @@ def _shortlists(pair: LoadedPair, name: str, gamma_max: int) -> Iterator[Cell]:
         name not in pair.chain_drafts,
     )
     model = pair.models[name]
-    full, kind = prepare(policy, pair.draft_names), RoundKind.of(policy, tree=head)
+    full, kind = compile_plan(policy, pair.draft_names), RoundKind.of(policy, tree=head)
     vocab = np.arange(model.vocab_size)
     frequencies = Frequencies(
         np.concatenate([model.output.ids, np.setdiff1d(vocab, model.output.ids)]).astype(np.int64)

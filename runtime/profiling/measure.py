@@ -24,7 +24,7 @@ from spectune.runtime.costs import (
 )
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import FixedWindow, FsmWindow, MaxProbStop, Policy
-from spectune.runtime.policies.prepare import prepare
+from spectune.runtime.policies.plan import compile_plan
 from spectune.runtime.profiling.experiment import (
     CHECKED_TOKENS,
     Cell,
@@ -174,7 +174,7 @@ def _checked_cells(pair: LoadedPair, gamma_max: int, *, trees: bool) -> list[Cel
         for p in policies
     ]
     return [
-        Cell(prepare(p, pair.draft_names), kind) for p, kind in zip(policies, kinds, strict=True)
+        Cell(compile_plan(p, pair.draft_names), kind) for p, kind in zip(policies, kinds, strict=True)
     ]
 
 
