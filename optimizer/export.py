@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from spectune.runtime.pair import PairSpec, expanded, head_config, is_head
-from spectune.runtime.policies.document import AnyPolicy, ChooserPolicy, TopKGrowth
+from spectune.runtime.policies.document import AnyPolicy, ChooserPolicy, Policy, TopKGrowth
 from spectune.traces.errors import PolicyError
 
 
 def engine_settings(policy: AnyPolicy, pair: PairSpec, engine: str) -> dict[str, Any]:
-    """Settings of ``vllm``, ``sglang`` or ``tensorrt-llm`` for a fixed window without a stop: a chain, or EAGLE-2's tree of a head
-    where the engine has trees.
+    """Settings of ``vllm``, ``sglang`` or ``tensorrt-llm`` for a fixed window without a stop: a
+    chain, or EAGLE-2's tree of a head where the engine has trees.
 
-    Raises PolicyError for a policy those engines cannot express: a window that adapts by our rules, a stop, another growth or score.
+    Raises PolicyError for a policy those engines cannot express: a window that adapts by our rules,
+    a stop, another growth or score, a chooser of drafts.
     """
     if isinstance(policy, ChooserPolicy):
         raise PolicyError(f"{engine} cannot choose a draft for each prompt; export one of the candidates that `fit chooser` printed")
@@ -24,63 +25,48 @@ def engine_settings(policy: AnyPolicy, pair: PairSpec, engine: str) -> dict[str,
             f"{engine} cannot express {policy.label()!r}; export a fixed window without a stop "
             "(`tune` prints the best one among its baselines)"
         )
-    gamma = policy.gamma_max
     path = dict(pair.drafts).get(policy.draft)
-    head = path is not None and is_head(path)
-    if policy.is_tree:
-        growth = policy.growth
-        if engine == "vllm" or not head or not isinstance(growth, TopKGrowth) or growth.score == "coupled" or policy.stratify:
-            raise PolicyError(
-                f"{engine} cannot express {policy.label()!r}; trees can be exported for sglang and tensorrt-llm alone, with an EAGLE head, "
-                "growth top_k, its score by probability, and no bins"
-            )
-        assert policy.select.top_n is not None
-        if engine == "sglang":
-            return {
-                "speculative_algorithm": _eagle(path).upper(),
-                "speculative_draft_model_path": path,
-                "speculative_num_steps": gamma,
-                "speculative_eagle_topk": growth.width,
-                "speculative_num_draft_tokens": policy.select.top_n + 1,
-            }
-        return {
-            "decoding_type": _eagle(path).title(),
-            "speculative_model": path,
-            "max_draft_len": gamma,
-            "use_dynamic_tree": True,
-            "dynamic_tree_max_topK": growth.width,
-            "max_total_draft_tokens": policy.select.top_n,
-        }
+    algorithm = _eagle(path) if path is not None and is_head(path) else None
+    growth = policy.growth
+    grows = isinstance(growth, TopKGrowth) and growth.score != "coupled" and policy.stratify is None
+    if policy.is_tree and (engine == "vllm" or algorithm is None or not grows):
+        raise PolicyError(
+            f"{engine} cannot express {policy.label()!r}; trees can be exported for sglang and tensorrt-llm alone, with an EAGLE head, "
+            "growth top_k, its score by probability, and no bins"
+        )
+    return {"vllm": _vllm, "sglang": _sglang, "tensorrt-llm": _tensorrt_llm}[engine](policy, path, algorithm)
+
+
+def _vllm(policy: Policy, path: str | None, algorithm: str | None) -> dict[str, Any]:
+    gamma = policy.gamma_max
     if policy.draft == "ngram":
-        return {
-            "vllm": {"method": "ngram", "num_speculative_tokens": gamma, "prompt_lookup_max": 3, "prompt_lookup_min": 1},
-            "sglang": {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": gamma + 1},
-            "tensorrt-llm": {"decoding_type": "NGram", "max_draft_len": gamma, "max_matching_ngram_size": 3},
-        }[engine]
-    if head:
-        name = _eagle(path)
-        return {
-            "vllm": {"method": name, "model": path, "num_speculative_tokens": gamma},
-            "sglang": {
-                "speculative_algorithm": name.upper(),
-                "speculative_draft_model_path": path,
-                "speculative_num_steps": gamma,
-                "speculative_eagle_topk": 1,
-                "speculative_num_draft_tokens": gamma + 1,
-            },
-            "tensorrt-llm": {"decoding_type": name.title(), "speculative_model": path, "max_draft_len": gamma},
-        }[engine]
+        return {"method": "ngram", "num_speculative_tokens": gamma, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    return {"method": algorithm or "draft_model", "model": path, "num_speculative_tokens": gamma}
+
+
+def _sglang(policy: Policy, path: str | None, algorithm: str | None) -> dict[str, Any]:
+    gamma, growth, top_n = policy.gamma_max, policy.growth, policy.select.top_n
+    if policy.draft == "ngram":
+        return {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": gamma + 1}
     return {
-        "vllm": {"method": "draft_model", "model": path, "num_speculative_tokens": gamma},
-        "sglang": {
-            "speculative_algorithm": "STANDALONE",
-            "speculative_draft_model_path": path,
-            "speculative_num_steps": gamma,
-            "speculative_eagle_topk": 1,
-            "speculative_num_draft_tokens": gamma + 1,
-        },
-        "tensorrt-llm": {"decoding_type": "DraftTarget", "speculative_model": path, "max_draft_len": gamma},
-    }[engine]
+        "speculative_algorithm": (algorithm or "standalone").upper(),
+        "speculative_draft_model_path": path,
+        "speculative_num_steps": gamma,
+        "speculative_eagle_topk": growth.width if isinstance(growth, TopKGrowth) else 1,
+        "speculative_num_draft_tokens": (top_n or gamma) + 1,
+    }
+
+
+def _tensorrt_llm(policy: Policy, path: str | None, algorithm: str | None) -> dict[str, Any]:
+    gamma, growth = policy.gamma_max, policy.growth
+    if policy.draft == "ngram":
+        return {"decoding_type": "NGram", "max_draft_len": gamma, "max_matching_ngram_size": 3}
+    decoding = "DraftTarget" if algorithm is None else algorithm.title()
+    chain = {"decoding_type": decoding, "speculative_model": path, "max_draft_len": gamma}
+    if not isinstance(growth, TopKGrowth):
+        return chain
+    tree = {"dynamic_tree_max_topK": growth.width, "max_total_draft_tokens": policy.select.top_n}
+    return {**chain, "use_dynamic_tree": True, **tree}
 
 
 def _eagle(path: str | None) -> str:

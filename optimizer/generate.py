@@ -12,7 +12,7 @@ from spectune.optimizer.execute import DecodeOptions, counts_of
 from spectune.optimizer.report.drawn_trees import ACCEPTED, OWN, tree_json, tree_view
 from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair
-from spectune.runtime.loop import Round, StaticSource
+from spectune.runtime.loop import DecodeRequest, Round, StaticSource
 from spectune.runtime.policies.document import AUTOREGRESSIVE
 from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.policies.prepared_chooser import AnyPlan
@@ -44,23 +44,8 @@ def generate(
     decoder.backend.keeps_pruned = True
     request = decoder.request(item, ids, options.sampling, options.max_new_tokens, options.stop_strings)
     _touch(pair, prepared, item, ids, options)
-    output: list[int] = []
-    rounds: list[Round] = []
-    shown = ""
-    began = time.perf_counter()
-    drawing = 0.0
-    for round_ in decoder.rounds(request):
-        rounds.append(round_)
-        drew = time.perf_counter()
-        for i, token in enumerate(round_.tokens):
-            output.append(token)
-            text = pair.text(output)
-            # A token may end inside a character; its bytes are shown with the token that completes it.
-            if not text.endswith("\ufffd"):
-                console.print(Text(printable(text[len(shown) :]), style=ACCEPTED if i < round_.step.accepted else OWN), end="")
-                shown = text
-        drawing += time.perf_counter() - drew
-    seconds = time.perf_counter() - began - drawing
+    rounds, seconds = _stream(decoder, request, console)
+    output = [token for r in rounds for token in r.tokens]
     counts = counts_of([r.step for r in rounds], seconds)
     result: dict[str, Any] = {
         "text": pair.text(output),
@@ -74,7 +59,7 @@ def generate(
     }
     console.print()
     grown = [i for i, r in enumerate(rounds) if r.tree is not None]
-    if grown or prepared.policy.is_tree:
+    if grown or any(plan.policy.is_tree for plan in prepared.candidates):
         result["trees"] = [tree_json(r) for r in rounds]
     for i in grown if show_trees else grown[-1:]:
         before = [*ids, *output][len(ids) + rounds[i].step.start - 1]
@@ -84,7 +69,7 @@ def generate(
     )
     line = f"{counts.emitted_tokens} tokens in {counts.rounds} rounds, tau {counts.mean_accepted_length:.2f}, "
     line += f"{counts.tokens_per_s:.1f} tokens/s"
-    if compare and prepared.policy.speculates:
+    if compare and any(plan.policy.speculates for plan in prepared.candidates):
         plain = Decoder(pair, StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names)), options.verifier)
         again = plain.decode(request)
         speed = len(output) / again.seconds
@@ -95,6 +80,28 @@ def generate(
             line += ", same text" if result["same_text"] else ", ANOTHER TEXT"
     console.print(line)
     return result
+
+
+def _stream(decoder: Decoder, request: DecodeRequest, console: Console) -> tuple[list[Round], float]:
+    """Decodes a request and shows its tokens as they come. Its rounds, and the seconds that they
+    took without the showing."""
+    output: list[int] = []
+    rounds: list[Round] = []
+    shown = ""
+    began, drawing = time.perf_counter(), 0.0
+    for round_ in decoder.rounds(request):
+        rounds.append(round_)
+        drew = time.perf_counter()
+        for i, token in enumerate(round_.tokens):
+            output.append(token)
+            text = decoder.pair.text(output)
+            # A token may end inside a character; its bytes are shown with the token that completes it.
+            if not text.endswith("\ufffd"):
+                style = ACCEPTED if i < round_.step.accepted else OWN
+                console.print(Text(printable(text[len(shown) :]), style=style), end="")
+                shown = text
+        drawing += time.perf_counter() - drew
+    return rounds, time.perf_counter() - began - drawing
 
 
 def _touch(pair: LoadedPair, prepared: AnyPlan, item: Request, ids: list[int], options: DecodeOptions) -> None:

@@ -19,7 +19,7 @@ from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import PolicySource
 from spectune.runtime.policies.artifacts import Artifacts, Fitted
-from spectune.runtime.policies.document import DEFAULT_TOP_N, GAMMA_LIMIT, POOL_LIMIT, WIDTH_LIMIT, Policy, parse_policy
+from spectune.runtime.policies.document import DEFAULT_TOP_N, GAMMA_LIMIT, POOL_LIMIT, WIDTH_LIMIT, Policy, parse_plain_policy
 from spectune.runtime.recording.chains import record_panorama
 from spectune.runtime.recording.trees import Cover, base_covers, cover_name, record_tree_panorama
 from spectune.runtime.trees.grow import TreeRule
@@ -408,7 +408,7 @@ def _stored_rule(name: str, draft: str, proposals: Proposals, sampled: bool, art
         found = artifacts(artifact)
         return replace(found, document={k: v for k, v in found.document.items() if k != "draft"})
 
-    return compile_tree(parse_policy(document, where=f"stored cover {name}"), sampled=sampled, artifacts=find)
+    return compile_tree(parse_plain_policy(document, where=f"stored cover {name}"), sampled=sampled, artifacts=find)
 
 
 @contextmanager

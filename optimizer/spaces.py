@@ -19,7 +19,7 @@ from spectune.runtime.policies.document import (
     Select,
     StaticGrowth,
     TopKGrowth,
-    parse_policy,
+    parse_plain_policy,
 )
 from spectune.runtime.recording.trees import SHARPNESSES
 
@@ -128,7 +128,7 @@ def enumerated_trees(trees: Mapping[str, TreeLimit]) -> list[Policy]:
     policies: list[Policy] = []
 
     def add(draft: str, growth: dict[str, Any], window: dict[str, Any], **blocks: Any) -> None:
-        policies.append(parse_policy({"draft": draft, "growth": growth, "window": window, **blocks}, where="search space"))
+        policies.append(parse_plain_policy({"draft": draft, "growth": growth, "window": window, **blocks}, where="search space"))
 
     for draft, limit in trees.items():
         sizes = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, DEFAULT_TOP_N)
@@ -237,7 +237,7 @@ class ShortlistLimit:
 
 def with_shortlist(policy: Policy, block: dict[str, Any]) -> Policy:
     """A policy with the shortlist of a document."""
-    return parse_policy({**policy.spelled_out(), "shortlist": block}, where="search space")
+    return parse_plain_policy({**policy.spelled_out(), "shortlist": block}, where="search space")
 
 
 def transformers_heuristic(draft: str, gamma_max: int) -> Policy:
@@ -395,13 +395,13 @@ class TreeSpace(Space):
         document = dict(super().policy({**chosen, "gamma": depth}).spelled_out())
         if growth == "static":
             document["growth"] = {"kind": "static", "paths": limit.static[min(chosen["tree"], len(limit.static) - 1)]}
-            return parse_policy({k: document[k] for k in ("draft", "window", "stop", "growth")}, where="search space")
+            return parse_plain_policy({k: document[k] for k in ("draft", "window", "stop", "growth")}, where="search space")
         if growth == "top_k":
             document["growth"] = {"kind": "top_k", "width": min(chosen["width"], limit.width), **limit.score(chosen["score"])}
         else:
             document["growth"] = limit.grower(chosen["beta"], chain=chosen["early_exit"])
             if chosen["early_exit"] or chosen["top_n"] == KEEPS_ALL:
-                return parse_policy({k: document[k] for k in ("draft", "window", "stop", "growth")}, where="search space")
+                return parse_plain_policy({k: document[k] for k in ("draft", "window", "stop", "growth")}, where="search space")
         document["select"] = {"top_n": chosen["top_n"]}
         alpha = min(chosen["alpha"], limit.depth - depth)
         if alpha > 0 and limit.bins is not None:
@@ -411,7 +411,7 @@ class TreeSpace(Space):
             document["stratify"] = {"artifact": limit.bins, "alpha": alpha, "fractions": fractions}
         else:
             document.pop("stratify", None)
-        return parse_policy(document, where="search space")
+        return parse_plain_policy(document, where="search space")
 
     def params(self, policy: Policy) -> dict[str, Any] | None:
         growth = policy.growth
@@ -510,7 +510,7 @@ class ShortlistSpace:
 
 
 def _policy(draft: str, window: dict[str, Any], stop: dict[str, Any] | None = None) -> Policy:
-    return parse_policy({"draft": draft, "window": window, **({"stop": stop} if stop else {})}, where="search space")
+    return parse_plain_policy({"draft": draft, "window": window, **({"stop": stop} if stop else {})}, where="search space")
 
 
 def _ask(trial: optuna.trial.Trial, name: str, distribution: BaseDistribution) -> Any:

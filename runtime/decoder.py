@@ -104,7 +104,7 @@ class ModelBackend:
             nats = self._readers[reader].begin_reading(ids, capacity + TREE_SLOTS)
             self._awake.discard(reader)
         chosen = chooser.of_prompt(
-            Prompt.of(self.pair.text(ids), ids, nats), request.max_new_tokens, request.sampling
+            Prompt(self.pair.text(ids), len(ids), nats), request.max_new_tokens, request.sampling
         )
         if reader is not None and keeps_reading(chosen.policy, reader):
             self._read_ahead = request, reader

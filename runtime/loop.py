@@ -161,8 +161,10 @@ class _InForce:
         found = self._source.current()
         if found is not self._found:
             self._found = found
-            chooses = isinstance(found, ChooserPlan)
-            self.plan = self._backend.choose(self._request, found) if chooses else found
+            if isinstance(found, ChooserPlan):
+                self.plan = self._backend.choose(self._request, found)
+            else:
+                self.plan = found
             self.session = self._sessions.of(self.plan)
             self.session.start([*self._request.prompt_ids, *output])
 

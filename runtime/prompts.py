@@ -38,14 +38,11 @@ def prompt_reader(pair: LoadedPair) -> str:
     return min(pair.drafts, key=lambda name: pair.drafts[name].num_parameters, default=TARGET)
 
 
-def read_prompt(pair: LoadedPair, ids: Sequence[int], reader: str | None) -> Prompt:
+def read_prompt(pair: LoadedPair, ids: Sequence[int], reader: str) -> Prompt:
     """A prompt as a chooser reads it; its text is decoded from ``ids``, so that a recording's prompts and served ones read alike.
-    ``reader`` None leaves the perplexity out, for features that do without (:attr:`PromptFeatures.reads`).
 
     Raises PolicyError when the pair has no language model of the reader's name.
     """
-    if reader is None:
-        return Prompt.of(pair.text(list(ids)), ids, math.nan)
     model = pair.target if reader == TARGET else pair.drafts.get(reader)
     if model is None:
         known = ", ".join([*pair.drafts, TARGET])
@@ -53,4 +50,4 @@ def read_prompt(pair: LoadedPair, ids: Sequence[int], reader: str | None) -> Pro
             f"draft.artifact: the chooser reads prompts with draft {reader!r}, which this pair lacks (it has: {known}); fit one for it: "
             "`fit chooser --recording ID`"
         )
-    return Prompt.of(pair.text(list(ids)), ids, log_perplexity(model, ids))
+    return Prompt(pair.text(list(ids)), len(ids), log_perplexity(model, ids))

@@ -164,7 +164,7 @@ def planted(pair: LoadedPair, prompts: Any, candidates: Mapping[str, Policy], **
     """A chooser that takes each draft for some length of prompts: with accuracies that rise, fall, or lie in between."""
     features = fit_features(prompts, reader=prompt_reader(pair), components=0)
     slopes = {"near": 0.45, "far": -0.45, "head": -0.45}
-    weights = {d: LinearAccuracy(np.array([0.5, slopes.get(d, 0.0), 0.0]), np.eye(3), 8) for d in candidates if d != "none"}
+    weights = {d: LinearAccuracy(np.array([0.5, slopes.get(d, 0.0), 0.0]), 8) for d in candidates if d != "none"}
     return Chooser(features, weights, dict(candidates), **fields)
 
 
@@ -234,7 +234,7 @@ def test_trees_and_heads_change_no_text(
 ) -> None:
     """Both candidates decode, after a prompt that another draft, or the one chosen, has read; a head beside a reader that is not chosen."""
     encoded = encode(pair, workload(), DecodeOptions(sampling, TOKENS))
-    prompts = [Prompt.of(pair.text(r.prompt_ids), r.prompt_ids, 2.0) for _, r in encoded.items]
+    prompts = [Prompt(pair.text(r.prompt_ids), len(r.prompt_ids), 2.0) for _, r in encoded.items]
     artifacts = memory(planted(pair, prompts, TREES))
     done = race(pair, [AUTOREGRESSIVE, parse_policy(OLS)], encoded, passes=1, profile=profile, artifacts=artifacts)
     assert done.texts_differ == 0
@@ -254,7 +254,7 @@ def memory(chooser: Chooser, **changes: Any) -> Any:
 def test_the_target_reads_where_no_draft_can(pair: LoadedPair, profile: LatencyProfile) -> None:
     """It then reads twice, which is charged; the text is the same."""
     encoded = encode(pair, workload(), DecodeOptions(Sampling(), TOKENS))
-    prompts = [Prompt.of(pair.text(r.prompt_ids), r.prompt_ids, 2.0) for _, r in encoded.items]
+    prompts = [Prompt(pair.text(r.prompt_ids), len(r.prompt_ids), 2.0) for _, r in encoded.items]
     chooser = planted(pair, prompts, CHAINS)
     chooser = replace(chooser, features=replace(chooser.features, reader="target"))
     done = race(pair, [AUTOREGRESSIVE, parse_policy(OLS)], encoded, passes=1, profile=profile, artifacts=memory(chooser))

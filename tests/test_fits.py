@@ -132,13 +132,6 @@ def test_a_planted_rule_is_learned(trained: Classifier, examples: Examples) -> N
     assert metrics["positives"] + metrics["held_out_accepted"] == examples.accepted.sum()
 
 
-@pytest.mark.parametrize("ratio", [0.5, 2.0, 1e9])
-def test_negative_sampling(examples: Examples, ratio: float) -> None:
-    metrics = train(examples, epochs=0, negatives=ratio).metrics
-    everything = len(examples) - metrics["held_out"] - metrics["positives"]
-    assert metrics["negatives"] == min(everything, round(ratio * metrics["positives"]))
-
-
 def test_stored_weights_act_on_raw_features(trained: Classifier) -> None:
     """Against the network written out with torch, on probability, nats and depth."""
     import torch

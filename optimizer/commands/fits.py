@@ -223,10 +223,14 @@ def chooser(ctx: click.Context, as_json: bool, policies: tuple[str, ...], **kw: 
         pair = load(kw, store)
         from spectune.optimizer.fit.chooser_fits import fit_chooser_artifact
         from spectune.optimizer.report.tables import chooser_table
+        from spectune.runtime.policies.document import Policy
 
         named = [policy_named(store, name, pair.id, pair.device.type, option="--policies") for name in policies]
-        candidates = {policy.draft: policy for policy in named} or None
-        if candidates is not None and len(candidates) < len(named):
+        plain = [policy for policy in named if isinstance(policy, Policy)]
+        if len(plain) < len(named):
+            raise PolicyError("--policies: a chooser of drafts is no candidate; give plain policies")
+        candidates = {policy.draft: policy for policy in plain} or None
+        if candidates is not None and len(candidates) < len(plain):
             raise PolicyError("--policies: two policies of one draft; a chooser has one for each")
         store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
         given = {key: kw[key] for key in ("rule", "profile", "seed")}

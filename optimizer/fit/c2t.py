@@ -72,13 +72,7 @@ class Examples:
 
     def take(self, rows: npt.NDArray[Any]) -> Examples:
         """These rows (numbers or a mask)."""
-        return Examples(
-            self.joint_code[rows],
-            self.entropy_code[rows],
-            self.depth[rows],
-            self.accepted[rows],
-            self.tree[rows],
-        )
+        return Examples(*(column[rows] for column in vars(self).values()))
 
     def features(self, mask: Flags) -> torch.Tensor:
         """Raw features float64 [n, 3]; those outside of the ``mask`` are 0."""
@@ -151,27 +145,14 @@ def fit_c2t(
         )
     forest = source.trees.forest
     width, depth = width or forest.width, depth or forest.depth
-    examples = classifier_examples(
-        source.trees, width, depth, count=starts, seed=seed, progress=progress
-    )
-    if epochs is None:
-        nodes = (1 + NEGATIVES) * examples.accepted.sum() * (1.0 if first is None else fraction)
-        epochs = min(MOST_EPOCHS, max(EPOCHS, math.ceil(STEPS / max(1.0, nodes / BATCH))))
+    examples = classifier_examples(source.trees, width, depth, count=starts, seed=seed, progress=progress)
+    epochs = _epochs(examples, 1.0 if first is None else fraction) if epochs is None else epochs
+    steps: dict[str, Any] = {"seed": seed, "epochs": epochs, "progress": progress}
     try:
         if first is None:
-            used = tuple(features) or FEATURES
-            made = train(
-                examples,
-                hidden=hidden or HIDDEN,
-                features=used,
-                seed=seed,
-                epochs=epochs,
-                progress=progress,
-            )
+            made = train(examples, hidden=hidden or HIDDEN, features=tuple(features) or FEATURES, **steps)
         else:
-            made = fine_tune(
-                first[1], examples, fraction, seed=seed, epochs=epochs, progress=progress
-            )
+            made = fine_tune(first[1], examples, fraction, **steps)
     except ValueError as error:
         raise TraceError(f"recording {source.info.id}: {error}") from None
     described, arrays = made.to_document()
@@ -185,15 +166,15 @@ def fit_c2t(
     }  # fmt: skip
     document |= {} if first is None else {"from": first[0], "fraction": fraction}
     artifact = source.keep(CLASSIFIER, document, arrays, tuple(vars(examples).values()))
-    growth = {
-        "kind": "classifier",
-        "artifact": artifact,
-        "width": width,
-        "cap": width,
-        **unusual(source),
-    }
+    growth = {"kind": "classifier", "artifact": artifact, "width": width, "cap": width, **unusual(source)}
     policy = {"draft": forest.draft, "window": {"kind": "fixed", "gamma": depth}, "growth": growth}
     return StoredFit(artifact, CLASSIFIER, document, policy)
+
+
+def _epochs(examples: Examples, fraction: float) -> int:
+    """The paper's number of epochs, or more where that makes fewer than :data:`STEPS` steps."""
+    nodes = (1 + NEGATIVES) * examples.accepted.sum() * fraction
+    return min(MOST_EPOCHS, max(EPOCHS, math.ceil(STEPS / max(1.0, nodes / BATCH))))
 
 
 def classifier_examples(
@@ -263,16 +244,11 @@ def _grown(
         front = np.where(there, forest.child[np.maximum(parent, 0), rank], -1).astype(np.int64)
 
 
-def evaluate(
-    classifier: Classifier, examples: Examples, *, threshold: float = 0.5
-) -> dict[str, float | None]:
+def evaluate(classifier: Classifier, examples: Examples) -> dict[str, float | None]:
     """Appendix B.2's figures over all examples: ``recall``, the share of accepted nodes with a
-    confidence above the threshold (None where none was accepted), and ``positive_rate``, the share
-    of all nodes with one."""
-    chosen = (
-        classifier.confidence(examples.joint_code, examples.entropy_code, examples.depth)
-        > threshold
-    )
+    confidence above 0.5 (None where none was accepted), and ``positive_rate``, the share of all
+    nodes with one."""
+    chosen = classifier.confidence(examples.joint_code, examples.entropy_code, examples.depth) > 0.5
     accepted = examples.accepted
     recall = float(chosen[accepted].mean()) if accepted.any() else None
     return {"recall": recall, "positive_rate": float(chosen.mean())}
@@ -283,32 +259,26 @@ def train(
     *,
     hidden: int = HIDDEN,
     features: Sequence[str] = FEATURES,
-    negatives: float = NEGATIVES,
     seed: int = 0,
     **steps: Any,
 ) -> Classifier:
     """Trains a classifier as appendix B.2, on ``features`` (table 1's ablation).
 
     :data:`HELD_OUT` of the trees are kept for evaluation, as they are; of the others all accepted
-    nodes and ``negatives`` times as many rejected ones, drawn once without replacement, are trained
-    on. ``steps`` are of :func:`_descend`. The same seed gives the same classifier on the same
+    nodes and :data:`NEGATIVES` times as many rejected ones, drawn once without replacement, are
+    trained on. ``steps`` are of :func:`_descend`. The same seed gives the same classifier on the same
     machine. Raises ValueError where there are fewer than two trees, or nothing accepted or rejected
     among those trained on.
     """
     mask = np.array([name in features for name in FEATURES])
     held = held_out(examples.tree, HELD_OUT, seed)
-    chosen = _balanced(examples.take(~held), negatives, seed)
+    chosen = _balanced(examples.take(~held), seed)
     generator = torch.Generator().manual_seed(seed)
     standard = perceptron.initial(len(FEATURES), hidden, 1, generator)
     start = standard._replace(w1=standard.w1 * torch.from_numpy(mask)).on_raw(
         perceptron.Scale.of(chosen.features(mask))
     )
-    made = {
-        "features": [n for n in FEATURES if n in features],
-        "seed": seed,
-        "fine_tuned": False,
-        "negatives_per_positive": negatives,
-    }
+    made = {"seed": seed, "fine_tuned": False}
     return _descend(start, chosen, examples.take(held), mask, generator, made, **steps)
 
 
@@ -318,7 +288,6 @@ def fine_tune(
     fraction: float = 0.1,
     *,
     seed: int = 0,
-    learning_rate: float = FINE_TUNE_RATE,
     **steps: Any,
 ) -> Classifier:
     """Goes on training with other examples (appendix B.4): ``fraction`` of their trees, none of
@@ -329,62 +298,49 @@ def fine_tune(
     curve's epoch 0 is the classifier as it came. Raises ValueError as :func:`train` does.
     """
     mask = (classifier.w1 != 0).any(axis=0)
-    made = {
-        "features": [n for n, used in zip(FEATURES, mask, strict=True) if used],
-        "seed": seed,
-        "fine_tuned": fraction > 0,
-        "negatives_per_positive": NEGATIVES,
-        "fraction": fraction,
-    }
+    made = {"seed": seed, "fine_tuned": fraction > 0, "fraction": fraction}
     if fraction == 0:
-        scores = evaluate(classifier, examples)
-        figures = {
-            **scores,
-            "curve": [{"epoch": 0, "loss": None, **scores}],
-            "positives": 0,
-            "negatives": 0,
-            "epochs": 0,
-        }
-        figures |= {"held_out": len(examples), "held_out_accepted": int(examples.accepted.sum())}
-        return Classifier(
-            classifier.w1, classifier.b1, classifier.w2, classifier.b2, {**figures, **made}
-        )
+        curve = [{"epoch": 0, "loss": None, **evaluate(classifier, examples)}]
+        metrics = _metrics(curve, examples.take(np.zeros(len(examples), np.bool_)), examples, mask) | {"epochs": 0, **made}
+        return Classifier(classifier.w1, classifier.b1, classifier.w2, classifier.b2, metrics)
     held = held_out(examples.tree, HELD_OUT, seed)
     learning = examples.take(~held)
     trees = np.unique(learning.tree)
     count = min(len(trees), max(1, round(fraction * len(np.unique(examples.tree)))))
-    learning = learning.take(
-        np.isin(learning.tree, np.random.default_rng(seed).permutation(trees)[:count])
-    )
-    start = Weights(
-        *(
-            torch.from_numpy(w)
-            for w in (classifier.w1, classifier.b1, classifier.w2[None], classifier.b2)
-        )
-    )
+    learning = learning.take(np.isin(learning.tree, np.random.default_rng(seed).permutation(trees)[:count]))
+    stored = classifier.w1, classifier.b1, classifier.w2[None], classifier.b2
+    start = Weights(*(torch.from_numpy(w) for w in stored))
     generator = torch.Generator().manual_seed(seed)
-    chosen = _balanced(learning, NEGATIVES, seed)
-    return _descend(
-        start,
-        chosen,
-        examples.take(held),
-        mask,
-        generator,
-        made,
-        learning_rate=learning_rate,
-        **steps,
-    )
+    chosen, steps = _balanced(learning, seed), {"learning_rate": FINE_TUNE_RATE, **steps}
+    return _descend(start, chosen, examples.take(held), mask, generator, made, **steps)
 
 
-def _balanced(examples: Examples, negatives: float, seed: int) -> Examples:
-    """All accepted nodes, and ``negatives`` times as many rejected ones at random, as far as there
-    are."""
+def _metrics(curve: Sequence[Mapping[str, Any]], used: Examples, held: Examples, mask: Flags) -> dict[str, Any]:
+    """What is said of any classifier: its figures after the last epoch, of the examples trained on
+    and held out."""
+    positives = int(used.accepted.sum())
+    return {
+        "recall": curve[-1]["recall"],
+        "positive_rate": curve[-1]["positive_rate"],
+        "curve": list(curve),
+        "positives": positives,
+        "negatives": len(used) - positives,
+        "held_out": len(held),
+        "held_out_accepted": int(held.accepted.sum()),
+        "features": [name for name, is_used in zip(FEATURES, mask, strict=True) if is_used],
+        "negatives_per_positive": NEGATIVES,
+    }
+
+
+def _balanced(examples: Examples, seed: int) -> Examples:
+    """All accepted nodes, and :data:`NEGATIVES` times as many rejected ones at random, as far as
+    there are."""
     positive, negative = np.flatnonzero(examples.accepted), np.flatnonzero(~examples.accepted)
     if not len(positive) or not len(negative):
         raise ValueError(
             f"nothing to tell apart: {len(positive)} accepted and {len(negative)} rejected nodes to train on"
         )
-    count = min(len(negative), max(1, round(negatives * len(positive))))
+    count = min(len(negative), max(1, round(NEGATIVES * len(positive))))
     drawn = np.random.default_rng(seed).choice(negative, count, replace=False)
     return examples.take(np.sort(np.concatenate([positive, drawn])))
 
@@ -416,31 +372,9 @@ def _descend(
         progress("epochs", epoch, epochs)
 
     x, y = examples.features(mask), torch.from_numpy(examples.accepted)[:, None]
-    last = perceptron.train(
-        start,
-        x,
-        y,
-        epochs=epochs,
-        batch=batch,
-        learning_rate=learning_rate,
-        generator=generator,
-        after=after,
-    )
-    positives = int(examples.accepted.sum())
-    metrics = {
-        "recall": curve[-1]["recall"],
-        "positive_rate": curve[-1]["positive_rate"],
-        "curve": curve,
-        "positives": positives,
-        "negatives": len(examples) - positives,
-        "held_out": len(held),
-        "held_out_accepted": int(held.accepted.sum()),
-        "epochs": epochs,
-        "batch": batch,
-        "learning_rate": learning_rate,
-        **made,
-    }
-    return classifier(last, metrics)
+    steps: dict[str, Any] = {"epochs": epochs, "batch": batch, "learning_rate": learning_rate}
+    last = perceptron.train(start, x, y, generator=generator, after=after, **steps)
+    return classifier(last, {**_metrics(curve, examples, held, mask), **steps, **made})
 
 
 def _carried(source: TreeSource, name: str) -> tuple[str, Classifier]:

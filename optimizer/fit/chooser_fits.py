@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spectune.optimizer.artifacts import fitted
-from spectune.optimizer.fit.on_the_fly import Ridge, fit_chooser, read_prompts
+from spectune.optimizer.fit.on_the_fly import fit_chooser, read_prompts
 from spectune.optimizer.fit.shared import Progress, StoredFit, keep, profile_of, recording_of, search_part
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
@@ -23,7 +23,7 @@ from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.artifacts import DRAFT_CHOOSER
 from spectune.runtime.policies.document import AUTOREGRESSIVE, ChooserPolicy, Policy
 from spectune.runtime.policies.draft_choice import NO_DRAFT, Chooser, Rule
-from spectune.runtime.policies.prepare import prepare
+from spectune.runtime.policies.plan import compile_plan
 from spectune.runtime.policies.prepared_chooser import PREDICTED, prompt_key
 from spectune.runtime.policies.prompt_features import Prompt
 from spectune.runtime.prompts import prompt_reader
@@ -53,15 +53,13 @@ def fit_chooser_artifact(
     *,
     profile: LatencyProfile | str | None = None,
     rule: Rule = "throughput",
-    ridge: Ridge = "cv",
-    scalars: Sequence[str] = ("length", "perplexity"),
     seed: int = 0,
     progress: Progress = lambda *_: None,
 ) -> StoredFit:
     """Fits a chooser of ``candidates`` (a policy by draft; by default :func:`best_by_draft`) to a recording of this pair and stores it.
 
-    ``profile``: costs, or the id of a stored profile; by default the latest of the pair and its device. ``scalars``: features beside
-    TF-IDF (:data:`runtime.policies.draft_choice.SCALARS`). The document has :func:`optimizer.fit.on_the_fly.evaluate`'s scores on the
+    ``profile``: costs, or the id of a stored profile; by default the latest of the pair and its device. The document
+    has :func:`optimizer.fit.on_the_fly.evaluate`'s scores on the
     requests held out, and the choice for each recorded request. Raises PolicyError for candidates that cannot be weighed, TraceError where
     the recording is another pair's, or lacks a draft, or there is no profile.
     """
@@ -86,7 +84,7 @@ def fit_chooser_artifact(
         {"recording": info.id, "profile": profile_id, "sampling": asdict(info.sampling), "seed": seed},
     )
     progress("reading prompts", 1, 1)
-    chooser = fit_source(store, pair, source, candidates, costs, rule=rule, ridge=ridge, scalars=scalars, seed=seed)
+    chooser = fit_source(store, pair, source, candidates, costs, rule=rule, seed=seed)
     return keep_chooser(store, pair, source, chooser, costs)
 
 
@@ -98,8 +96,6 @@ def fit_source(
     profile: LatencyProfile,
     *,
     rule: Rule = "throughput",
-    ridge: Ridge = "cv",
-    scalars: Sequence[str] = ("length", "perplexity"),
     seed: int = 0,
 ) -> Chooser:
     """:func:`optimizer.fit.on_the_fly.fit_chooser`, guarded, of a source. Raises what that raises."""
@@ -110,8 +106,6 @@ def fit_source(
         profile,
         reader=prompt_reader(pair),
         rule=rule,
-        ridge=ridge,
-        scalars=scalars,
         guarded=True,
         seed=seed,
         artifacts=fitted(store, pair.id),
@@ -208,7 +202,7 @@ def _choices(
     """The draft for every recorded request."""
     find, trace = fitted(store, pair.id), source.trace
     ready = {
-        d: prepare(p, pair.draft_names, profile=profile, artifacts=find) for d, p in chooser.candidates.items()
+        d: compile_plan(p, pair.draft_names, profile=profile, artifacts=find) for d, p in chooser.candidates.items()
     }
     options = [chooser.options(profile, sampled=sampled, ready=ready) for sampled in (False, True)]
     return [

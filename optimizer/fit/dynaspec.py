@@ -66,12 +66,8 @@ class Contexts:
 
     def take(self, rows: npt.NDArray[Any]) -> Contexts:
         """Those at some places (a mask or numbers)."""
-        return Contexts(
-            self.inputs[torch.from_numpy(rows)],
-            self.top[rows],
-            self.probabilities[rows],
-            self.group[rows],
-        )
+        inputs = self.inputs[torch.from_numpy(rows)]
+        return Contexts(inputs, self.top[rows], self.probabilities[rows], self.group[rows])
 
 
 @dataclass(frozen=True)
@@ -135,22 +131,12 @@ def fit_router(
     if not 1 <= labels <= TOP:
         raise PolicyError(f"--labels {labels}: from 1 to {TOP} tokens can be labels")
     texts = search_texts(store, recording, pair.id, left_out)
-    name = (
-        clusters_from
-        or fit_clusters(store, pair, draft, count=clusters, seed=seed, progress=progress).artifact
-    )
-    partition = stored_clusters(store, pair, draft, name)
+    if clusters_from is None:
+        clusters_from = fit_clusters(store, pair, draft, count=clusters, seed=seed, progress=progress).artifact
+    partition = stored_clusters(store, pair, draft, clusters_from)
     read = contexts(pair, draft, texts, progress=progress)
-    router, scores = train_router(
-        read,
-        partition,
-        head_frequencies(pair, draft, texts),
-        labels=labels,
-        hidden=hidden,
-        epochs=epochs,
-        seed=seed,
-        progress=progress,
-    )
+    steps: dict[str, Any] = {"labels": labels, "hidden": hidden, "epochs": epochs, "seed": seed, "progress": progress}
+    router, scores = train_router(read, partition, head_frequencies(pair, draft, texts), **steps)
     output = pair.models[draft].output
     described, arrays = Routing(router, partition, output.hash).to_document()
     document = {
@@ -168,29 +154,21 @@ def fit_router(
         "cohesion": cohesion(output.weight.float().cpu().numpy(), partition),
         "scores": asdict(scores),
     }
-    artifact = keep(
-        store,
-        ROUTER,
-        document,
-        arrays,
-        pair_id=pair.id,
-        fitted_to=(read.top, read.group),
-        recording=recording,
-    )
+    fitted_to = read.top, read.group
+    artifact = keep(store, ROUTER, document, arrays, pair_id=pair.id, fitted_to=fitted_to, recording=recording)
     ranks = None
     if ranked and draft in store.get_recording(recording).trees:
         (made,) = recorded_ranks(store, pair, recording, draft, [artifact], progress=progress)
         ranks = made.artifact
-    first = max(1, round(SHARE * partition.count))
-    block = {
-        "kind": "clusters",
-        "k0": first,
-        "k1": max(1, first // 2),
-        "k_min": max(1, first // 4),
-        "artifact": artifact,
-    }
-    policy = {"draft": draft, "window": {"kind": "fixed", "gamma": 4}, "shortlist": block}
-    return StoredFit(artifact, ROUTER, {**document, "ranks": ranks}, policy)
+    return StoredFit(artifact, ROUTER, {**document, "ranks": ranks}, _to_begin_with(draft, artifact, partition))
+
+
+def _to_begin_with(draft: str, artifact: str, clusters: Clusters) -> dict[str, Any]:
+    """A policy that takes :data:`SHARE` of the clusters at its first step, then fewer."""
+    first = max(1, round(SHARE * clusters.count))
+    sizes = {"k0": first, "k1": max(1, first // 2), "k_min": max(1, first // 4)}
+    shortlist = {"kind": "clusters", **sizes, "artifact": artifact}
+    return {"draft": draft, "window": {"kind": "fixed", "gamma": 4}, "shortlist": shortlist}
 
 
 def fit_ranks(
@@ -323,38 +301,18 @@ def train_router(
     start = perceptron.initial(learning.inputs.shape[1], hidden, clusters.count, generator).on_raw(
         perceptron.Scale.of(learning.inputs)
     )
-    curve: list[dict[str, float | None]] = [
-        {
-            "epoch": 0,
-            "loss": None,
-            "held_out_loss": perceptron.mean_loss(start, apart.inputs, y_apart),
-        }
-    ]
+    curve: list[dict[str, float | None]] = []
 
-    def after(epoch: int, loss: float, weights: Weights) -> None:
-        curve.append(
-            {
-                "epoch": epoch,
-                "loss": loss,
-                "held_out_loss": perceptron.mean_loss(weights, apart.inputs, y_apart),
-            }
-        )
+    def after(epoch: int, loss: float | None, weights: Weights) -> None:
+        apart_loss = perceptron.mean_loss(weights, apart.inputs, y_apart)
+        curve.append({"epoch": epoch, "loss": loss, "held_out_loss": apart_loss})
         progress("epochs", epoch, epochs)
 
-    weights = perceptron.train(
-        start,
-        learning.inputs,
-        y,
-        epochs=epochs,
-        batch=BATCH,
-        learning_rate=learning_rate,
-        generator=generator,
-        after=after,
-    )
-    router = Router(*weights)
-    return router, replace(
-        score_router(router, apart, clusters, frequencies, labels=labels, ks=ks), curve=tuple(curve)
-    )
+    after(0, None, start)
+    steps: dict[str, Any] = {"epochs": epochs, "batch": BATCH, "learning_rate": learning_rate}
+    router = Router(*perceptron.train(start, learning.inputs, y, generator=generator, after=after, **steps))
+    scores = score_router(router, apart, clusters, frequencies, labels=labels, ks=ks)
+    return router, replace(scores, curve=tuple(curve))
 
 
 def score_router(

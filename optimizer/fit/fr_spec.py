@@ -47,11 +47,8 @@ def fit_fr_spec(
         source: dict[str, Any] = {"corpus": list(corpus)}
     else:
         texts = token_ids(search_texts(store, recording, pair.id, left_out))
-        source = {
-            "recording": recording,
-            "requests": len(texts),
-            "left_out": None if left_out is None else list(left_out),
-        }
+        kept_out = None if left_out is None else list(left_out)
+        source = {"recording": recording, "requests": len(texts), "left_out": kept_out}
     counts = count_tokens(texts, pair.target.vocab_size)
     special = {*pair.eos_ids, *getattr(pair.tokenizer, "all_special_ids", ())}
     order = frequency_order(counts, sorted(i for i in special if 0 <= i < len(counts)))
@@ -69,15 +66,8 @@ def fit_fr_spec(
             for size in shown_sizes(order.vocab)
         },
     }
-    artifact = keep(
-        store,
-        FREQUENCIES,
-        document,
-        arrays,
-        pair_id=pair.id,
-        fitted_to=(counts,),
-        **_origin(source),
-    )
+    origin = {key: source[key] for key in ("recording", "corpus") if key in source}
+    artifact = keep(store, FREQUENCIES, document, arrays, pair_id=pair.id, fitted_to=(counts,), **origin)
     trees = store.get_recording(recording).trees if ranked and not corpus else ()
     document["ranks"] = {
         d: recorded_ranks(store, pair, recording, d, [artifact], progress=progress)[0].artifact
@@ -90,10 +80,6 @@ def fit_fr_spec(
         "shortlist": {"kind": "frequency", "size": max(1, order.vocab // 4), "artifact": artifact},
     }
     return StoredFit(artifact, FREQUENCIES, document, policy)
-
-
-def _origin(source: dict[str, Any]) -> dict[str, Any]:
-    return {key: source[key] for key in ("recording", "corpus") if key in source}
 
 
 def token_ids(texts: Sequence[Trajectory]) -> list[npt.NDArray[np.integer]]:

@@ -4,7 +4,6 @@ A recording knows, for every draft and position, whether the draft would have pr
 draft on every prompt is counted, not estimated from rounds; and replay says what every draft with its policy would have cost on every
 request. A chooser is fitted to some requests (:func:`optimizer.record.split`) and measured on the others, against the best single draft
 and against an oracle that knows each request's best draft.
-The counterfactual baseline, exponential weights that read no prompt, is :mod:`optimizer.hedge`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.artifacts import Artifacts
-from spectune.runtime.policies.document import AnyPolicy, Policy
+from spectune.runtime.policies.document import Policy
 from spectune.runtime.policies.draft_choice import (
     ACC_MAX,
     NO_DRAFT,
@@ -32,9 +31,8 @@ from spectune.runtime.policies.draft_choice import (
     Rule,
     checked_candidate,
 )
-from spectune.runtime.policies.plan import Plan
-from spectune.runtime.policies.prepare import prepare
-from spectune.runtime.policies.prompt_features import TOKEN_PATTERN, Prompt, PromptFeatures, raw_scalars
+from spectune.runtime.policies.plan import compile_plan
+from spectune.runtime.policies.prompt_features import SCALARS, TOKEN_PATTERN, Prompt, PromptFeatures, raw_scalars
 from spectune.runtime.prompts import prompt_reader, read_prompt
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.schema import AGREE_NONE, AGREE_YES, PROB_SCALE, LatencyProfile, Trajectory
@@ -203,7 +201,6 @@ def fit_features(
     *,
     reader: str = TARGET,
     components: int | None = None,
-    scalars: Sequence[str] = ("length", "perplexity"),
 ) -> PromptFeatures:
     """Fits the features to prompts: scikit-learn's ``TfidfVectorizer`` and ``TruncatedSVD``, then mean and deviation of each column.
 
@@ -223,23 +220,16 @@ def fit_features(
     if counts is not None:
         vocabulary = tuple(str(t) for t in vectorizer.get_feature_names_out())
         idf = np.asarray(vectorizer.idf_, dtype=np.float64)
-        room = len(prompts) // PROMPTS_PER_FEATURE - 1 - len(scalars)
+        room = len(prompts) // PROMPTS_PER_FEATURE - 1 - len(SCALARS)
         wanted = max(0, min(COMPONENTS, room)) if components is None else components
         k = min(wanted, len(vocabulary) - 1, len(prompts) - 1)
         projection = np.zeros((0, len(vocabulary)))
         if k > 0:
             svd = TruncatedSVD(n_components=k, random_state=0).fit(counts)
             projection = np.asarray(svd.components_, dtype=np.float64)
-    bare = PromptFeatures(
-        vocabulary,
-        idf,
-        projection,
-        np.zeros(len(scalars) + len(projection)),
-        np.ones(len(scalars) + len(projection)),
-        reader,
-        tuple(scalars),
-    )
-    raw = np.concatenate([raw_scalars(prompts, bare.scalars), bare.projected(texts)], axis=1)
+    columns = len(SCALARS) + len(projection)
+    bare = PromptFeatures(vocabulary, idf, projection, np.zeros(columns), np.ones(columns), reader)
+    raw = np.concatenate([raw_scalars(prompts), bare.projected(texts)], axis=1)
     known = ~np.isnan(raw)
     center = np.where(known, raw, 0.0).sum(0) / np.maximum(1, known.sum(0))
     scale = np.sqrt((np.where(known, raw - center, 0.0) ** 2).sum(0) / np.maximum(1, known.sum(0)))
@@ -252,25 +242,6 @@ def _vectors(vectorizer: Any, texts: Sequence[str]) -> Any:
         return vectorizer.fit_transform(texts)
     except ValueError:
         return None
-
-
-def initial_prompts(features: FloatArray) -> IntArray:
-    """Section 5's r linearly independent prompts b_1 .. b_r, as row numbers of ``features`` [n, r], int64 [r].
-
-    Pivoted QR of the transpose picks them greedily, each the one farthest from the span of those before, so that the r by r system is
-    well conditioned. Raises TraceError when there are no r independent prompts.
-    """
-    from scipy.linalg import qr
-
-    n, r = features.shape
-    rank = int(np.linalg.matrix_rank(features)) if n else 0
-    if rank < r:
-        raise TraceError(
-            f"{n} prompts hold only {rank} linearly independent ones, the features have {r} entries; record more varied prompts, or fit "
-            "fewer TF-IDF dimensions"
-        )
-    _, _, pivots = qr(features.T, mode="economic", pivoting=True)
-    return np.asarray(pivots[:r], dtype=np.int64)
 
 
 def least_squares(features: FloatArray, alpha: FloatArray, *, ridge: Ridge = 0.0) -> LinearAccuracy:
@@ -286,10 +257,10 @@ def least_squares(features: FloatArray, alpha: FloatArray, *, ridge: Ridge = 0.0
     weights, _, rank, _ = np.linalg.lstsq(features, alpha, rcond=None)
     used = _cross_validated(features, alpha) if ridge == "cv" else float(ridge)
     used = FALLBACK_RIDGE if used == 0.0 and rank < r else used
-    inverse = np.linalg.inv(features.T @ features + used * n * np.diag([0.0, *[1.0] * (r - 1)]))
     if used > 0:
-        weights = inverse @ (features.T @ alpha)
-    return LinearAccuracy(np.asarray(weights, dtype=np.float64), (inverse + inverse.T) / 2, n)
+        ridged = features.T @ features + used * n * np.diag([0.0, *[1.0] * (r - 1)])
+        weights = np.linalg.solve(ridged, features.T @ alpha)
+    return LinearAccuracy(np.asarray(weights, dtype=np.float64), n)
 
 
 def _cross_validated(features: FloatArray, alpha: FloatArray) -> float:
@@ -317,15 +288,11 @@ def calibrate(measured: Measured, options: Sequence[Option]) -> dict[str, float]
 def fit_chooser(
     trace: ReplayTrace,
     prompts: Sequence[Prompt],
-    candidates: Mapping[str, AnyPolicy],
+    candidates: Mapping[str, Policy],
     profile: LatencyProfile,
     *,
     reader: str = TARGET,
     rule: Rule = "throughput",
-    components: int | None = None,
-    scalars: Sequence[str] = ("length", "perplexity"),
-    ridge: Ridge = "cv",
-    start: bool = False,
     parts: tuple[Sequence[int], Sequence[int]] | None = None,
     guarded: bool = False,
     seed: int = 0,
@@ -333,47 +300,43 @@ def fit_chooser(
 ) -> Chooser:
     """Fits a chooser of ``candidates`` (a policy for each draft, ``none`` and ``ngram`` among them if wanted) to a recording.
 
-    ``prompts`` are those of ``trace.trajectories``, in order (:func:`read_prompts`), and ``reader`` is who read them. ``start`` fits to the
-    paper's r linearly independent prompts alone (:func:`initial_prompts`), by default all are used. ``ridge`` 0 is the paper's ordinary
-    least squares; by default cross-validation shrinks towards the mean what the prompts do not bear out. ``parts``: the requests fitted to
-    and those held out, by default those of :func:`optimizer.record.split`; ``Chooser.metrics`` has :func:`evaluate` on both. A ``guarded``
-    one keeps to the best single draft unless :func:`cross_validated` finds a gain beyond noise; ``seed`` deals the requests into its parts.
+    ``prompts`` are those of ``trace.trajectories``, in order (:func:`read_prompts`), and ``reader`` is who read them. A ridge by
+    cross-validation shrinks towards the mean what the prompts do not bear out. ``parts``: the requests fitted to and those held out, by
+    default those of :func:`optimizer.record.split`; ``Chooser.metrics`` has :func:`evaluate` on both. A ``guarded`` one keeps to the best
+    single draft unless :func:`cross_validated` finds a gain beyond noise; ``seed`` deals the requests into its parts.
 
     Raises PolicyError without candidates or for one that is not its draft's, TraceError when the recording lacks a draft or has too few
     prompts.
     """
-    if not candidates:
-        raise PolicyError("a chooser needs drafts to choose from; give at least one policy")
-    plain = {draft: checked_candidate(draft, policy) for draft, policy in candidates.items()}
+    _check_candidates(candidates)
     if len(prompts) != len(trace.trajectories):
         raise TraceError(
             f"{len(prompts)} prompts for {len(trace.trajectories)} recorded requests; read them from the same recording"
         )
     fit_part, test_part = parts or split([t.request_id for t in trace.trajectories], [t.category for t in trace.trajectories])
-    measured = Measured.of(trace.select(fit_part), plain, profile, artifacts=artifacts)
-    ready = _prepared(plain, profile, artifacts)
-    options = tuple(Option.of(d, p, profile, sampled=measured.sampled, ready=ready[d]) for d, p in plain.items())
+    measured = Measured.of(trace.select(fit_part), candidates, profile, artifacts=artifacts)
+    ready = {d: compile_plan(p, [d], profile=profile, artifacts=artifacts) for d, p in candidates.items()}
+    options = tuple(Option.of(d, p, profile, sampled=measured.sampled, ready=ready[d]) for d, p in candidates.items())
     chosen = [prompts[r] for r in fit_part]
 
     def fitted_to(rows: IntArray) -> Chooser:
         own, part = [chosen[r] for r in rows], measured.take(rows)
-        features = fit_features(own, reader=reader, components=components, scalars=scalars)
+        features = fit_features(own, reader=reader)
         matrix = features.transform(own)
-        used = initial_prompts(matrix) if start else np.arange(len(own))
         weights = {
-            draft: least_squares(matrix[used], part.alphas[used, k], ridge=ridge)
-            for k, draft in enumerate(plain)
+            draft: least_squares(matrix, part.alphas[:, k], ridge="cv")
+            for k, draft in enumerate(candidates)
             if draft != NO_DRAFT
         }
-        return Chooser(features, weights, dict(plain), calibrate(part, options), rule, single=part.single)
+        return Chooser(features, weights, dict(candidates), calibrate(part, options), rule, single=part.single)
 
     chooser = fitted_to(np.arange(len(chosen)))
     metrics: dict[str, Any] = {
         "features": list(chooser.features.names),
         "fitted_prompts": max((w.prompts for w in chooser.accuracy.values()), default=0),
-        "ridge": ridge,
+        "ridge": "cv",
         "single": chooser.single,
-        "persistence": persistence(trace.select(fit_part), [d for d in plain if d in trace.chains]),
+        "persistence": persistence(trace.select(fit_part), [d for d in candidates if d in trace.chains]),
     }
     if guarded:
         gained = cross_validated(measured, chosen, fitted_to, options, profile, seed=seed)
@@ -381,15 +344,16 @@ def fit_chooser(
         chooser = replace(chooser, chooses=gained.holds, reason=gained.reason)
     metrics["fit"] = evaluate(chooser, measured, chosen, profile, options=options).to_json()
     if list(test_part) != list(fit_part):
-        held_out = Measured.of(trace.select(test_part), plain, profile, artifacts=artifacts)
+        held_out = Measured.of(trace.select(test_part), candidates, profile, artifacts=artifacts)
         metrics["held_out"] = evaluate(chooser, held_out, [prompts[r] for r in test_part], profile, options=options).to_json()
     return replace(chooser, metrics=metrics)
 
 
-def _prepared(
-    candidates: Mapping[str, Policy], profile: LatencyProfile, artifacts: Artifacts | None
-) -> dict[str, Plan]:
-    return {d: prepare(p, [p.draft], profile=profile, artifacts=artifacts) for d, p in candidates.items()}
+def _check_candidates(candidates: Mapping[str, Policy]) -> None:
+    if not candidates:
+        raise PolicyError("a chooser needs drafts to choose from; give at least one policy")
+    for draft, policy in candidates.items():
+        checked_candidate(draft, policy)
 
 
 @dataclass(frozen=True)
@@ -489,13 +453,11 @@ def evaluate(
     prompts: Sequence[Prompt],
     profile: LatencyProfile,
     *,
-    charged: bool = True,
     options: Sequence[Option] | None = None,
 ) -> Evaluation:
-    """Chooses for every request and charges what replay says the choice cost; ``prompts`` are those of ``measured``'s requests.
-
-    ``charged`` adds the pass that reads the prompt's perplexity (:meth:`Chooser.reading_seconds`). ``options``: of the candidates,
-    where they need artifacts.
+    """Chooses for every request and charges what replay says the choice cost, and the pass that reads the prompt's perplexity
+    (:meth:`Chooser.reading_seconds`); ``prompts`` are those of ``measured``'s requests. ``options``: of the candidates, where they
+    need artifacts.
     """
     options = chooser.options(profile, sampled=measured.sampled) if options is None else options
     predicted = chooser.accuracies(chooser.features.transform(prompts))
@@ -515,8 +477,7 @@ def evaluate(
     )
     for name, alphas, rule, by in rules:
         picks = by.decide(alphas, options, measured.prompt_tokens, measured.budgets, rule)
-        paid = charged and name != "known"
-        more = by.reading_seconds(profile, measured.prompt_tokens, [drafts[k] for k in picks]) if paid else 0.0
+        more = 0.0 if name == "known" else by.reading_seconds(profile, measured.prompt_tokens, [drafts[k] for k in picks])
         spent[name] = measured.seconds[rows, picks] + more
         picked[name] = picks
     others = ("oracle", *(name for name, *_ in rules))

@@ -14,7 +14,7 @@ from spectune.optimizer.fit.shared import Arrays, keep, search_part
 from spectune.optimizer.simulate.forest import Forest
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.trace import open_trace
-from spectune.runtime.policies.document import parse_policy
+from spectune.runtime.policies.document import parse_plain_policy
 from spectune.runtime.trees.grow import TreeRule
 from spectune.runtime.trees.rules import compile_tree
 from spectune.traces.errors import PolicyError, TraceError
@@ -78,13 +78,8 @@ class RecordedTrees:
                     f"{asked} {what} are asked for, the recording holds {held}: `record --resume ID {flag} {asked}` makes more"
                 )
         growth = {"kind": "top_k", "width": width, "proposals": self.proposals}
-        policy = parse_policy(
-            {
-                "draft": self.forest.draft,
-                "growth": growth,
-                "window": {"kind": "fixed", "gamma": depth},
-            }
-        )
+        window = {"kind": "fixed", "gamma": depth}
+        policy = parse_plain_policy({"draft": self.forest.draft, "growth": growth, "window": window})
         return compile_tree(policy, sampled=False), compile_tree(policy, sampled=True)
 
     def along_text(self, nodes: Index) -> Index:

@@ -57,13 +57,7 @@ class Plot:
     """A picture with axes: two linear scales onto a box, and the SVG drawn so far."""
 
     def __init__(
-        self,
-        x: tuple[float, float],
-        y: tuple[float, float],
-        *,
-        width: float = 640,
-        height: float = 300,
-        left: float = 52,
+        self, x: tuple[float, float], y: tuple[float, float], *, width: float = 640, height: float = 300, left: float = 52
     ) -> None:
         self.x, self.y, self.width, self.height, self.left = x, y, width, height, left
         self.parts: list[str] = []
@@ -85,9 +79,7 @@ class Plot:
         inside = (f"<title>{escape(title)}</title>" if title else "") + content
         self.parts.append(f"<{tag}{shown}>{inside}</{tag}>")
 
-    def text(
-        self, x: float, y: float, content: str, anchor: str = "middle", **more: Any
-    ) -> None:
+    def text(self, x: float, y: float, content: str, anchor: str = "middle", **more: Any) -> None:
         """Text at a place of the picture."""
         self.add("text", escape(content), x=x, y=y, text_anchor=anchor, **more)
 
@@ -105,9 +97,7 @@ class Plot:
         turned = f"translate(13 {_short(base / 2)}) rotate(-90)"
         self.text(0, 0, y_name, transform=turned)
 
-    def box(
-        self, x: float, y: float, width: float, height: float, title: str, **look: Any
-    ) -> None:
+    def box(self, x: float, y: float, width: float, height: float, title: str, **look: Any) -> None:
         """A rectangle between (x, y) and (x + width, y + height) of the data."""
         (x0, y0), (x1, y1) = self.at(x, y + height), self.at(x + width, y)
         wide, high = max(0.5, x1 - x0 - 0.5), max(0.0, y1 - y0)
@@ -166,11 +156,7 @@ def _short(value: float) -> str:
 
 
 def _table(
-    columns: Sequence[str],
-    rows: Iterable[Sequence[Cell]],
-    *,
-    text: int = 0,
-    summary: str = "Numbers",
+    columns: Sequence[str], rows: Iterable[Sequence[Cell]], *, text: int = 0, summary: str = "Numbers"
 ) -> str:
     """A table folded away below a figure; the first ``text`` columns are words."""
 
@@ -203,9 +189,7 @@ def bars(
     return plot
 
 
-def curves(
-    x_name: str, y_name: str, given: Sequence[Curve], low: float = 0.0, **size: float
-) -> Plot:
+def curves(x_name: str, y_name: str, given: Sequence[Curve], low: float = 0.0, **size: float) -> Plot:
     """Series of points, some joined by lines."""
     points = [p for _, _, series, _ in given for p in series]
     plot = Plot((0.0, _top(x for x, _, _ in points)), (low, _top(y for _, y, _ in points)), **size)
@@ -233,9 +217,7 @@ def _ranks(r: TreeReport) -> Iterator[Figure]:
 
     def by_rank(values: Sequence[float | None], y_name: str, unit: str, **size: float) -> Plot:
         given = []
-        for rank, (value, count, share) in enumerate(
-            zip(values, profile.count, shares, strict=True)
-        ):
+        for rank, (value, count, share) in enumerate(zip(values, profile.count, shares, strict=True)):
             if rank and value is not None:
                 class_ = "f2" if (share or 0.0) >= PROMINENT else "f1"
                 given.append((rank, value, class_, f"rank {rank}: {value:{unit}} ({count} starts)"))
@@ -260,40 +242,22 @@ def _ranks(r: TreeReport) -> Iterator[Figure]:
         "Share of the starts with a drafted token accepted whose rank is within each share of N (HeteroSpec, figure 1e).",
         curves("share of N", "share of starts", [("", "1", within, True)]),
     )
-    for name, values, y_name, title, caption in (
-        (
-            "accepted",
-            profile.accepted,
-            "accepted tokens",
-            "Accepted length by rank",
-            "Mean drafted tokens accepted of the starts with each rank (HeteroSpec, figures 1d, 3); "
-            "frequent ranks in the second colour.",
-        ),
-        (
-            "phi",
-            profile.phi,
-            "Phi (nat)",
-            "Phi by rank",
-            "Mean of the summed top-10 entropies along the most confident path (HeteroSpec, equation 1 "
-            "and figure 4).",
-        ),
-    ):
+
+    def mean(name: str, values: Sequence[float | None], y_name: str, title: str, caption: str) -> Figure:
         rows = zip(range(n + 1), profile.count, values, strict=True)
-        yield Figure(
-            name,
-            title,
-            caption,
-            by_rank(values, y_name, ".2f"),
-            _table(("rank", "starts", y_name), rows),
-        )
+        plot = by_rank(values, y_name, ".2f")
+        return Figure(name, title, caption, plot, _table(("rank", "starts", y_name), rows))
+
+    said = "Mean drafted tokens accepted of the starts with each rank (HeteroSpec, figures 1d, 3); frequent ranks in the second colour."
+    yield mean("accepted", profile.accepted, "accepted tokens", "Accepted length by rank", said)
+    said = "Mean of the summed top-10 entropies along the most confident path (HeteroSpec, equation 1 and figure 4)."
+    yield mean("phi", profile.phi, "Phi (nat)", "Phi by rank", said)
 
 
 def _heat(r: TreeReport) -> Iterator[Figure]:
     """C2T's heat maps: probability, acceptance, and their difference by entropy and rank."""
     heat = r.heat
-    spans = [
-        f"{low:.2f} to {high:.2f}" for low, high in zip(heat.edges, heat.edges[1:], strict=False)
-    ]
+    spans = [f"{low:.2f} to {high:.2f}" for low, high in zip(heat.edges, heat.edges[1:], strict=False)]
     spans[-1] = f"{heat.edges[-2]:.2f} and more"
     for name, values, title, caption in (
         (
@@ -325,10 +289,7 @@ def _heat(r: TreeReport) -> Iterator[Figure]:
             plot.text(124, middle, f"{span} ({heat.count[i]})", "end")
             for k, value in enumerate(row):
                 if value is not None:
-                    look = {
-                        "class_": "f2" if value < 0 else "f1",
-                        "fill_opacity": 0.6 * abs(value) / largest,
-                    }
+                    look = {"class_": "f2" if value < 0 else "f1", "fill_opacity": 0.6 * abs(value) / largest}
                     plot.box(k, i, 1, 1, f"entropy {span} nat, rank {k + 1}: {value:.3f}", **look)
                     if columns <= 16:
                         plot.text(plot.at(k + 0.5, 0)[0], middle, f"{value:.2f}", class_="strong")
@@ -341,19 +302,13 @@ def _heat(r: TreeReport) -> Iterator[Figure]:
 
 
 def _gamma(r: TreeReport) -> Figure:
-    chain, tree = (
-        [
-            (float(g.gamma), tau, f"gamma {g.gamma}: tau {tau:.3f}")
-            for g, tau in zip(r.gammas, taus, strict=True)
-        ]
-        for taus in ([g.chain for g in r.gammas], [g.tree for g in r.gammas])
-    )
+    def points(taus: Iterable[float]) -> list[tuple[float, float, str]]:
+        return [(float(g.gamma), tau, f"gamma {g.gamma}: tau {tau:.3f}") for g, tau in zip(r.gammas, taus, strict=True)]
+
+    chain, tree = points(g.chain for g in r.gammas), points(g.tree for g in r.gammas)
     named = f"tree, width {r.width}, N = {r.top_n}"
-    plot = curves(
-        "window gamma (levels)",
-        "tokens a round (tau)",
-        [("chain", "1", chain, True), (named, "2", tree, True)],
-    )
+    given: list[Curve] = [("chain", "1", chain, True), (named, "2", tree, True)]
+    plot = curves("window gamma (levels)", "tokens a round (tau)", given)
     return Figure(
         "gamma",
         "Acceptance by window, as replay predicts it",
@@ -391,26 +346,12 @@ def _verified(r: TreeReport) -> Figure:
     rows: list[tuple[Cell, ...]] = [
         (p.family, p.label, p.origin, p.tau, p.per_token, p.per_round, p.missing) for p in points
     ]
-    names = (
-        "family",
-        "policy",
-        "origin",
-        "tau",
-        "verified per token",
-        "verified per round",
-        "approximate",
-    )
+    names = ("family", "policy", "origin", "tau", "verified per token", "verified per round", "approximate")
     table = _table(names, rows, text=3, summary=f"{len(rows)} policies")
     if r.skipped:
-        more = (
-            []
-            if len(r.skipped) <= SKIPPED_SHOWN
-            else [(f"… {len(r.skipped) - SKIPPED_SHOWN} more",)]
-        )
-        listed = [*((s,) for s in r.skipped[:SKIPPED_SHOWN]), *more]
-        table += _table(
-            ("policy and reason",), listed, text=1, summary=f"{len(r.skipped)} policies left out"
-        )
+        more = len(r.skipped) - SKIPPED_SHOWN
+        listed = [(s,) for s in [*r.skipped[:SKIPPED_SHOWN], *([f"… {more} more"] if more > 0 else [])]]
+        table += _table(("policy and reason",), listed, text=1, summary=f"{len(r.skipped)} policies left out")
     return Figure(
         "verified",
         "Tokens a round against verified tokens",
@@ -432,10 +373,8 @@ def _bins(r: TreeReport) -> Figure:
         for j, count in enumerate(row):
             if count:
                 first, phi = i * grid.height + 1, j * grid.width
-                said = (
-                    f"Phi {phi:.2f} to {phi + grid.width:.2f} nat, ranks {first} to {first + grid.height - 1}: "
-                    f"{count} starts"
-                )
+                ranks = f"ranks {first} to {first + grid.height - 1}"
+                said = f"Phi {phi:.2f} to {phi + grid.width:.2f} nat, {ranks}: {count} starts"
                 look = {"class_": "f1", "fill_opacity": 0.12 + 0.68 * math.sqrt(count / most)}
                 plot.box(phi, first - 0.5, grid.width, grid.height, said, **look)
     top = plot.y[1]
@@ -452,9 +391,7 @@ def _bins(r: TreeReport) -> Figure:
         else "There are no fitted bins of this draft in the database; `fit bins` makes them."
     )
     title = "Phi and rank" + (", with the entropy bins" if bins.artifact else "")
-    rows = [
-        (i, edges[i], c, m) for i, (c, m) in enumerate(zip(bins.starts, bins.mean_tcr, strict=True))
-    ]
+    rows = [(i, edges[i], c, m) for i, (c, m) in enumerate(zip(bins.starts, bins.mean_tcr, strict=True))]
     table = _table(("bin", "Phi from (nat)", "starts", "mean rank"), rows) if rows else ""
     return Figure("bins", title, caption, plot, table)
 
@@ -472,14 +409,7 @@ def _categories(r: TreeReport) -> Figure:
     for i, c in enumerate(r.categories, start=1):
         plot.text(plot.at(i, 0)[0], plot.height - 28, c.category or "(none)")
     plot.legend([("chain", "1"), ("tree", "2")], plot.left + 14, 26)
-    names = (
-        "category",
-        "requests",
-        "chain tau",
-        "tree tau",
-        "chain accepted/drafted",
-        "tree accepted/drafted",
-    )
+    names = ("category", "requests", "chain tau", "tree tau", "chain accepted/drafted", "tree accepted/drafted")
     return Figure(
         "categories",
         "Acceptance by category",

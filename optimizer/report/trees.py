@@ -448,10 +448,15 @@ def tree_report(
             step()
         return found
 
-    chains = windows(lambda gamma: replace(shape, width=1, depth=gamma, top_n=gamma))
+    def chain(gamma: int) -> TreeShape:
+        return replace(shape, width=1, depth=gamma, top_n=gamma)
+
+    chains = windows(chain)
     trees = windows(lambda gamma: replace(shape, depth=gamma))
     replayed = replay_points(trace, wanted.values(), artifacts, profile, step)
-    of_chains = [point_of(c.policy, c.total, label=f"{draft} chain(gamma={n})") for n, c in enumerate(chains, start=1)]
+    of_chains = [
+        point_of(chain(gamma).policy, ran.total, label=f"{draft} chain(gamma={gamma})") for gamma, ran in enumerate(chains, start=1)
+    ]
     taus = ((c.total.mean_accepted_length, t.total.mean_accepted_length) for c, t in zip(chains, trees, strict=True))
     return TreeReport(
         **asdict(shape),

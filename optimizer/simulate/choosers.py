@@ -24,9 +24,10 @@ from spectune.traces.schema import LatencyProfile, Step
 class ChosenReplay(Replay):
     """A chooser's :class:`optimizer.simulate.replay_trace.Replay`. ``parts``: which requests (places in the replayed order)
     each candidate decoded,
-    and its replay of them. ``state`` is that of the last part."""
+    and its replay of them. ``chosen``: the draft of each request. ``state`` is that of the last part."""
 
     parts: tuple[tuple[npt.NDArray[np.int64], Replay], ...] = ()
+    chosen: tuple[str, ...] = ()
 
     def steps(self) -> list[list[Step]]:
         out: list[list[Step]] = [[] for _ in self.trace.order]
@@ -34,15 +35,6 @@ class ChosenReplay(Replay):
             for place, steps in zip(places.tolist(), part.steps(), strict=True):
                 out[place] = steps
         return out
-
-    @property
-    def chosen(self) -> list[str]:
-        """The draft that each request was decoded with."""
-        drafts = [""] * len(self.trace.order)
-        for places, part in self.parts:
-            for place in places.tolist():
-                drafts[place] = part.policy.draft
-        return drafts
 
 
 def run_chosen(
@@ -85,7 +77,7 @@ def run_chosen(
         seconds += chooser.reading_seconds(profile, trace.prompts[trace.order], picks)
     rounds, round_s = _joined(parts) if per_round else (None, None)
     missing = sum(part.missing for _, part in parts)
-    return ChosenReplay(policy, trace, counts, seconds, parts[-1][1].state, rounds, round_s, missing, tuple(parts))
+    return ChosenReplay(policy, trace, counts, seconds, parts[-1][1].state, rounds, round_s, missing, tuple(parts), tuple(picks))
 
 
 def _joined(

@@ -313,6 +313,7 @@ class Replay:
         """The rounds of every request, as the runtime reports them. ValueError unless replayed with ``per_round``."""
         if self.rounds is None or self.round_s is None:
             raise ValueError("replayed without per_round")
+        assert isinstance(self.policy, Policy)
         out: list[list[Step]] = [[] for _ in self.trace.order]
         for row, (draft_s, verify_s, round_s) in zip(self.rounds.tolist(), self.round_s.tolist(), strict=True):
             request, start, drafted, verified, accepted, emitted, draft_steps, lag, depth, bin_ = row

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from spectune.optimizer.artifacts import fitted
+from spectune.optimizer.simulate.choosers import ChosenReplay
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace
 from spectune.optimizer.simulate.shortlist_ranks import Ranks, how_to_rank, stored_ranks
@@ -124,7 +125,7 @@ class Simulated(NamedTuple):
 def simulate(
     store: TraceStore,
     recording: str,
-    policy: Policy,
+    policy: AnyPolicy,
     profile: LatencyProfile | None,
     *,
     limit: int | None = None,
@@ -137,8 +138,9 @@ def simulate(
     if limit:
         trace = trace.select(range(min(limit, len(trace.trajectories))))
     find = fitted(store, info.pair_id)
-    if policy.shortlisted:
-        _check_ranked(store, info, policy, find)
+    for plain in plain_policies(policy, find):
+        if plain.shortlisted:
+            _check_ranked(store, info, plain, find)
     replayed = run_replay(trace, policy, profile, per_round=per_round, artifacts=find)
     return Simulated(replayed, skipped, _why_approximate(replayed, info))
 
@@ -156,7 +158,10 @@ def _check_ranked(store: TraceStore, info: RecordingInfo, policy: Policy, find: 
 
 
 def _why_approximate(replayed: Replay, info: RecordingInfo) -> str:
+    if isinstance(replayed, ChosenReplay):
+        return next((why for _, part in replayed.parts if (why := _why_approximate(part, info))), "")
     policy, forests = replayed.policy, replayed.trace.forests.values()
+    assert isinstance(policy, Policy)
     renormalised = replayed_as_tree(policy, info) or policy.stop.kind != "none" or not all(f.full for f in forests)
     if policy.shortlisted and renormalised:
         return "trees, stops and filters under a shortlist read renormalised probabilities (docs/shortlists.md)"

@@ -43,7 +43,7 @@ __all__ = [  # the blocks come with the document
     "AnalyticWindow", "AnyPolicy", "CacheFsmWindow", "ChainGrowth", "ChooserPolicy", "ClassifierGrowth", "ClustersShortlist", "EntropyStop",
     "FixedWindow", "FrequencyShortlist", "FsmWindow", "FullShortlist", "Growth", "HeuristicWindow", "JointProbStop", "MaxProbStop",
     "NoStop", "OlsDraft", "Policy", "PositionFrequencyShortlist", "QLearningWindow", "Select", "Shortlist", "StaticGrowth", "Stop",
-    "Stratify", "TopKGrowth", "Window", "differences", "parse_policy",
+    "Stratify", "TopKGrowth", "Window", "differences", "parse_plain_policy", "parse_policy",
 ]  # fmt: skip
 
 Window = Annotated[
@@ -299,6 +299,14 @@ def parse_policy(data: Any, *, where: str = "policy") -> AnyPolicy:
         raise PolicyError(f"{where}: {one_line(str(error), MESSAGE_LIMIT)}") from None
 
 
+def parse_plain_policy(data: Any, *, where: str = "policy") -> Policy:
+    """:func:`parse_policy` where a chooser of drafts cannot stand."""
+    policy = parse_policy(data, where=where)
+    if isinstance(policy, ChooserPolicy):
+        raise PolicyError(f"{where}: a chooser of drafts cannot stand here; give a plain policy")
+    return policy
+
+
 def _parsed(data: Any) -> AnyPolicy:
     """The policy of a document. Raises ValueError, ValidationError among them."""
     if not isinstance(data, Mapping):
@@ -343,7 +351,7 @@ def _kinds(union: Any) -> dict[str, type[BaseModel]]:
     return {get_args(b.model_fields["kind"].annotation)[0]: b for b in get_args(get_args(union)[0])}
 
 
-_KINDS = {
+_KINDS: dict[str, dict[str, type[BaseModel]]] = {
     "draft": {"ols": OlsDraft},
     "window": _kinds(Window),
     "stop": _kinds(Stop),
@@ -351,4 +359,4 @@ _KINDS = {
     "shortlist": _kinds(Shortlist),
 }
 _PLAIN: dict[str, type[BaseModel]] = {"select": Select, "stratify": Stratify}
-_BLOCKS = _KINDS | {key: {"": block} for key, block in [*_PLAIN.items(), ("draft", OlsDraft)]}
+_BLOCKS = _KINDS | {key: {"": block} for key, block in {**_PLAIN, "draft": OlsDraft}.items()}

@@ -50,12 +50,10 @@ bounds.
 class LinearAccuracy:
     """Equation 5 for one draft: alpha = u' Z.
 
-    ``weights`` float64 [r] is Z, ``inverse`` float64 [r, r] the inverse of sum b b' (plus the
-    ridge, where one was used) over the ``prompts`` fitted to.
+    ``weights`` float64 [r] is Z, fitted to so many ``prompts``.
     """
 
     weights: FloatArray
-    inverse: FloatArray
     prompts: int
 
     def predict(self, features: FloatArray) -> FloatArray:
@@ -174,7 +172,7 @@ def theorem_3(alphas: FloatArray, options: Sequence[Option]) -> IntArray:
     [n, options].
 
     The drafts are taken by their latency ratio, smallest first; a larger one replaces the one held
-    where equation 4 holds, delta n > (delta c / delta rho) L. What the paper leaves open is settled
+    where equation 4 holds, delta n > (delta c / delta rho) L. What the paper leaves open is decided
     so:
 
     - c = a_q / b_p(0), the target's plain step: one number per draft, whatever its window.
@@ -187,8 +185,7 @@ def theorem_3(alphas: FloatArray, options: Sequence[Option]) -> IntArray:
     - A draft whose best window is 0, ``none`` among them, drafts nothing, and rho is not defined:
       it is compared by equation 3 itself.
 
-    The condition is sufficient, not necessary
-    (:func:`optimizer.throughput.larger_draft_condition`), so larger drafts are taken too rarely.
+    The condition is sufficient, not necessary, so larger drafts are taken too rarely.
     """
     order = sorted(
         range(len(options)),
@@ -241,7 +238,7 @@ class Chooser:
             raise ValueError(f"it keeps to draft {self.single!r}, which is none of its candidates")
         for name, fitted in self.accuracy.items():
             r = self.features.dimension
-            if fitted.weights.shape != (r,) or fitted.inverse.shape != (r, r):
+            if fitted.weights.shape != (r,):
                 raise ValueError(
                     f"draft {name!r} has weights {fitted.weights.shape}, the features have {r} entries"
                 )
@@ -261,7 +258,7 @@ class Chooser:
     @property
     def reader(self) -> str | None:
         """The model that has to read each prompt's perplexity; None where none has to."""
-        return self.features.reader if self.chooses and self.features.reads else None
+        return self.features.reader if self.chooses else None
 
     def options(
         self,
@@ -349,7 +346,7 @@ class Chooser:
         """(JSON-ready document, arrays) for an artifact; :meth:`from_document` reads them."""
         document = {
             "reader": self.features.reader,
-            "scalars": list(self.features.scalars),
+            "scalars": list(SCALARS),
             "token_pattern": TOKEN_PATTERN,
             "vocabulary": list(self.features.vocabulary),
             "rule": self.rule,
@@ -368,8 +365,7 @@ class Chooser:
             "center": f.center,
             "scale": f.scale,
         }
-        for name, fitted in self.accuracy.items():
-            arrays |= {f"weights.{name}": fitted.weights, f"inverse.{name}": fitted.inverse}
+        arrays |= {f"weights.{name}": fitted.weights for name, fitted in self.accuracy.items()}
         return document, arrays
 
     @classmethod
@@ -390,36 +386,28 @@ class Chooser:
                 raise PolicyError(
                     f"draft.artifact: a chooser by rule {document['rule']!r} is not known here; {_MEND}"
                 )
-            unknown = sorted(set(document["scalars"]) - set(SCALARS))
+            unknown = sorted(set(document["scalars"]) ^ set(SCALARS))
             if unknown:
                 raise PolicyError(
-                    f"draft.artifact: the prompt feature {unknown[0]!r} is not known here; {_MEND}"
+                    f"draft.artifact: choosers with or without the prompt feature {unknown[0]!r} are not known here; {_MEND}"
                 )
-            require_weights(candidates, _names(arrays))
+            require_weights(candidates, {n.removeprefix("weights.") for n in arrays if n.startswith("weights.")})
             idf, components, center, scale = (
                 finite_array(arrays, name) for name in ("idf", "components", "center", "scale")
             )
             calibration = {str(k): float(v) for k, v in document["calibration"].items()}
             if not ((scale > 0).all() and all(0 < v < math.inf for v in calibration.values())):
                 raise ValueError("scale and calibration must be finite numbers above 0")
-            vocabulary, scalars = (
-                tuple(str(t) for t in document["vocabulary"]),
-                tuple(str(x) for x in document["scalars"]),
-            )
-            features = PromptFeatures(
-                vocabulary, idf, components, center, scale, str(document["reader"]), scalars
-            )
+            vocabulary = tuple(str(t) for t in document["vocabulary"])
+            features = PromptFeatures(vocabulary, idf, components, center, scale, str(document["reader"]))
+            accuracy = {
+                name: LinearAccuracy(finite_array(arrays, f"weights.{name}"), int(document["prompts"][name]))
+                for name in candidates
+                if name != NO_DRAFT
+            }
             return cls(
                 features,
-                {
-                    name: LinearAccuracy(
-                        finite_array(arrays, f"weights.{name}"),
-                        finite_array(arrays, f"inverse.{name}"),
-                        int(document["prompts"][name]),
-                    )
-                    for name in candidates
-                    if name != NO_DRAFT
-                },
+                accuracy,
                 candidates,
                 calibration,
                 document["rule"],
@@ -450,14 +438,6 @@ def finite_array(arrays: Mapping[str, npt.NDArray[Any]], name: str) -> FloatArra
     if array.dtype.kind not in "fiu" or not np.isfinite(array).all():
         raise ValueError(f"{name} must hold finite numbers")
     return np.asarray(array, dtype=np.float64)
-
-
-def _names(arrays: Mapping[str, Any]) -> set[str]:
-    """The drafts whose weights, both arrays of them, are among an artifact's arrays."""
-    weights, inverses = (
-        {n.removeprefix(p) for n in arrays if n.startswith(p)} for p in ("weights.", "inverse.")
-    )
-    return weights & inverses
 
 
 def require_weights(drafts: Collection[str], fitted: Collection[str]) -> None:

@@ -19,48 +19,24 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from spectune.runtime.drafts.ngram import NgramIndex
-
 FloatArray = npt.NDArray[np.float64]
 
 TOKEN_PATTERN: Final = r"(?u)\w+|[^\w\s]"
 """What TF-IDF counts: words, and marks one by one, which tell code from prose. Text is lower-cased
 first.
 """
-SCALARS: Final = ("length", "perplexity", "lookup")
-"""Columns beside the constant and TF-IDF; ``lookup`` is not the paper's, and only used where it was
-fitted.
-"""
+SCALARS: Final = ("length", "perplexity")
+"""Columns beside the constant and TF-IDF."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a chooser reads of one prompt: its ``text``, its length in ``tokens``, ``nats`` (the
-    logarithm of its perplexity, per token after the first; NaN where there is none), and
-    ``lookup``, the share of these tokens that prompt lookup would have proposed."""
+    """What a chooser reads of one prompt: its ``text``, its length in ``tokens``, and ``nats``, the
+    logarithm of its perplexity, per token after the first; NaN where there is none."""
 
     text: str
     tokens: int
     nats: float
-    lookup: float = 0.0
-
-    @classmethod
-    def of(cls, text: str, ids: Sequence[int], nats: float) -> Prompt:
-        """From the text and its token ids. ``nats`` is :func:`runtime.prompts.log_perplexity` of
-        the same ids.
-        """
-        return cls(text, len(ids), nats, lookup_share(ids))
-
-
-def lookup_share(ids: Sequence[int]) -> float:
-    """The share of a prompt's tokens after the first that prompt lookup (:class:`NgramIndex`)
-    proposes from those before; 0 for fewer than two tokens. It is the accuracy of the draft
-    ``ngram`` on the prompt itself."""
-    index, hits = NgramIndex(), 0
-    for at, token in enumerate(ids):
-        hits += at > 0 and index.propose() == token
-        index.extend([token])
-    return hits / (len(ids) - 1) if len(ids) > 1 else 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,10 +44,9 @@ class PromptFeatures:
     """Fitted features: prompts to vectors u.
 
     ``vocabulary``: V terms, by column; ``idf`` float64 [V]; ``components`` float64 [k, V], the
-    projection. ``scalars``: which of :data:`SCALARS` are columns. ``center`` and ``scale`` float64
-    [r - 1]: mean and deviation, over the prompts fitted to, of all columns but the constant;
-    predictions of ordinary least squares do not depend on them, a ridge does. ``reader``: whose
-    perplexity it is. r = 1 + len(scalars) + k.
+    projection. ``center`` and ``scale`` float64 [r - 1]: mean and deviation, over the prompts
+    fitted to, of all columns but the constant; predictions of ordinary least squares do not depend
+    on them, a ridge does. ``reader``: whose perplexity it is. r = 3 + k.
 
     Lengths enter as logarithms: they span orders of magnitude, and what a longer prompt adds to
     accuracy wears off. So do perplexities, as nats per token, which are means over tokens as
@@ -84,7 +59,6 @@ class PromptFeatures:
     center: FloatArray
     scale: FloatArray
     reader: str
-    scalars: tuple[str, ...] = ("length", "perplexity")
 
     def __post_init__(self) -> None:
         terms, size = len(self.vocabulary), self.dimension - 1
@@ -102,17 +76,12 @@ class PromptFeatures:
     @property
     def dimension(self) -> int:
         """r, the length of u."""
-        return 1 + len(self.scalars) + len(self.components)
+        return 1 + len(SCALARS) + len(self.components)
 
     @property
     def names(self) -> tuple[str, ...]:
         """What each entry of u is."""
-        return ("constant", *self.scalars, *(f"tfidf {i + 1}" for i in range(len(self.components))))
-
-    @property
-    def reads(self) -> bool:
-        """Whether a model has to read the prompt for them."""
-        return "perplexity" in self.scalars
+        return ("constant", *SCALARS, *(f"tfidf {i + 1}" for i in range(len(self.components))))
 
     @cached_property
     def _column(self) -> dict[str, int]:
@@ -142,21 +111,13 @@ class PromptFeatures:
         taken to be the fitted mean.
         """
         raw = np.concatenate(
-            [raw_scalars(prompts, self.scalars), self.projected([p.text for p in prompts])], axis=1
+            [raw_scalars(prompts), self.projected([p.text for p in prompts])], axis=1
         )
         scaled = (np.where(np.isnan(raw), self.center, raw) - self.center) / self.scale
         return np.concatenate([np.ones((len(prompts), 1)), scaled], axis=1)
 
 
-def raw_scalars(prompts: Sequence[Prompt], scalars: Sequence[str]) -> FloatArray:
-    """The columns named ``scalars`` before they are centred, float64 [n, len(scalars)]."""
-    every = {
-        "length": [math.log(max(1, p.tokens)) for p in prompts],
-        "perplexity": [p.nats for p in prompts],
-        "lookup": [p.lookup for p in prompts],
-    }
-    return (
-        np.array([every[name] for name in scalars], dtype=np.float64)
-        .reshape(len(scalars), len(prompts))
-        .T
-    )
+def raw_scalars(prompts: Sequence[Prompt]) -> FloatArray:
+    """The columns of :data:`SCALARS` before they are centred, float64 [n, 2]."""
+    columns = [math.log(max(1, p.tokens)) for p in prompts], [p.nats for p in prompts]
+    return np.array(columns, dtype=np.float64).T
