@@ -323,11 +323,8 @@ def fit_chooser(
         own, part = [chosen[r] for r in rows], measured.take(rows)
         features = fit_features(own, reader=reader)
         matrix = features.transform(own)
-        weights = {
-            draft: least_squares(matrix, part.alphas[:, k], ridge="cv")
-            for k, draft in enumerate(candidates)
-            if draft != NO_DRAFT
-        }
+        alphas = dict(zip(candidates, part.alphas.T, strict=True))
+        weights = {d: least_squares(matrix, alpha, ridge="cv") for d, alpha in alphas.items() if d != NO_DRAFT}
         return Chooser(features, weights, dict(candidates), calibrate(part, options), rule, single=part.single)
 
     chooser = fitted_to(np.arange(len(chosen)))

@@ -32,6 +32,7 @@ from spectune.runtime.policies.document import (
     StaticGrowth,
     Stratify,
     TopKGrowth,
+    parse_plain_policy,
 )
 from spectune.runtime.policies.plan import compile_plan
 from spectune.traces.errors import SpectuneError
@@ -312,7 +313,8 @@ class TreeShape:
         """The policy of a tree that keeps another number of nodes, and of other trees by ``bins``."""
         growth = TopKGrowth(width=self.width, proposals=self.proposals)
         window, select = FixedWindow(gamma=self.depth), Select(top_n=min(top_n, NODE_LIMIT))
-        return Policy(draft=self.draft, growth=growth, window=window, select=select, stratify=bins)
+        blocks = {"growth": growth, "window": window, "select": select, "stratify": bins}
+        return parse_plain_policy({"draft": self.draft, **blocks})
 
 
 def family(policy: Policy) -> str:
@@ -349,7 +351,7 @@ def grid_policies(forest: Forest, shape: TreeShape, stored: Sequence[Stored]) ->
     found = [shape.with_top_n(n) for n in sorted({*TOP_NS, shape.top_n})]
 
     def add(growth: StaticGrowth | ClassifierGrowth, gamma: int) -> None:
-        found.append(Policy(draft=shape.draft, window=FixedWindow(gamma=gamma), growth=growth))
+        found.append(parse_plain_policy({"draft": shape.draft, "window": FixedWindow(gamma=gamma), "growth": growth}))
 
     chances = (forest.text_slot[forest.root][:, None] == np.arange(width)).mean(0)
     trees = best_static_tree(chances, max_nodes=max(TOP_NS), max_depth=depth)
@@ -407,6 +409,15 @@ def replay_points(
     return Replayed(found, skipped)
 
 
+def _replayed(trace: ReplayTrace, shapes: Iterable[TreeShape], progress: Callable[[], None]) -> list[Replay]:
+    """Trees that must replay, one by one."""
+    found = []
+    for shape in shapes:
+        found.append(run_replay(trace, shape.policy))
+        progress()
+    return found
+
+
 def tree_report(
     trace: ReplayTrace,
     shape: TreeShape,
@@ -440,22 +451,13 @@ def tree_report(
     def step() -> None:
         progress(next(done), total)
 
-    def windows(at: Callable[[int], TreeShape]) -> list[Replay]:
-        """Of every window up to the report's depth; these must replay."""
-        found = []
-        for gamma in range(1, depth + 1):
-            found.append(run_replay(trace, at(gamma).policy))
-            step()
-        return found
-
-    def chain(gamma: int) -> TreeShape:
-        return replace(shape, width=1, depth=gamma, top_n=gamma)
-
-    chains = windows(chain)
-    trees = windows(lambda gamma: replace(shape, depth=gamma))
+    gammas = range(1, depth + 1)
+    narrow = [replace(shape, width=1, depth=gamma, top_n=gamma) for gamma in gammas]
+    chains = _replayed(trace, narrow, step)
+    trees = _replayed(trace, [replace(shape, depth=gamma) for gamma in gammas], step)
     replayed = replay_points(trace, wanted.values(), artifacts, profile, step)
     of_chains = [
-        point_of(chain(gamma).policy, ran.total, label=f"{draft} chain(gamma={gamma})") for gamma, ran in enumerate(chains, start=1)
+        point_of(one.policy, ran.total, label=f"{draft} chain(gamma={one.depth})") for one, ran in zip(narrow, chains, strict=True)
     ]
     taus = ((c.total.mean_accepted_length, t.total.mean_accepted_length) for c, t in zip(chains, trees, strict=True))
     return TreeReport(

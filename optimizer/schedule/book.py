@@ -56,10 +56,7 @@ def add_schedule(
     grace_s = parse_duration(misfire_grace) if isinstance(misfire_grace, str) else misfire_grace
     if grace_s is not None and grace_s < 0:
         raise ScheduleError(f"the misfire grace of schedule {name!r} is {grace_s}; it must be at least 0 seconds")
-    try:
-        document = json.loads(json.dumps(dict(payload or {}), allow_nan=False))
-    except (TypeError, ValueError) as error:
-        raise ScheduleError(f"the payload of schedule {name!r} is not JSON: {error}") from None
+    document = _payload(name, payload)
     try:
         with database.write() as session:
             moment = (now or database.now(session)).timestamp()
@@ -85,6 +82,14 @@ def add_schedule(
             return schedule_of(row)
     except IntegrityError:
         raise ScheduleError(f"there is a schedule {name!r} already; remove it first or choose another name") from None
+
+
+def _payload(name: str, payload: Mapping[str, Any] | None) -> Any:
+    """A payload as it will be read back. Raises ScheduleError for what is no JSON."""
+    try:
+        return json.loads(json.dumps(dict(payload or {}), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise ScheduleError(f"the payload of schedule {name!r} is not JSON: {error}") from None
 
 
 def list_schedules(database: Database) -> tuple[Schedule, ...]:

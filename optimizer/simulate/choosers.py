@@ -17,6 +17,7 @@ from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import ChooserPolicy
 from spectune.runtime.policies.prepared_chooser import prepare_chooser, stored_chooser
+from spectune.runtime.policies.windows import init_state
 from spectune.traces.schema import LatencyProfile, Step
 
 
@@ -77,7 +78,8 @@ def run_chosen(
         seconds += chooser.reading_seconds(profile, trace.prompts[trace.order], picks)
     rounds, round_s = _joined(parts) if per_round else (None, None)
     missing = sum(part.missing for _, part in parts)
-    return ChosenReplay(policy, trace, counts, seconds, parts[-1][1].state, rounds, round_s, missing, tuple(parts), tuple(picks))
+    state = parts[-1][1].state if parts else init_state(ready.candidates[0].window)
+    return ChosenReplay(policy, trace, counts, seconds, state, rounds, round_s, missing, tuple(parts), tuple(picks))
 
 
 def _joined(
