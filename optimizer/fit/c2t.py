@@ -173,7 +173,7 @@ def fit_c2t(
 
 def _epochs(examples: Examples, fraction: float) -> int:
     """The paper's number of epochs, or more where that makes fewer than :data:`STEPS` steps."""
-    nodes = (1 + NEGATIVES) * examples.accepted.sum() * fraction
+    nodes = (1 + NEGATIVES) * int(examples.accepted.sum()) * fraction
     return min(MOST_EPOCHS, max(EPOCHS, math.ceil(STEPS / max(1.0, nodes / BATCH))))
 
 

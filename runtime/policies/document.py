@@ -359,4 +359,4 @@ _KINDS: dict[str, dict[str, type[BaseModel]]] = {
     "shortlist": _kinds(Shortlist),
 }
 _PLAIN: dict[str, type[BaseModel]] = {"select": Select, "stratify": Stratify}
-_BLOCKS = _KINDS | {key: {"": block} for key, block in {**_PLAIN, "draft": OlsDraft}.items()}
+_BLOCKS = {**_KINDS, "draft": {"": OlsDraft}, "select": {"": Select}, "stratify": {"": Stratify}}
