@@ -208,7 +208,7 @@ BLOCK = 4
 """Requests between two looks at who is to be dropped."""
 DROP_LEVEL = 0.998
 """Level of the interval that drops a policy: there are many looks at many policies."""
-SETTLED = 0.005
+NEGLIGIBLE = 0.005
 """A race ends when nobody left can be faster than the leader by more than this, relative, in a 95% interval."""
 
 
@@ -230,7 +230,7 @@ def eliminate(
     ``execute`` decodes one request (by index) under one policy and returns its seconds. After every ``BLOCK`` requests those
     are dropped whose 99.8% interval of the projected ratio to the leader lies below 1; those in ``whole`` are executed to the end
     of the first pass all the same, those in ``kept`` always. It ends after a pass that left one, or
-    nobody who can be faster than the leader by ``SETTLED``; after ``passes``; or after ``budget_s`` (at least one request is
+    nobody who can be faster than the leader by ``NEGLIGIBLE``; after ``passes``; or after ``budget_s`` (at least one request is
     executed). Returns the timings and who was not dropped.
     """
     seconds = {p: np.full((requests, passes), np.nan) for p in policies}
@@ -251,7 +251,7 @@ def eliminate(
                     p for p in racing if p == leader or timings.ratio(p, leader, projected=True, level=DROP_LEVEL)[2] >= 1.0
                 ]
         rest = [timings.ratio(p, leader, projected=True) for p in racing if p != leader]
-        if all(high <= 1.0 + SETTLED for _, _, high in rest):
+        if all(high <= 1.0 + NEGLIGIBLE for _, _, high in rest):
             break
     return timings, tuple(racing)
 

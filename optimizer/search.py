@@ -52,7 +52,8 @@ LEAST_SHARE = 0.05
 SHORTLISTED = 3
 """Chains, and trees, of each draft that the papers' shortlists are tried with, each of another family."""
 MISSING_SHARE = 0.02
-"""Share of rounds whose trees may read laws that were not recorded (they count as having no children) in a policy that is tried."""
+"""Share of rounds whose trees may read distributions that were not recorded (they count as having no children) in a policy
+that is tried."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Trial:
 class Study:
     """What a search tried, best first, and how to repeat it. ``bounds``: :func:`shortlist_bounds` of what was tried without shortlists,
     and ``shortlists``, by draft, the kinds that were searched. ``beyond``: what was not tried as more than :data:`MISSING_SHARE` of its
-    rounds read laws that were not recorded, valued without them, best first."""
+    rounds read distributions that were not recorded, valued without them, best first."""
 
     trials: tuple[Trial, ...]
     seed: int

@@ -1,4 +1,4 @@
-"""A draft's distribution after a node, as codes, and which of them are near ties (docs/trees.md, "laws and codes")."""
+"""A draft's distribution after a node, as codes, and which of them are near ties (docs/trees.md, "distributions and codes")."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from spectune.runtime import near_ties
 from spectune.runtime.policies.jit import compiled
 from spectune.runtime.sampling import kept, scaled
-from spectune.runtime.trees.grow import LawRows
+from spectune.runtime.trees.grow import DistributionRows
 from spectune.traces.schema import TOP_ENTROPY, TREE_CODE_MAX, TREE_SCALE, Sampling
 
 _BLOCK: Final = 64
@@ -57,7 +57,7 @@ def read_distributions(
     reads_logp: bool = True,
     reads_gap: bool = True,
     ids: torch.Tensor | None = None,
-) -> LawRows:
+) -> DistributionRows:
     """Codes of the distributions behind float32 ``logits`` [n, vocab].
 
     ``noise`` float32 [vocab] or [n, vocab] is the target's at the children's position, None when greedy. ``width`` children are read (k).
@@ -96,7 +96,7 @@ def read_distributions(
         near = (near_filter[:, None] | near) & (torch.arange(width, device=device) < count[:, None])
     logp, gap = (unread.children if code is None else code for code in (logp, gap))
     children = tokens if ids is None else ids[tokens]
-    return LawRows(children, logp, gap, of_entropy, of_top, count, near, near_entropy)
+    return DistributionRows(children, logp, gap, of_entropy, of_top, count, near, near_entropy)
 
 
 def _entropy_code(

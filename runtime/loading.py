@@ -23,7 +23,7 @@ from spectune.traces.schema import Request
 
 @dataclass
 class LoadedPair:
-    """Models and tokenizer. ``exact`` says that near ties are settled canonically (float32).
+    """Models and tokenizer. ``exact`` says that near ties are decided canonically (float32).
 
     ``drafts`` are language models, ``heads`` EAGLE heads on the target; where there are heads, the target's ``taps`` are what they read.
     ``settings``: what the target's generation_config asks of its texts.

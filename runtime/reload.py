@@ -94,13 +94,13 @@ class WatchedSource:
         except self._retry:
             raise
         except Exception as error:  # what was published decides what is raised here: no publication may end the watch
-            self._settle(published.version, "refused", reason_of(error))
+            self._answer(published.version, "refused", reason_of(error))
             return False
         self._current = ready
-        self._settle(published.version, "applied", "")
+        self._answer(published.version, "applied", "")
         return True
 
-    def _settle(self, version: int, status: Status, reason: str) -> None:
+    def _answer(self, version: int, status: Status, reason: str) -> None:
         self.seen, self._refusal = version, reason
         self._unsaid.append((version, status, reason))
 

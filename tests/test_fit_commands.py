@@ -291,7 +291,7 @@ def test_people_see_tables(door: Door) -> None:
     for kind, arguments, words in (
         ("bins", (), ("mean TCR", "up to, nats", "R2", "Jaccard")),
         ("classifier", ("--epochs", 12), ("recall", "positive rate", "trained on")),
-        ("score", (), ("sharpness", "rank", "accepted", "log loss", "held-out laws")),
+        ("score", (), ("sharpness", "rank", "accepted", "log loss", "held-out distributions")),
         ("static-tree", ("--nodes", 4, "--depth", 2), ("paths", "0/0", "tokens a round expected")),
     ):
         found = door.call("fit", kind, "--draft", "near", *arguments)
@@ -366,7 +366,7 @@ def test_what_cannot_be_fitted(door: Door, shared: TraceStore, tmp_path: Path) -
         ("the recording holds 5", ("fit", "bins", "--draft", "near", "--depth", 6)),
         ("the recording holds 4", (*classifier, "--width", 5)),
         ("the recording holds 4", ("fit", "score", "--draft", "near", "--width", 5)),
-        ("needs laws of two or more children", ("fit", "score", "--draft", "near", "--width", 1)),
+        ("needs distributions of two or more children", ("fit", "score", "--draft", "near", "--width", 1)),
         ("of two groups or more; record more", ("fit", "score", "--draft", "near", "--starts", 1)),
         ("has no such draft", ("fit", "score", "--draft", "third")),
         (f"artifact {bins} is a bins, not a classifier", (*classifier, "--from", bins)),

@@ -118,7 +118,7 @@ def test_near_ties_after_the_same_tokens_share_the_targets_pass(pair: LoadedPair
     monkeypatch.setattr(target, "canonical_features", counted)
     passes = CanonicalPasses(target, head, text)
     for own, n, path in expected:
-        assert torch.equal(passes.law(n, path), head.canonical(text[:n], own, path))
+        assert torch.equal(passes.distribution(n, path), head.canonical(text[:n], own, path))
         assert torch.equal(passes.output(n, path), head.canonical_output(text[:n], own, path))
     assert read == [11, 10, 11]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from spectune.optimizer.execute import BLOCK, SETTLED, Comparison, Expected, Timings, eliminate
+from spectune.optimizer.execute import BLOCK, NEGLIGIBLE, Comparison, Expected, Timings, eliminate
 from spectune.optimizer.search import PREDICTION_ERROR, Study, Trial, rivals
 from spectune.optimizer.verdict import Candidate, fastest_of, finite
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
@@ -68,7 +68,7 @@ def test_the_fastest_wins_whatever_mood_the_machine_is_in(lead: float) -> None:
 
 def test_it_ends_when_nothing_is_left_to_gain_or_the_time_is_used() -> None:
     """Equals without noise take one pass; a budget ends a race in the middle of a pass, never before the first request is done."""
-    machine = Machine({"a": 1.0, "b": 1.0 + SETTLED / 2})
+    machine = Machine({"a": 1.0, "b": 1.0 + NEGLIGIBLE / 2})
     timings, left = eliminate(["a", "b"], 20, machine.execute, passes=8, clock=machine.clock)
     assert executions(timings, "a") == 20
     assert "a" in left

@@ -24,8 +24,8 @@ from spectune.runtime.policies.heterospec import kept_nodes
 from spectune.runtime.policies.sequoia import static_levels
 from spectune.runtime.sampling import Noise, filters
 from spectune.runtime.trees.device import DeviceGrowing
-from spectune.runtime.trees.draft import AnyGrowing, GrownTree, ModelLaws, TreeContext, grow
-from spectune.runtime.trees.grow import INFINITE, NONE, Codes, Growing, LawRows, Tree, TreeRule
+from spectune.runtime.trees.draft import AnyGrowing, GrownTree, ModelDistributions, TreeContext, grow
+from spectune.runtime.trees.grow import INFINITE, NONE, Codes, DistributionRows, Growing, Tree, TreeRule
 from spectune.runtime.verification import TargetText, verify_tree
 from spectune.traces.schema import NO_BIN, Sampling
 
@@ -131,14 +131,14 @@ def random_case(rng: random.Random, kind: str, *, short: bool = True) -> Case:
     )
 
 
-def as_rows(laws: list[reference.Law], k: int, junk: random.Random) -> LawRows:
+def as_rows(laws: list[reference.Law], k: int, junk: random.Random) -> DistributionRows:
     """Distributions as rows; what does not exist is filled with junk."""
     n, column = len(laws), functools.partial(torch.tensor, dtype=torch.int64)
 
     def filled(values: list[int], most: int) -> list[int]:
         return [*values[:k], *(junk.randint(0, most) for _ in range(k - len(values)))]
 
-    return LawRows(
+    return DistributionRows(
         column([filled(law.tokens, 9) for law in laws]).view(n, k),
         column([filled(law.logp, 255) for law in laws]).view(n, k),
         column([filled(law.gap, 255) for law in laws]).view(n, k),
@@ -151,18 +151,18 @@ def as_rows(laws: list[reference.Law], k: int, junk: random.Random) -> LawRows:
 
 
 class Told:
-    """A LawSource that asks a reference draft, path by path."""
+    """A DistributionSource that asks a reference draft, path by path."""
 
     def __init__(self, case: Case) -> None:
         self.case, self.junk = case, random.Random(0)
         self.read: list[Path] = []
 
-    def root(self) -> LawRows:
+    def root(self) -> DistributionRows:
         self.frontier: list[Path | None] = [()]
         self.read.append(())
         return as_rows([self.case.draft(())], self.case.rule.width, self.junk)
 
-    def expand(self, growing: AnyGrowing, width: int) -> LawRows:
+    def expand(self, growing: AnyGrowing, width: int) -> DistributionRows:
         """Asks for the first ``width`` of the frontier; a place where no node is (static trees) gets a law of nobody's."""
         tokens, parents, exists = growing.following(width)
         above, self.frontier = self.frontier, []
@@ -174,7 +174,7 @@ class Told:
         laws = [reference.Law([1], [3], [0], 4, 5) if path is None else self.case.draft(path) for path in self.frontier]
         return as_rows(laws, self.case.rule.width, self.junk)
 
-    def settle(self, growing: AnyGrowing, *, reads_phi: bool) -> None:
+    def decide_near_ties(self, growing: AnyGrowing, *, reads_phi: bool) -> None:
         pass
 
 
@@ -462,7 +462,7 @@ def test_rounding_changes_no_tree(sampling: Sampling, way: str, monkeypatch: pyt
             return reference.Law(tokens, logp, gap, int(rows.entropy[0]), int(rows.top_entropy[0]))
 
         if vocab > rule.width:
-            laws = ModelLaws(rule, reader, TreeContext(sampling, noise, True))
+            laws = ModelDistributions(rule, reader, TreeContext(sampling, noise, True))
             whole = not filters(sampling, vocab)
             tree = grow(rule, case.gamma, case.limit, laws, CPU, whole=whole)
             expected = replace(case, draft=draft, growth=growth, rule=rule).expected()

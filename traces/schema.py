@@ -31,7 +31,7 @@ PROB_SCALE = 65535
 
 TREE_SCALE = 16
 """Resolution of what is recorded of draft trees: codes count 1/16 nat. Coarser than for chains, because a round of a tree reads
-hundreds of codes and each one near a border between codes has to be settled."""
+hundreds of codes and each one near a border between codes has to be decided."""
 TREE_CODE_MAX = 255
 """Largest tree code, about 16 nat; larger values saturate."""
 TOP_ENTROPY = 10
@@ -113,7 +113,7 @@ def policy_id(document: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the target's law is processed and drawn from.
+    """How the target's distribution is processed and drawn from.
 
     ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 switch those filters off; ``seed`` is the run's, from which each
     request's own seed follows (:func:`request_seed`).
@@ -221,21 +221,21 @@ Proposals = Literal["coupled", "probability"]
 
 @dataclass(frozen=True, eq=False)
 class TreePanorama:
-    """The laws a draft would read while it drafts trees from *every* start of one trajectory, of up to ``width`` children a node and
-    ``depth`` levels.
+    """The distributions a draft would read while it drafts trees from *every* start of one trajectory, of up to ``width`` children a
+    node and ``depth`` levels.
 
     A node stands for a prefix. Nodes 0..L are the text's own prefixes (node i: the first i output tokens): the roots of all
     starts. Further nodes 0..M-1, numbered L+1.., are prefixes that leave the text (or, for a head, any drafted ones): ``parent`` int32
     [M] is a node's parent and ``slot`` uint8 [M] its place among the parent's children; parents come first. With N = L + 1 + M and
-    K = ``width``, each node holds the law after it, in codes of 1/16 nat (docs/trees.md):
+    K = ``width``, each node holds the distribution after it, in codes of 1/16 nat (docs/trees.md):
 
     - ``tokens`` int32 [N, K], ``logp``, ``gap`` uint8 [N, K]: its children, best first; ``count`` uint8 [N]: how many exist.
     - ``entropy``, ``top_entropy`` uint8 [N].
     - ``text_slot`` uint8 [N]: which child is the text's next token; 255 if none is, or the node is not on the text.
 
-    ``shared``: laws are functions of the prefix, so the child of node i on the text is node i + 1; a head's laws depend on where its round
-    began, and its drafted nodes on the text are nodes of their own. ``covers``: the growths (JSON, see
-    :func:`runtime.recording.trees.cover_name`) whose every reachable law was recorded: those replay exactly.
+    ``shared``: distributions are functions of the prefix, so the child of node i on the text is node i + 1; a head's depend on where its
+    round began, and its drafted nodes on the text are nodes of their own. ``covers``: the growths (JSON, see
+    :func:`runtime.recording.trees.cover_name`) whose every reachable distribution was recorded: those replay exactly.
     """
 
     draft: str

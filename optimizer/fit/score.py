@@ -228,13 +228,13 @@ def fit_sharpness(examples: ScoreExamples, group: npt.NDArray[Any], *, seed: int
     examples, group = examples.take(useful), group[useful]
     if len(np.unique(group)) < 2:
         raise ValueError(
-            "a score needs laws of two or more children, of two groups or more; record more or longer texts"
+            "a score needs distributions of two or more children, of two groups or more; record more or longer texts"
         )
     apart = held_out(group, HELD_OUT, seed)
     fitted, held = examples.take(~apart), examples.take(apart)
     if not (fitted.taken >= 0).any():
         raise ValueError(
-            f"none of the children of {len(fitted)} laws is the text's token; record more texts, or more children"
+            f"none of the children of {len(fitted)} distributions is the text's token; record more texts, or more children"
         )
     known: dict[float, float] = {}
     sharpness = _least(lambda s: coupled_loss(fitted, s), known)

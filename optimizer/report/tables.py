@@ -101,7 +101,7 @@ def _not_tried(tuned: Tuned) -> list[str]:
     if best is None:
         return []
     return [
-        f"{tuned.beyond['policies']} policies read laws that were not recorded and were not tried; of the most promising, "
+        f"{tuned.beyond['policies']} policies read distributions that were not recorded and were not tried; of the most promising, "
         f"{best['label']}, what is known says {best['value']:.1f} tokens/s (`record --cover` records more)"
     ]
 
@@ -185,8 +185,8 @@ def score_table(fitted: Mapping[str, Any]) -> RenderableType:
     loss = fitted["loss"]
     notes = (
         f"log loss of a child {loss['fitted']:.4f}, with the default sharpness {loss['default']:.4f}, by q {loss['probability']:.4f}, on "
-        f"{fitted['held_out']} held-out laws, {100 * fitted['covered']:.0f}% of which have the text's token among their children; "
-        f"fitted to {fitted['laws']} laws"
+        f"{fitted['held_out']} held-out distributions, {100 * fitted['covered']:.0f}% of which have the text's token among their children; "
+        f"fitted to {fitted['laws']} distributions"
     )
     if fitted["at_border"]:
         notes += "; the sharpness is at the border of what was looked at"
@@ -236,7 +236,7 @@ def shortlist_fit_table(fitted: Mapping[str, Any]) -> RenderableType:
     """Frequencies, clusters, a router or ranks, as fitted."""
     if "kept" in fitted:
         order = f"router {fitted['router']}" if "router" in fitted else f"frequencies {fitted['frequencies']}"
-        title = f"{fitted['requests']} requests, {fitted['nodes']} laws of draft {fitted['draft']} under {order}"
+        title = f"{fitted['requests']} requests, {fitted['nodes']} distributions of draft {fitted['draft']} under {order}"
         columns = ("clusters", "tokens", "mass", "true_tokens") if "router" in fitted else ("tokens", "mass", "true_tokens")
         return rows_table(fitted["kept"], columns, title)
     if "coverage" in fitted:
@@ -257,7 +257,7 @@ def shortlist_fit_table(fitted: Mapping[str, Any]) -> RenderableType:
     for i, k in enumerate(scores["ks"]):
         shares = [scores[name][i] for name in ("recall", "mass", "frequency", "oracle")]
         _row(table, str(k), f"{scores['size'][i]:.0f}", *(f"{100 * share:.1f}%" for share in shares))
-    note = f"{scores['contexts']} contexts of texts held out; mass: of the draft's law, {scores['ceiling']:.3f} at most"
+    note = f"{scores['contexts']} contexts of texts held out; mass: of the draft's distribution, {scores['ceiling']:.3f} at most"
     return Group(table, _note(note))
 
 

@@ -160,8 +160,8 @@ def draw_agreement(offsets: Index, drawn: npt.NDArray[np.bool_], key: Index, acc
     """Draws, in place, which proposals the rejection verifier kept: position i of a request agrees iff u(seed, request, i) <
     accept[i].
 
-    Verdicts are exact in law; what a stop reads is not. The codes recorded at a position are those of the coupled draft's proposal,
-    not of the token that the rejection draft sampled, and a position drawn to disagree where the recorded proposal agreed has no
+    Verdicts are exact in distribution; what a stop reads is not. The codes recorded at a position are those of the coupled draft's
+    proposal, not of the token that the rejection draft sampled, and a position drawn to disagree where the recorded proposal agreed has no
     branch of its own: what is read behind it comes from the next branch on the text.
     """
     for r in range(len(drawn)):

@@ -26,11 +26,11 @@ class Forest:
     """One draft's tree panoramas over a trace, joined: nodes of all trajectories follow one another.
 
     ``root`` int64 [positions]: the node of each start. ``child`` int32 [nodes, K] (-1: not recorded), ``text_slot`` uint8
-    [nodes], and the laws'
+    [nodes], and the distributions'
     codes: ``logp``, ``gap`` uint8 [nodes, K]; ``entropy``, ``top_entropy``, ``count`` uint8 [nodes]; ``tokens`` int32 [nodes, K] their ids.
     ``limit`` int64
     [positions]: the deepest
-    level the token budget allows. ``full``: no filter of the sampling can leave a law with fewer children than are read.
+    level the token budget allows. ``full``: no filter of the sampling can leave a distribution with fewer children than are read.
     """
 
     draft: str
@@ -122,8 +122,8 @@ def tabulate_growth(
     """Grows the trees of starts ``depth`` levels deep and keeps what policies ask of them.
 
     ``rules``: each rule with the starts (positions of the trace) that it grows; one per temperature class. Selection, stop and bins of the
-    rules are ignored. ``shortlist`` leaves out the children beyond it; those that stay keep their codes, and a law has no more of them than
-    were recorded, so trees under a shortlist are approximate (docs/shortlists.md). Raises TraceError when a rule reads more children than
+    rules are ignored. ``shortlist`` leaves out the children beyond it; those that stay keep their codes, and a distribution has no more
+    of them than were recorded, so trees under a shortlist are approximate (docs/shortlists.md). Raises TraceError when a rule reads more children than
     were recorded.
     """
     rule = rules[0][0]

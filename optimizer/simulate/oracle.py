@@ -18,7 +18,7 @@ from spectune.runtime.policies.prepared_chooser import ChooserPlan
 from spectune.runtime.policies.stops import STOP_NONE, should_stop
 from spectune.runtime.session import Sessions
 from spectune.runtime.trees.draft import AnyGrowing, grow
-from spectune.runtime.trees.grow import LawRows
+from spectune.runtime.trees.grow import DistributionRows
 from spectune.runtime.verification import walk
 from spectune.traces.errors import TraceError
 from spectune.traces.schema import AGREE_NO, AGREE_NONE, AGREE_YES, ChainPanorama, Trajectory, request_seed
@@ -39,10 +39,10 @@ class _RecordedTree:
         self.forest, self.shortlist, self.level = trees.forest, trees.shortlist, 0
         self.nodes = [int(trees.forest.root[trees.first + start])]
 
-    def root(self) -> LawRows:
+    def root(self) -> DistributionRows:
         return self._rows()
 
-    def expand(self, growing: AnyGrowing, width: int) -> LawRows:
+    def expand(self, growing: AnyGrowing, width: int) -> DistributionRows:
         tree, level, nodes = growing.tree(), growing.depth, []
         for place, above, rank in zip(*(x[level, :width].tolist() for x in (tree.place, tree.above, tree.rank)), strict=True):
             nodes.append(int(self.forest.child[self.nodes[above], self.slots[above][rank]]) if place >= 0 else -1)
@@ -52,7 +52,7 @@ class _RecordedTree:
         self.nodes = nodes
         return self._rows()
 
-    def settle(self, growing: AnyGrowing, *, reads_phi: bool) -> None:
+    def decide_near_ties(self, growing: AnyGrowing, *, reads_phi: bool) -> None:
         """Recorded codes have no near ties left."""
 
     def _held(self, node: int) -> list[int]:
@@ -64,7 +64,7 @@ class _RecordedTree:
         added = {c for n in self.nodes if n >= 0 for c in union.order[n, :budget].tolist()} if len(union.order) else set()
         return [s for s in slots if shortlist.ranks[node, s] < budget or int(union.cluster[node, s] if added else -1) in added]
 
-    def _rows(self) -> LawRows:
+    def _rows(self) -> DistributionRows:
         f = self.forest
         self.slots = [self._held(node) for node in self.nodes]
         self.level += 1
@@ -77,7 +77,7 @@ class _RecordedTree:
                 of_nodes[:, row] = f.entropy[node], f.top_entropy[node], len(slots)
         tokens, logp, gaps = torch.from_numpy(codes)
         entropy, top_entropy, count = torch.from_numpy(of_nodes)
-        return LawRows(tokens, logp, gaps, entropy, top_entropy, count, None, None)
+        return DistributionRows(tokens, logp, gaps, entropy, top_entropy, count, None, None)
 
 
 class TraceBackend:

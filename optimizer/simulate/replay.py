@@ -58,7 +58,7 @@ def run_replay(
     """:func:`replay` with arrays instead of values, and on request every round. Releases the GIL while it runs.
 
     ``state`` goes on from an earlier session's (it is copied); by default the policy's window starts anew.
-    ``artifacts`` finds what the policy names that was fitted. A tree that would read laws which were
+    ``artifacts`` finds what the policy names that was fitted. A tree that would read distributions which were
     not recorded raises TraceError, unless ``approximate``: then such nodes have no children, and ``Replay.missing`` counts the rounds. It
     also counts those whose shortlist holds none of the children recorded, where the proposal is taken to be wrong.
     """
@@ -117,8 +117,8 @@ def _run_trees(
     missing = int(sums.counts[:, 6].sum())
     if missing and not approximate and prepared.shortlist is None:
         raise TraceError(
-            f"{missing} of {int(sums.counts[:, 0].sum())} rounds of {policy.label()} would read laws of draft {policy.draft!r} that the "
-            f"recording does not hold (it holds width {forest.width}, depth {forest.depth}): `record --resume ID --cover POLICY` "
+            f"{missing} of {int(sums.counts[:, 0].sum())} rounds of {policy.label()} would read distributions of draft {policy.draft!r} that "
+            f"the recording does not hold (it holds width {forest.width}, depth {forest.depth}): `record --resume ID --cover POLICY` "
             "records them"
         )
     if not per_round:

@@ -283,7 +283,7 @@ class Replay:
     ``counts`` int64 [requests, 6] (rounds, emitted, accepted, drafted, draft steps, verified), ``seconds`` float64
     [requests] (0 without a profile). ``rounds`` int32 [rounds, 8] (:data:`ROUND_COLUMNS`) and ``round_s`` float64 [rounds,
     3] (draft, verify, round), in order, are None unless asked for. ``state`` is the window's as it was left, a learned
-    Q-table included. ``missing`` rounds read laws that were not recorded (0 unless approximate).
+    Q-table included. ``missing`` rounds read distributions that were not recorded (0 unless approximate).
     """
 
     policy: AnyPolicy

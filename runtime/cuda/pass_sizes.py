@@ -52,8 +52,8 @@ EVERY: Final = PassSizes(
 def pass_sizes(prepared: Plan, vocab_size: int, sampling: Sampling | None = None, *, head: bool = False) -> PassSizes:
     """What a policy's windows, stops, bins and N' can make of a round, the ends of texts, where windows are clipped, included.
 
-    ``sampling`` None: any, filters included, under which laws have fewer children. ``head``: the draft is an EAGLE head. A draft that
-    another policy left behind may have more to read in its first round; that pass is not among these.
+    ``sampling`` None: any, filters included, under which distributions have fewer children. ``head``: the draft is an EAGLE head. A draft
+    that another policy left behind may have more to read in its first round; that pass is not among these.
     """
     policy = prepared.policy
     if not policy.speculates:

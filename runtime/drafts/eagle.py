@@ -123,7 +123,7 @@ class CanonicalPasses:
         drafted ``path``."""
         return self.head.canonical_output(self.text[:length], self._of(length), path)
 
-    def law(self, length: int, path: list[int]) -> torch.Tensor:
+    def distribution(self, length: int, path: list[int]) -> torch.Tensor:
         """Float32 logits [vocab] after the same."""
         return self.head.canonical(self.text[:length], self._of(length), path)
 
@@ -186,7 +186,7 @@ class EagleReader(TreeReader):
         return self._hidden.expand(len(tokens), -1) if parents is None else self._hidden[parents]
 
     def _canonical(self, path: list[int]) -> Tensor:
-        return self._passes.law(self.length, path)
+        return self._passes.distribution(self.length, path)
 
     def _state_before(self, path: list[int]) -> Tensor | None:
         read, path = (self.length, path[:-1]) if path else (self.length - 1, path)

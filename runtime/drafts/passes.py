@@ -15,7 +15,7 @@ from spectune.runtime.drafts.protocol import DraftContext, Drafted
 from spectune.runtime.models import view_of
 from spectune.runtime.sampling import filters
 from spectune.runtime.shortlists import Beam, Shortlists, Support
-from spectune.runtime.trees.draft import ModelLaws, TreeContext, grow
+from spectune.runtime.trees.draft import ModelDistributions, TreeContext, grow
 
 
 class Places(NamedTuple):
@@ -128,7 +128,7 @@ def propose_tree(
     whole = not filters(context.sampling, vocab_size) and (
         shortlists is None or shortlists.least(limit) >= rule.width
     )
-    source = ModelLaws(rule, reader, TreeContext(context.sampling, context.noise, context.exact))
+    source = ModelDistributions(rule, reader, TreeContext(context.sampling, context.noise, context.exact))
     tree = grow(
         rule, depth, limit, source, reader.device, whole=whole, keep_pruned=context.keeps_pruned
     )

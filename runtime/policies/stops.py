@@ -64,7 +64,7 @@ class JointProbStop(_Stop):
 
 class EntropyStop(_Stop):
     """AdaEDL: end the draft when the lower bound on acceptance, 1 - sqrt(scale * H), falls below
-    ``threshold``; H is the entropy of the draft's law in nats."""
+    ``threshold``; H is the entropy of the draft's distribution in nats."""
 
     kind: Literal["entropy"] = "entropy"
     threshold: Probability = 0.4

@@ -3,7 +3,7 @@
 What lies on the text comes from one teacher-forced pass. A draft leaves the text where its proposal differs from it; what it
 proposes from there on depends on that position alone, so one branch per disagreement is continued, all branches in one pass per
 depth: the text's keys and values are shared and a mask keeps the branches apart. The values equal those that decoding computes:
-choices and codes that rounding could change are settled by the same canonical pass as there.
+choices and codes that rounding could change are decided by the same canonical pass as there.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The panorama pass for trees: every law that covered growths can read, from every start of a recorded text.
+"""The panorama pass for trees: every distribution that covered growths can read, from every start of a recorded text.
 
 The growths are *run*, all starts at once, by the functions that decode with them (:class:`runtime.trees.grow.Growing`); what any of
-them expands is read once. A law is a function of its prefix (a head's: of its start and prefix), so starts share nodes: what one
-start reads off the text, the next one finds read. Codes that rounding could change are settled by the canonical pass, all of them.
+them expands is read once. A distribution is a function of its prefix (a head's: of its start and prefix), so starts share nodes: what one
+start reads off the text, the next one finds read. Codes that rounding could change are decided by the canonical pass, all of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from spectune.runtime.loading import LoadedPair
 from spectune.runtime.models import CHUNK, CausalModel, view_of
 from spectune.runtime.policies.document import ChainGrowth, ClassifierGrowth, Growth, StaticGrowth, TopKGrowth
 from spectune.runtime.sampling import Noise
-from spectune.runtime.trees.grow import NONE, Codes, Growing, LawRows, TreeRule
+from spectune.runtime.trees.grow import NONE, Codes, DistributionRows, Growing, TreeRule
 from spectune.traces.schema import Proposals, Trajectory, TreePanorama, request_seed
 
 GROUP = 8
@@ -34,14 +34,14 @@ SHARPNESSES = (1.5, 3.0)
 
 
 class Cover:
-    """One growth whose every law is to be recorded, to its ``depth``: its name, and its rule."""
+    """One growth whose every distribution is to be recorded, to its ``depth``: its name, and its rule."""
 
     def __init__(self, name: str, rule: TreeRule, depth: int) -> None:
         self.name, self.rule, self.depth = name, rule, depth
 
 
 def cover_name(growth: Growth, *, sampled: bool) -> str:
-    """What tells one covered growth from another: everything that decides which laws it reads."""
+    """What tells one covered growth from another: everything that decides which distributions it reads."""
     data: dict[str, Any] = {"kind": growth.kind}
     if isinstance(growth, ChainGrowth):
         data = {"kind": "top_k", "width": 1}
@@ -145,7 +145,7 @@ class _SlotPasses:
 
 
 class LanguageModelPasses(_SlotPasses):
-    """A language model's passes: its laws are functions of the prefix."""
+    """A language model's passes: its distributions are functions of the prefix."""
 
     shared = True
 
@@ -220,7 +220,7 @@ class HeadPasses(_SlotPasses):
         return logits
 
     def canonical(self, start: int, path: list[int]) -> torch.Tensor:
-        return self._canonical.law(self.prompt + start, path)
+        return self._canonical.distribution(self.prompt + start, path)
 
 
 def record_tree_panorama(
@@ -234,7 +234,7 @@ def record_tree_panorama(
     covers: Sequence[Cover] = (),
     chain_depth: int = 0,
 ) -> TreePanorama:
-    """The laws of one draft over one trajectory: for EAGLE-2's growth at every width up to ``width`` and ``depth`` levels,
+    """The distributions of one draft over one trajectory: for EAGLE-2's growth at every width up to ``width`` and ``depth`` levels,
     for the growths of ``covers`` besides, and for chains of ``chain_depth``."""
     return _Recorder(pair, trajectory, draft, width, depth, proposals, covers, chain_depth).run()
 
@@ -288,7 +288,7 @@ class _Recorder:
             part = logits[at : at + ROWS]
             numbers = np.arange(at, at + part.shape[0])
             self.cols["position"][numbers] = numbers
-            self._store(numbers, self._laws(part, numbers, None), on_text=np.ones(len(numbers), bool))
+            self._store(numbers, self._distributions(part, numbers, None), on_text=np.ones(len(numbers), bool))
         if self.passes.shared:
             rows = np.flatnonzero(self.cols["text_slot"][: self.roots - 1] != OFF_TEXT)
             self.cols["child"][rows, self.cols["text_slot"][rows]] = rows + 1
@@ -329,7 +329,7 @@ class _Recorder:
                 grown.add_from(Codes(*(self.cols[name] for name in codes)), fronts[i])
                 trees, places = grown.trees, grown.trees.frontier[0, level]
                 place, above, rank = (x[:, level, :places] for x in (trees.place, trees.above, trees.rank))
-                # The laws of this frontier are read only if another level follows within the cover and the token budget.
+                # The distributions of this frontier are read only if another level follows within the cover and the token budget.
                 live = (place != NONE) & (budget > level)[:, None] & (level < cover.depth)
                 keys[i] = np.where(live, np.take_along_axis(fronts[i], above, 1) * self.width + rank, -1)
             if keys:
@@ -366,7 +366,7 @@ class _Recorder:
         ids = torch.from_numpy(tokens.astype(np.int64)).to(device)
         self.n += count
         logits = self.passes.nodes(ids, positions, (numbers - self._first).tolist(), above, starts)
-        self._store(numbers, self._laws(logits, numbers, starts), on_text)
+        self._store(numbers, self._distributions(logits, numbers, starts), on_text)
 
     def _above(self, node: int) -> tuple[list[int], int]:
         """The drafted ancestors of a node, root side first, and the start they hang from."""
@@ -377,7 +377,7 @@ class _Recorder:
             at = int(self.cols["parent"][at])
         return chain[::-1], at
 
-    def _laws(self, logits: torch.Tensor, numbers: np.ndarray, starts: list[int] | None) -> LawRows:
+    def _distributions(self, logits: torch.Tensor, numbers: np.ndarray, starts: list[int] | None) -> DistributionRows:
         noise = None
         positions = (self.cols["position"][numbers] + self.prompt).tolist()
         if self.noise is not None:
@@ -399,7 +399,7 @@ class _Recorder:
                 getattr(rows, name)[i] = getattr(one, name)[0]
         return rows
 
-    def _rows(self, logits: torch.Tensor, noise: torch.Tensor | None, exact: bool) -> LawRows:
+    def _rows(self, logits: torch.Tensor, noise: torch.Tensor | None, exact: bool) -> DistributionRows:
         return read_distributions(
             logits,
             self.sampling,
@@ -411,7 +411,7 @@ class _Recorder:
             exact=exact,
         )
 
-    def _store(self, numbers: np.ndarray, rows: LawRows, on_text: np.ndarray) -> None:
+    def _store(self, numbers: np.ndarray, rows: DistributionRows, on_text: np.ndarray) -> None:
         c = self.cols
         for name in ("tokens", "logp", "gap", "count", "entropy", "top_entropy"):
             c[name][numbers] = getattr(rows, name).cpu().numpy()

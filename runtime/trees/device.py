@@ -12,7 +12,7 @@ import torch
 
 from spectune.runtime.policies.c2t import CONFIDENCE_SCALE
 from spectune.runtime.policies.eagle2 import INFINITE
-from spectune.runtime.trees.grow import NONE, ROOT, Growing, LawRows, Tree, TreeRule, gap_weights
+from spectune.runtime.trees.grow import NONE, ROOT, DistributionRows, Growing, Tree, TreeRule, gap_weights
 from spectune.traces.schema import TREE_SCALE
 
 _ORDER_BITS = 14
@@ -43,7 +43,7 @@ class DeviceGrowing:
         self.depth = 0
         self._levels: list[_Level] = []
 
-    def add(self, rows: LawRows) -> None:
+    def add(self, rows: DistributionRows) -> None:
         """Makes the next level from the distributions after the frontier's first nodes, in order."""
         rule, k = self.rule, self.rule.width
         del self._levels[self.depth :]
@@ -170,7 +170,7 @@ def growing_on(device: torch.device, rule: TreeRule, depth: int, complete: bool)
 
 
 def _filled(x: torch.Tensor, rows: int, k: int) -> torch.Tensor:
-    """A column of :class:`LawRows` with that many rows and, if it is of children, k of them; zeros where there are fewer."""
+    """A column of :class:`DistributionRows` with that many rows and, if it is of children, k of them; zeros where there are fewer."""
     below = (0, rows - x.shape[0])
     return torch.nn.functional.pad(x, (0, k - x.shape[1], *below) if x.dim() == 2 else below)
 

@@ -1,7 +1,7 @@
 """Drafting trees with models: distributions come from a draft's passes, everything else from :mod:`runtime.trees.grow`.
 
-:func:`grow` is the one driver of a tree, level by level: it asks a :class:`LawSource` for distributions and applies stop, early end and
-HeteroSpec's extension. A model's passes stand behind it when decoding, a recorded panorama in the oracle.
+:func:`grow` is the one driver of a tree, level by level: it asks a :class:`DistributionSource` for distributions and applies stop,
+early end and HeteroSpec's extension. A model's passes stand behind it when decoding, a recorded panorama in the oracle.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from spectune.runtime.policies.eagle2 import INFINITE
 from spectune.runtime.policies.heterospec import bin_of
 from spectune.runtime.sampling import Noise
 from spectune.runtime.trees.device import DeviceGrowing, growing_on
-from spectune.runtime.trees.grow import ROOT, Growing, LawRows, Tree, TreeRule, select
+from spectune.runtime.trees.grow import ROOT, DistributionRows, Growing, Tree, TreeRule, select
 from spectune.runtime.trees.near_ties import undecided_nodes
 from spectune.traces.schema import NO_BIN, Sampling
 
@@ -26,16 +26,16 @@ AnyGrowing = Growing | DeviceGrowing
 """A tree while it grows, compiled or by tensor operations."""
 
 
-class LawSource(Protocol):
+class DistributionSource(Protocol):
     """Where the distributions of one tree come from."""
 
-    def root(self) -> LawRows:
+    def root(self) -> DistributionRows:
         """The distribution after the text, one row."""
 
-    def expand(self, growing: AnyGrowing, width: int) -> LawRows:
+    def expand(self, growing: AnyGrowing, width: int) -> DistributionRows:
         """The distributions after the last frontier's first ``width`` nodes, [width, k]."""
 
-    def settle(self, growing: AnyGrowing, *, reads_phi: bool) -> None:
+    def decide_near_ties(self, growing: AnyGrowing, *, reads_phi: bool) -> None:
         """Decides near ties of the level just added; ``reads_phi``: Phi is read of it."""
 
 
@@ -79,7 +79,7 @@ def grow(
     rule: TreeRule,
     depth: int,
     limit: int,
-    source: LawSource,
+    source: DistributionSource,
     device: torch.device,
     *,
     whole: bool = False,
@@ -99,7 +99,7 @@ def grow(
         grown.widths.append(width)
         growing.add(rows)
         reads_phi = rule.stratified and growing.depth == depth
-        source.settle(growing, reads_phi=reads_phi)
+        source.decide_near_ties(growing, reads_phi=reads_phi)
         width = growing.width
         if rule.confidence is not None and width == 0:
             growing.undo()
@@ -164,7 +164,7 @@ class TreeContext:
 
 
 class Reader(Protocol):
-    """A draft's passes over a tree, for :class:`ModelLaws`."""
+    """A draft's passes over a tree, for :class:`ModelDistributions`."""
 
     device: torch.device
     length: int
@@ -184,12 +184,12 @@ class Reader(Protocol):
         """Float32 logits [vocab or size] after the text and ``path``: one answer whatever the batch."""
 
 
-class ModelLaws:
+class ModelDistributions:
     """Distributions from a draft's passes; near ties that could change what is drafted are decided by the canonical pass."""
 
     def __init__(self, rule: TreeRule, reader: Reader, context: TreeContext) -> None:
         self.rule, self.reader, self.context = rule, reader, context
-        self.rows: list[LawRows] = []
+        self.rows: list[DistributionRows] = []
         self._ids: list[torch.Tensor | None] = []
         reader.ids = None  # no pass was made
         self._reading = {
@@ -200,27 +200,27 @@ class ModelLaws:
             "reads_gap": rule.coupled,
         }
 
-    def _laws(self, logits: torch.Tensor, depth: int, exact: bool) -> LawRows:
+    def _distributions(self, logits: torch.Tensor, depth: int, exact: bool) -> DistributionRows:
         """Codes of distributions whose children stand at ``depth``."""
         context = self.context
         noise = None if context.noise is None else context.noise.row(self.reader.length + depth - 1)
         return read_distributions(logits, context.sampling, noise, self.rule.width, exact=exact, ids=self.reader.ids, **self._reading)
 
-    def root(self) -> LawRows:
-        self.rows = [self._laws(self.reader.root(), 1, self.context.exact)]
+    def root(self) -> DistributionRows:
+        self.rows = [self._distributions(self.reader.root(), 1, self.context.exact)]
         self._ids = [self.reader.ids]
         return self.rows[0]
 
-    def expand(self, growing: AnyGrowing, width: int) -> LawRows:
+    def expand(self, growing: AnyGrowing, width: int) -> DistributionRows:
         depth = growing.depth
         tokens, parents, exists = growing.following(width)
         # A static tree reads its places whether or not there is a node; shortlists are for nodes.
         logits = self.reader.level(tokens, parents, depth, exists if self.rule.static else None)
-        self.rows.append(self._laws(logits, depth + 1, self.context.exact))
+        self.rows.append(self._distributions(logits, depth + 1, self.context.exact))
         self._ids.append(self.reader.ids)
         return self.rows[-1]
 
-    def settle(self, growing: AnyGrowing, *, reads_phi: bool) -> None:
+    def decide_near_ties(self, growing: AnyGrowing, *, reads_phi: bool) -> None:
         sampling = self.context.sampling
         perturbed = self.context.noise is not None and not self.rule.by_probability
         filtered = not sampling.greedy and (sampling.top_p < 1.0 or sampling.top_k > 0)
@@ -235,7 +235,7 @@ class ModelLaws:
             for rows in self.rows[growing.depth :]:
                 growing.add(rows)
 
-    def _decided(self, tree: Tree, level: int, node: int) -> LawRows:
+    def _decided(self, tree: Tree, level: int, node: int) -> DistributionRows:
         """The rows of ``level`` (from 0) with one node's distribution taken from the canonical pass."""
         path: list[int] = []
         place = int(tree.place[level, node])
@@ -249,13 +249,13 @@ class ModelLaws:
             if new is not None:
                 new[node] = False if name in ("unsure", "unsure_entropy") else getattr(one, name)[0]
             fields.append(new)
-        return LawRows(*fields)  # type: ignore[arg-type]  # None only where the field may be
+        return DistributionRows(*fields)  # type: ignore[arg-type]  # None only where the field may be
 
-    def _canonical(self, path: list[int]) -> LawRows:
+    def _canonical(self, path: list[int]) -> DistributionRows:
         """The distribution after a drafted ``path`` by the canonical pass."""
         reader, last = self.reader, self.reader.ids
         reader.ids = self._ids[len(path)]
         logits = reader.canonical(path)[None]
-        rows = self._laws(logits, len(path) + 1, False)
+        rows = self._distributions(logits, len(path) + 1, False)
         reader.ids = last
         return rows

@@ -47,7 +47,7 @@ class Codes(NamedTuple):
     count: npt.NDArray[Any]  # type: ignore[assignment]  # hides tuple.count
 
 
-class LawRows(NamedTuple):
+class DistributionRows(NamedTuple):
     """:class:`Codes` as a draft's pass gives them, int64 tensors on its device, and their near ties: ``unsure`` bool [n, k] by child,
     ``unsure_entropy`` bool [n]; None: not asked for, or none."""
 
@@ -365,7 +365,7 @@ class Growing:
         self.depth += 1
         _grow_levels(self.rule.compiled, codes, front, self.depth, self.trees)
 
-    def add(self, rows: LawRows) -> None:
+    def add(self, rows: DistributionRows) -> None:
         """Makes the next level from the distributions after the frontier's first nodes, in order."""
         self.add_from(rows.codes(), _in_order(max(1, self.rule.frontier)))
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from spectune.runtime.policies.c2t import CONFIDENCE_SCALE
 from spectune.runtime.policies.eagle2 import INFINITE
-from spectune.runtime.trees.grow import NONE, LawRows, Tree, TreeRule
+from spectune.runtime.trees.grow import NONE, DistributionRows, Tree, TreeRule
 from spectune.traces.schema import TREE_CODE_MAX, TREE_SCALE
 
 IntArray = npt.NDArray[np.int64]
@@ -52,7 +52,7 @@ class OpenCodes(NamedTuple):
     swapped: BoolArray
 
 
-def open_codes(rows: LawRows, *, perturbed: bool, filtered: bool) -> OpenCodes:
+def open_codes(rows: DistributionRows, *, perturbed: bool, filtered: bool) -> OpenCodes:
     """What :func:`runtime.distributions.read_distributions` leaves open of the codes it marks.
 
     A marked code may be one unit off. A marked child beside another one, or last, may change places with a neighbour of nearly its
@@ -89,7 +89,7 @@ def open_codes(rows: LawRows, *, perturbed: bool, filtered: bool) -> OpenCodes:
 def undecided_nodes(
     rule: TreeRule,
     grown: Callable[[], Tree],
-    rows: Sequence[LawRows],
+    rows: Sequence[DistributionRows],
     *,
     perturbed: bool,
     filtered: bool,
@@ -113,7 +113,7 @@ def undecided_nodes(
     return sorted(found)
 
 
-def _has_near_tie(rows: LawRows) -> bool:
+def _has_near_tie(rows: DistributionRows) -> bool:
     return any(x is not None and bool(x.any()) for x in (rows.unsure, rows.unsure_entropy))
 
 

@@ -19,8 +19,8 @@ from spectune.runtime.policies.sequoia import static_levels
 from spectune.runtime.sampling import Noise
 from spectune.runtime.trees import near_ties as near_tie_trees
 from spectune.runtime.trees.device import DeviceGrowing
-from spectune.runtime.trees.draft import GrownTree, ModelLaws, TreeContext, grow
-from spectune.runtime.trees.grow import INFINITE, Growing, LawRows, Tree, TreeRule
+from spectune.runtime.trees.draft import GrownTree, ModelDistributions, TreeContext, grow
+from spectune.runtime.trees.grow import INFINITE, DistributionRows, Growing, Tree, TreeRule
 from spectune.runtime.trees.near_ties import OpenCodes, undecided_nodes
 from spectune.traces.schema import TREE_CODE_MAX, Sampling
 
@@ -164,7 +164,7 @@ class Numbered:
         return self._numbers([tuple(path)])[0]
 
 
-class Drawn(ModelLaws):
+class Drawn(ModelDistributions):
     """A :class:`Draft`'s laws; ``variant`` None: the true ones, nothing undecided."""
 
     def __init__(self, rule: TreeRule, draft: Draft, variant: int | None) -> None:
@@ -175,7 +175,7 @@ class Drawn(ModelLaws):
         self.draft, self.variant = draft, variant
         self.settled_laws = self.unsure_laws = 0
 
-    def _laws(self, logits: torch.Tensor, depth: int, exact: bool) -> LawRows:
+    def _distributions(self, logits: torch.Tensor, depth: int, exact: bool) -> DistributionRows:
         paths = [self.numbered.known[int(i)] for i in logits]
         laws = [self.draft.said(p, self.variant) if exact and self.variant is not None else self.draft.true(p) for p in paths]
         if exact:
@@ -186,9 +186,9 @@ class Drawn(ModelLaws):
             torch.from_numpy(np.array(column, dtype=np.int64)) for column in zip(*(law.codes() for law in laws), strict=True)
         ]
         if not exact:
-            return LawRows(*columns, None, None)
+            return DistributionRows(*columns, None, None)
         marks = torch.from_numpy(np.stack([law.marks for law in laws]))
-        return LawRows(*columns, marks if bool(marks.any()) else None, torch.tensor([law.law_mark for law in laws]))
+        return DistributionRows(*columns, marks if bool(marks.any()) else None, torch.tensor([law.law_mark for law in laws]))
 
 
 class Grown:
@@ -251,14 +251,14 @@ def nowhere(rule: TreeRule, tree: Tree, level: int, codes: OpenCodes) -> np.ndar
     return np.zeros(len(codes.near), dtype=bool)
 
 
-def narrow(rows: LawRows, *, perturbed: bool, filtered: bool) -> OpenCodes:
+def narrow(rows: DistributionRows, *, perturbed: bool, filtered: bool) -> OpenCodes:
     """Codes that are not open, and only the marks for what they are."""
     found = OPEN_CODES(rows, perturbed=perturbed, filtered=filtered)
     sure = OPEN_CODES(rows._replace(unsure=None, unsure_entropy=None), perturbed=perturbed, filtered=filtered)
     return sure._replace(near=found.near, swapped=found.swapped)
 
 
-def steady(rows: LawRows, *, perturbed: bool, filtered: bool) -> OpenCodes:
+def steady(rows: DistributionRows, *, perturbed: bool, filtered: bool) -> OpenCodes:
     """Codes that may be a unit off, without children that change places or come and go."""
     found = OPEN_CODES(rows, perturbed=False, filtered=False)
     return found._replace(swapped=np.zeros_like(found.swapped))
@@ -297,12 +297,12 @@ def test_settling_less_would_be_seen(
     assert found.differing > 0
 
 
-def rows_of(logp: list[list[int]], marks: list[list[int]], law: list[int]) -> LawRows:
+def rows_of(logp: list[list[int]], marks: list[list[int]], law: list[int]) -> DistributionRows:
     n, k = np.shape(logp)
     tokens = torch.arange(n * k).view(n, k)
     entropy = torch.full((n,), 16)
     codes = torch.tensor(logp)
-    return LawRows(
+    return DistributionRows(
         tokens,
         codes,
         codes - codes[:, :1],
@@ -314,7 +314,7 @@ def rows_of(logp: list[list[int]], marks: list[list[int]], law: list[int]) -> La
     )
 
 
-def doubtful(rule: TreeRule, *rows: LawRows) -> list[tuple[int, int]]:
+def doubtful(rule: TreeRule, *rows: DistributionRows) -> list[tuple[int, int]]:
     """What is to be settled once these levels have grown."""
     growing = Growing(rule, len(rows))
     for one in rows:
