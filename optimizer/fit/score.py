@@ -128,7 +128,7 @@ def fit_score(
     """
     forest = source.trees.forest
     width, depth = width or forest.width, depth or forest.depth
-    progress("laws", 0, 1)
+    progress("distributions", 0, 1)
     examples = score_examples(source.trees, width, depth, count=starts, seed=seed)
     requests = np.searchsorted(source.trace.offsets, examples.start, side="right")
     try:
@@ -137,7 +137,7 @@ def fit_score(
         )
     except ValueError as error:
         raise TraceError(f"recording {source.info.id}: {error}") from None
-    progress("laws", 1, 1)
+    progress("distributions", 1, 1)
     document = source.document() | asdict(score) | {"width": width, "depth": depth, "seed": seed}
     document["starts"] = len(np.unique(examples.start))
     artifact = source.keep(SCORE, document, {}, tuple(vars(examples).values()))

@@ -177,7 +177,7 @@ def score_table(fitted: Mapping[str, Any]) -> RenderableType:
     """A fitted sharpness: estimates of acceptance by rank beside what was observed, on the requests held out."""
     title = f"Score of draft {fitted['draft']}, {fitted['width']} children: sharpness {fitted['sharpness']:g}"
     table = _table(title)
-    for column in ("rank", "laws", "accepted", "fitted", "default", "q"):
+    for column in ("rank", "distributions", "accepted", "fitted", "default", "q"):
         table.add_column(column, justify="right")
     for row in fitted["ranks"]:
         figures = (f"{row[k]:.3f}" for k in ("observed", "predicted", "default", "probability"))

@@ -123,8 +123,8 @@ def tabulate_growth(
 
     ``rules``: each rule with the starts (positions of the trace) that it grows; one per temperature class. Selection, stop and bins of the
     rules are ignored. ``shortlist`` leaves out the children beyond it; those that stay keep their codes, and a distribution has no more
-    of them than were recorded, so trees under a shortlist are approximate (docs/shortlists.md). Raises TraceError when a rule reads more children than
-    were recorded.
+    of them than were recorded, so trees under a shortlist are approximate (docs/shortlists.md). Raises
+    TraceError when a rule reads more children than were recorded.
     """
     rule = rules[0][0]
     if rule.width > forest.width:

@@ -117,8 +117,8 @@ def _run_trees(
     missing = int(sums.counts[:, 6].sum())
     if missing and not approximate and prepared.shortlist is None:
         raise TraceError(
-            f"{missing} of {int(sums.counts[:, 0].sum())} rounds of {policy.label()} would read distributions of draft {policy.draft!r} that "
-            f"the recording does not hold (it holds width {forest.width}, depth {forest.depth}): `record --resume ID --cover POLICY` "
+            f"{missing} of {int(sums.counts[:, 0].sum())} rounds of {policy.label()} would read distributions of draft {policy.draft!r} "
+            f"that the recording does not hold (it holds width {forest.width}, depth {forest.depth}): `record --resume ID --cover POLICY` "
             "records them"
         )
     if not per_round:
