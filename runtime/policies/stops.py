@@ -88,15 +88,6 @@ class CompiledStop:
     max_entropy_code: int
     keep_last: bool
 
-    def triggers(self, logp_code: int, joint_code: int, entropy_code: int) -> bool:
-        """Whether the chain ends at a proposal with these codes; ``joint_code`` sums the chain's
-        logp codes, this one's included."""
-        return (
-            logp_code > self.max_logp_code
-            or joint_code > self.max_joint_code
-            or entropy_code > self.max_entropy_code
-        )
-
 
 def compile_stop(stop: Stop, *, scale: int = NAT_SCALE) -> CompiledStop:
     """Turns thresholds into limits on codes of 1/``scale`` nat.
@@ -136,9 +127,8 @@ def should_stop(
     joint_code: int,
     entropy_code: int,
 ) -> bool:
-    """Compiled :meth:`CompiledStop.triggers`, for kernels; plain Python is faster one call at a
-    time.
-    """
+    """Whether a chain ends at a proposal with these codes, by the limits of a
+    :class:`CompiledStop`; ``joint_code`` sums the chain's logp codes, this one's included."""
     if kind == STOP_NONE:
         return False
     return (
