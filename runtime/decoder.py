@@ -143,28 +143,6 @@ class ModelBackend:
         """The draft behind a name (KeyError if there is none)."""
         return self._drafts[name]
 
-    def set_text(self, text: list[int]) -> None:
-        """Replaces the text of the request in hand, and lets every draft forget what it read (the
-        profiler's)."""
-        self._text = text
-        self._awake.clear()
-
-    @property
-    def length(self) -> int:
-        """Tokens of the text of the request in hand."""
-        return len(self._text)
-
-    def rewind(self, length: int) -> None:
-        """Forgets the text beyond its first ``length`` tokens (the profiler's; drafts have a
-        ``rewind`` of their own)."""
-        del self._text[length:]
-
-    def draw_noise(self, positions: int) -> None:
-        """Draws the noise of the next ``positions`` tokens, which rounds then find ready (the
-        profiler's)."""
-        if self._noise is not None:
-            self._noise.rows(len(self._text), positions)
-
     def _wake(self, name: str) -> Draft:
         """The draft behind a name, after it has read the text but for its last token where it did
         not follow it."""
@@ -270,13 +248,12 @@ class ModelBackend:
 
 @dataclass(frozen=True)
 class Decoded:
-    """One request as executed: its trajectory, its rounds, and the seconds it took (prefill
-    included in ``seconds``)."""
+    """One request as executed: its trajectory, its rounds, and the seconds it took, prefill
+    included."""
 
     trajectory: Trajectory
     steps: tuple[Step, ...]
     seconds: float
-    prefill_s: float
 
 
 @dataclass
@@ -341,12 +318,11 @@ class Decoder:
         steps: list[Step] = []
         output: list[int] = []
         finish: Finish | None = None
-        in_rounds = away = 0.0
+        away = 0.0
         for item in self.rounds(request):
             steps.append(item.step)
             output.extend(item.tokens)
             finish = item.finish
-            in_rounds += item.step.round_s
             if self.after_round is not None:
                 left = self.clock()
                 self.after_round()
@@ -367,7 +343,6 @@ class Decoder:
             ),
             tuple(steps),
             seconds,
-            max(0.0, seconds - in_rounds),
         )
 
 

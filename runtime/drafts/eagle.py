@@ -103,10 +103,6 @@ class EagleDraft:
     def commit(self, length: int, drafted: Drafted, path: list[int]) -> None:
         self._read = min(self._read, length)
 
-    def rewind(self, length: int) -> None:
-        self._read = max(1, min(self._read, length))
-        self._states.forget_from(length)
-
 
 class CanonicalPasses:
     """A head's canonical passes after the first tokens of one text: functions of these and of what

@@ -69,10 +69,6 @@ class LanguageModelDraft:
             read = self._keep([drafted.tree.expanded[node] for node in path], length)
         self._read = length + read
 
-    def rewind(self, length: int) -> None:
-        self._read = min(self._read, length)
-        self._states.forget_from(length)
-
     def pending(self, text: list[int]) -> tuple[Tensor, int]:
         """Token ids int64 that the pass for the first proposal reads, and where they begin; a long
         lag is read apart first."""

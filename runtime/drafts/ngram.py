@@ -80,7 +80,3 @@ class NgramDraft:
         # Reading costs nothing here; the lag is counted as for a model so that every draft's rounds
         # look alike.
         self._read = length + min(len(path), drafted.steps - 1)
-
-    def rewind(self, length: int) -> None:
-        self._index.truncate(length)
-        self._read = min(self._read, length)

@@ -1,4 +1,4 @@
-"""What the runtime asks of any draft: begin, propose, commit, rewind.
+"""What the runtime asks of any draft: begin, propose, commit.
 
 A draft is a function of its prefix (and, at temperature > 0, of the noise that the target will
 use): that is what lets a panorama stand for every start. A chain is a tree of width 1. Language
@@ -86,6 +86,3 @@ class Draft(Protocol):
     def commit(self, length: int, drafted: Drafted, path: list[int]) -> None:
         """Of what :meth:`propose` drafted after a text of ``length`` tokens, the nodes ``path``
         were accepted, from the root."""
-
-    def rewind(self, length: int) -> None:
-        """Forgets what was read beyond the first ``length`` tokens of the text."""

@@ -23,8 +23,6 @@ from spectune.traces.store.rows import resolve
 
 GroupBy = Literal["draft", "category", "recording"]
 GROUPS: tuple[GroupBy, ...] = ("draft", "category", "recording")
-EXECUTED = "executed"
-"""Stands in the draft column of statistics over executed rounds."""
 
 
 @dataclass(frozen=True)
