@@ -203,7 +203,7 @@ def test_chains_change_no_text_and_replay_round_by_round(
         assert {s.policy for s in steps} == {CHAINS[draft].id}
         view = None if draft == "none" else place.load(source.about["recording"], [draft]).panoramas(draft)
         place_of = [x.request_id for x in source.trace.trajectories].index(t.request_id)
-        oracle = replay_rounds(t, view and view[place_of], policy, ready)
+        oracle = replay_rounds(t, view and view[place_of], ready)
         assert [shape(r.step)[:4] for r in oracle] == [shape(s)[:4] for s in steps]
     assert len({steps[0].draft for _, steps in done}) >= 2
     assert replayed.rounds is not None

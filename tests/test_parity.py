@@ -107,7 +107,7 @@ def test_replay_is_the_runtime_round_by_round(pair: LoadedPair, record: Record, 
             executed = decoder.decode(request)
             assert executed.trajectory == trajectory, policy.label()
             view = panoramas[policy.draft][i] if policy.speculates else None
-            plain = [shape(r.step) for r in replay_rounds(trajectory, view, policy, oracle, sessions)]
+            plain = [shape(r.step) for r in replay_rounds(trajectory, view, oracle, sessions)]
             assert [shape(s) for s in executed.steps] == plain, policy.label()
             assert [shape(s) for s in replayed[i]] == plain, policy.label()
             rounds += len(plain)

@@ -301,4 +301,6 @@ def test_an_artifact_that_does_not_fit_is_named_with_the_command_that_makes_one(
     assert "cannot be looked up here" in said(None)
     assert f"is a tea, not a {kind}; `{COMMANDS[kind]}` makes one" in said(Fitted("tea", {}, {}))
     assert "lacks" in said(Fitted(kind, {}, {}))
+    if "draft" in block:
+        return  # a chooser is of no draft
     assert "was fitted on draft 'far'" in said(Fitted(kind, {"draft": "far"}, {}))

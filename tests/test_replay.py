@@ -288,7 +288,7 @@ def test_agrees_with_the_oracle(seed: int) -> None:
         if not policy.replays_exactly:
             continue
         plan, sessions = prepare(policy, ["toy"], profile=PROFILE), Sessions()
-        rounds = [replay_rounds(t, toy.panorama(t), policy, plan, sessions) for t in trace.trajectories]
+        rounds = [replay_rounds(t, toy.panorama(t), plan, sessions) for t in trace.trajectories]
         expected = without_times([[r.step for r in request] for request in rounds])
         assert without_times(run_replay(trace, policy, PROFILE, per_round=True).steps()) == expected
 

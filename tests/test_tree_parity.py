@@ -177,7 +177,7 @@ def plain_rounds(
         [
             shape(r.step)
             for r in replay_rounds(
-                t, None, policy, plan, sessions, RecordedTrees(forest, int(trace.offsets[i]), shortlist)
+                t, None, plan, sessions, RecordedTrees(forest, int(trace.offsets[i]), shortlist)
             )
         ]
         for i, t in enumerate(trace.trajectories)

@@ -12,9 +12,8 @@ from spectune.optimizer.simulate.forest import Forest
 from spectune.optimizer.simulate.tree_tables import ShortlistRanks
 from spectune.runtime.drafts.protocol import Drafted
 from spectune.runtime.loop import DecodeRequest, Round, StaticSource, Verified, decode_rounds
-from spectune.runtime.policies.document import Policy
 from spectune.runtime.policies.plan import Plan
-from spectune.runtime.policies.prepared_chooser import ChooserPlan
+from spectune.runtime.policies.prepared_chooser import AnyPlan, ChooserPlan
 from spectune.runtime.policies.stops import STOP_NONE, should_stop
 from spectune.runtime.session import Sessions
 from spectune.runtime.trees.draft import AnyGrowing, grow
@@ -180,12 +179,11 @@ class TraceBackend:
 def replay_rounds(
     trajectory: Trajectory,
     panorama: ChainPanorama | None,
-    policy: Policy,
-    prepared: Plan,
+    prepared: AnyPlan,
     sessions: Sessions | None = None,
     trees: RecordedTrees | None = None,
 ) -> list[Round]:
-    """Every round of one request under one policy, by the plain loop. ``sessions`` hold what windows carry on."""
+    """Every round of one request under one plan, by the plain loop. ``sessions`` hold what windows carry on."""
     length = len(trajectory.output_ids)
 
     def ends_at(output: list[int], new: list[int]) -> int | None:
@@ -199,5 +197,6 @@ def replay_rounds(
         max_new_tokens=trajectory.max_new_tokens,
         ends_at=ends_at,
     )
-    backend = TraceBackend(trajectory, panorama if policy.speculates else None, trees)
+    speculates = any(plan.policy.speculates for plan in prepared.candidates)
+    backend = TraceBackend(trajectory, panorama if speculates else None, trees)
     return list(decode_rounds(backend, request, StaticSource(prepared), sessions=sessions))
