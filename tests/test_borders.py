@@ -287,7 +287,7 @@ def artifact_values() -> dict[str, tuple[dict[str, Any], dict[str, np.ndarray], 
     router = {"w1": rng.normal(size=(4, 8)), "b1": rng.normal(size=4), "w2": rng.normal(size=(2, 4)), "b2": rng.normal(size=2)}
     routed = {name: array.astype(np.float32) for name, array in router.items()} | {"of": np.arange(10) % 2}
     features = PromptFeatures(("def", "if"), np.ones(2), np.eye(2), np.zeros(4), np.ones(4), "target")
-    linear = LinearAccuracy(np.full(5, 0.1), np.eye(5), 8)
+    linear = LinearAccuracy(np.full(5, 0.1), 8)
     candidates = {draft: parse_policy({**fixed, "draft": draft}) for draft in ("small", "ngram")}
     chooser = Chooser(features, {"small": linear, "ngram": linear}, candidates, single="small")
     return {
