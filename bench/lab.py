@@ -48,15 +48,8 @@ Item = TypeVar("Item")
 
 def environment() -> dict[str, Any]:
     """What figures were measured in."""
-    return {
-        "cpus": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "machine": platform.machine(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "load_before": os.getloadavg()[0],
-    }
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
+    return {"cpus": os.cpu_count(), "machine": platform.machine(), **versions, "load_before": os.getloadavg()[0]}
 
 
 def demo(drafts: Sequence[str] | None = None) -> LoadedPair:
@@ -131,7 +124,7 @@ def trees(draft: str, limit: TreeLimit | None) -> list[Document]:
     sizes = ((8, 6, 59), (8, 4, 32), (8, 2, 16), (4, 6, 24), (4, 4, 12), (4, 2, 8), (2, 4, 8), (2, 3, 5), (2, 1, 2))
     found = [top_k(draft, *size) for size in sizes]
     found += [top_k(draft, 6, 8, 16, stop=stop) for stop in STOPS[:3]]
-    found += [{**top_k(draft, 6, 6, 16), "window": {**window, window_key(window): 6}} for window in ADAPTIVE]
+    found += [{**top_k(draft, 6, 6, 16), "window": {**window, "gamma_max": 6}} for window in ADAPTIVE]
     found += [{"draft": draft, "growth": {"kind": "static", "paths": paths}} for paths in (STATIC, STATIC[:3])]
     if limit is not None and limit.bins is not None:
         bins = {"artifact": limit.bins, "alpha": 2}
@@ -143,17 +136,12 @@ def trees(draft: str, limit: TreeLimit | None) -> list[Document]:
     return found
 
 
-def window_key(window: Document) -> str:
-    return "gamma" if window["kind"] == "fixed" else "gamma_max"
-
-
-def shortlisted(draft: str, limit: ShortlistLimit, bodies: Sequence[Document]) -> list[Document]:
+def shortlisted(draft: str, limit: ShortlistLimit, bodies: Sequence[Document]) -> list[Policy]:
     """Policies under shortlists, each of another kind and size in turn."""
     found = []
     for i, body in enumerate(bodies):
-        blocks = limit.papers((4, 16, 8)[i // 3 % 3])
-        if blocks:
-            found.append(with_shortlist(parse_policy({**body, "draft": draft}), blocks[i % len(blocks)]).spelled_out())
+        if blocks := limit.papers((4, 16, 8)[i // 3 % 3]):
+            found.append(with_shortlist(parse_policy({**body, "draft": draft}), blocks[i % len(blocks)]))
     return found
 
 
@@ -203,7 +191,7 @@ class Lab:
         for draft, limit in self.shortlists.items():
             bodies = chains(draft)[:10] if exact else [*chains(draft)[2:], *trees(draft, self.trees.get(draft))]
             if not exact or draft in self.pair.drafts:
-                found += [parse_policy(d) for d in shortlisted(draft, limit, bodies)]
+                found += shortlisted(draft, limit, bodies)
         return found
 
     def decode(self, policy: Policy, encoded: Encoded) -> list[Decoded]:
