@@ -205,6 +205,11 @@ class ChainPanorama:
             if got != shape:
                 raise ValueError(f"panorama column {name} has shape {got}, expected {shape}")
 
+    @property
+    def positions(self) -> int:
+        """Output tokens of the trajectory."""
+        return len(self.agree)
+
     def __eq__(self, other: object) -> bool:
         return _content_eq(self, other)
 

@@ -12,11 +12,21 @@ from sqlalchemy.orm import Session
 
 from spectune.db import CorruptedChunkError, NotFoundError
 from spectune.db.models import PanoramaChunkRow, RecordingRow, StepChunkRow, TrajectoryRow
-from spectune.traces.acceptance import compact, step_survival
+from spectune.traces.acceptance import compact, keep_probability, step_survival, survival
 from spectune.traces.codec import CodecError
 from spectune.traces.packing import unpack_tokens
 from spectune.traces.recording import RecordingInfo, TreeExtent
-from spectune.traces.schema import Proposals, Sampling, Step, Trajectory, Verifier
+from spectune.traces.schema import (
+    AGREE_NONE,
+    AGREE_YES,
+    ChainPanorama,
+    Proposals,
+    Sampling,
+    Step,
+    Trajectory,
+    TreePanorama,
+    Verifier,
+)
 from spectune.traces.store.rows import chunk_of, sampling_json
 
 CHAIN = "chain"
@@ -57,6 +67,39 @@ def step_sums(steps: Sequence[Step]) -> dict[str, Any]:
         "accepted": sum(s.accepted for s in steps),
         "emitted": sum(s.emitted for s in steps),
         "seconds": sum(s.round_s for s in steps),
+    }
+
+
+def chain_values(panorama: ChainPanorama, verifier: Verifier) -> dict[str, Any]:
+    """A chain panorama's columns beside its chunk, with its summaries."""
+    sums, n = survival(panorama, verifier), panorama.positions
+    return {
+        "kind": CHAIN,
+        "gamma_max": panorama.gamma_max,
+        "n": n,
+        "agree_count": int((panorama.agree == AGREE_YES).sum()),
+        "none_count": int((panorama.agree == AGREE_NONE).sum()),
+        "acceptance": float(keep_probability(panorama, verifier).mean()) if n else 0.0,
+        "at_risk": compact(sums.at_risk),
+        "survived": compact(sums.survived),
+    }
+
+
+def tree_values(panorama: TreePanorama, _: Verifier) -> dict[str, Any]:
+    """The same of a tree panorama."""
+    n = panorama.positions
+    agree = int((panorama.text_slot[:n] == 0).sum())
+    return {
+        "kind": TREE_KINDS[panorama.proposals],
+        "gamma_max": panorama.depth,
+        "width": panorama.width,
+        "covers": list(panorama.covers),
+        "n": n,
+        "agree_count": agree,
+        "none_count": 0,
+        "acceptance": agree / n if n else 0.0,
+        "at_risk": [],
+        "survived": [],
     }
 
 

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from spectune.db import NotFoundError
 from spectune.db.models import PairRow, PanoramaChunkRow, RecordingRow, StepChunkRow, TrajectoryRow, WorkloadRow
-from spectune.traces.acceptance import compact, keep_probability, survival
-from spectune.traces.codec import CodecError
+from spectune.traces.codec import Chunk, CodecError
 from spectune.traces.errors import TraceError
 from spectune.traces.packing import pack_chain, pack_steps, pack_tokens, pack_tree, unpack_chain, unpack_steps, unpack_tree
 from spectune.traces.recording import RecordedRequest, Recording, RecordingInfo, Skipped
 from spectune.traces.schema import (
-    AGREE_NONE,
-    AGREE_YES,
     ChainPanorama,
     Proposals,
     Sampling,
@@ -30,6 +27,7 @@ from spectune.traces.schema import (
 from spectune.traces.store.recording_rows import (
     CHAIN,
     TREE_KINDS,
+    chain_values,
     corrupted,
     info_of,
     infos,
@@ -38,12 +36,14 @@ from spectune.traces.store.recording_rows import (
     step_row,
     step_sums,
     trajectory_of,
+    tree_values,
 )
 from spectune.traces.store.rows import Storage, chunk_of, chunk_values, insert_absent, resolve, sampling_json
 
 BATCH = 64
 """Requests read per query when iterating."""
 Appended = tuple[int, Trajectory, Sequence[Step]]
+P = TypeVar("P", ChainPanorama, TreePanorama)
 
 
 class Recordings(Storage):
@@ -217,38 +217,7 @@ class Recordings(Storage):
 
     def put_panoramas(self, recording: str, items: Sequence[tuple[int, ChainPanorama]]) -> int:
         """:meth:`put_panorama` for several in one transaction; how many were stored."""
-        packed = [(ordinal, panorama, pack_chain(panorama)) for ordinal, panorama in items]
-        stored = 0
-        with self.database.write() as session:
-            recording_row(session, recording, writing=True)
-            for ordinal, panorama, chunk in packed:
-                trajectory = self._fitting(session, recording, ordinal, len(panorama.agree))
-                there = session.get(PanoramaChunkRow, (recording, ordinal, panorama.draft, CHAIN))
-                if there is not None:
-                    if there.gamma_max > panorama.gamma_max:
-                        continue
-                    session.delete(there)
-                    session.flush()
-                verifier: Verifier = "rejection" if trajectory.verifier == "rejection" else "coupled"
-                sums, n = survival(panorama, verifier), len(panorama.agree)
-                session.add(
-                    PanoramaChunkRow(
-                        recording_id=recording,
-                        ordinal=ordinal,
-                        draft=panorama.draft,
-                        kind=CHAIN,
-                        gamma_max=panorama.gamma_max,
-                        n=n,
-                        agree_count=int((panorama.agree == AGREE_YES).sum()),
-                        none_count=int((panorama.agree == AGREE_NONE).sum()),
-                        acceptance=float(keep_probability(panorama, verifier).mean()) if n else 0.0,
-                        at_risk=compact(sums.at_risk),
-                        survived=compact(sums.survived),
-                        **chunk_values(chunk),
-                    )
-                )
-                stored += 1
-        return stored
+        return self._put(recording, items, pack_chain, chain_values, lambda there, new: there.gamma_max > new.gamma_max)
 
     def missing_panoramas(self, recording: str, draft: str, gamma_max: int) -> tuple[int, ...]:
         """Ordinals whose trajectory has no panorama of this draft with at least this gamma_max, in order."""
@@ -270,40 +239,37 @@ class Recordings(Storage):
         Each replaces one that it holds all of; one that is wider, deeper or covers other growths is kept instead (:meth:`tree_limits`
         says what to record so that it is not). Raises :class:`TraceError` when one does not fit its trajectory.
         """
-        packed = [(ordinal, panorama, pack_tree(panorama)) for ordinal, panorama in items]
+
+        def keeps(there: PanoramaChunkRow, new: TreePanorama) -> bool:
+            larger = there.width > new.width or there.gamma_max > new.depth
+            return larger or not set(there.covers) <= set(new.covers)
+
+        return self._put(recording, items, pack_tree, tree_values, keeps)
+
+    def _put(
+        self,
+        recording: str,
+        items: Sequence[tuple[int, P]],
+        pack: Callable[[P], Chunk],
+        values: Callable[[P, Verifier], dict[str, Any]],
+        keeps: Callable[[PanoramaChunkRow, P], bool],
+    ) -> int:
+        """Stores panoramas as rows of ``values`` in one transaction, each in the place of what is there unless that ``keeps`` it; how many
+        were stored."""
+        packed = [(ordinal, panorama, chunk_values(pack(panorama))) for ordinal, panorama in items]
         stored = 0
         with self.database.write() as session:
             recording_row(session, recording, writing=True)
             for ordinal, panorama, chunk in packed:
-                self._fitting(session, recording, ordinal, panorama.positions)
-                kind = TREE_KINDS[panorama.proposals]
-                there = session.get(PanoramaChunkRow, (recording, ordinal, panorama.draft, kind))
+                verifier = self._fitting(session, recording, ordinal, panorama.positions).verifier
+                row = values(panorama, "rejection" if verifier == "rejection" else "coupled")
+                there = session.get(PanoramaChunkRow, (recording, ordinal, panorama.draft, row["kind"]))
                 if there is not None:
-                    more = there.width > panorama.width or there.gamma_max > panorama.depth
-                    if more or not set(there.covers) <= set(panorama.covers):
+                    if keeps(there, panorama):
                         continue
                     session.delete(there)
                     session.flush()
-                n = panorama.positions
-                agree = int((panorama.text_slot[:n] == 0).sum())
-                session.add(
-                    PanoramaChunkRow(
-                        recording_id=recording,
-                        ordinal=ordinal,
-                        draft=panorama.draft,
-                        kind=kind,
-                        gamma_max=panorama.depth,
-                        width=panorama.width,
-                        covers=list(panorama.covers),
-                        n=n,
-                        agree_count=agree,
-                        none_count=0,
-                        acceptance=agree / n if n else 0.0,
-                        at_risk=[],
-                        survived=[],
-                        **chunk_values(chunk),
-                    )
-                )
+                session.add(PanoramaChunkRow(recording_id=recording, ordinal=ordinal, draft=panorama.draft, **row, **chunk))
                 stored += 1
         return stored
 
