@@ -10,7 +10,7 @@ those tokens. Using a router is the runtime's: :class:`runtime.policies.router.R
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
@@ -101,6 +101,15 @@ class RouterScores:
     curve: tuple[dict[str, float | None], ...] = ()
 
 
+@dataclass
+class Shared:
+    """What fits of routers to parts of the same recording share: the clusters of the draft's head
+    (an artifact), and what the draft says of each text."""
+
+    clusters: str | None = None
+    texts: dict[tuple[bytes, bytes], tuple[torch.Tensor, ...]] = field(default_factory=dict)
+
+
 def fit_router(
     store: TraceStore,
     recording: str,
@@ -115,6 +124,7 @@ def fit_router(
     seed: int = 0,
     left_out: LeftOut | None = None,
     ranked: bool = True,
+    shared: Shared | None = None,
     progress: Progress = silent,
 ) -> StoredFit:
     """Stores clusters of a draft's output head with a router trained on what the draft says over
@@ -131,10 +141,11 @@ def fit_router(
     if not 1 <= labels <= TOP:
         raise PolicyError(f"--labels {labels}: from 1 to {TOP} tokens can be labels")
     texts = search_texts(store, recording, pair.id, left_out)
-    if clusters_from is None:
-        clusters_from = fit_clusters(store, pair, draft, count=clusters, seed=seed, progress=progress).artifact
-    partition = stored_clusters(store, pair, draft, clusters_from)
-    read = contexts(pair, draft, texts, progress=progress)
+    shared = Shared() if shared is None else shared
+    if (name := clusters_from or shared.clusters) is None:
+        name = fit_clusters(store, pair, draft, count=clusters, seed=seed, progress=progress).artifact
+    shared.clusters, partition = name, stored_clusters(store, pair, draft, name)
+    read = contexts(pair, draft, texts, known=shared.texts, progress=progress)
     steps: dict[str, Any] = {"labels": labels, "hidden": hidden, "epochs": epochs, "seed": seed, "progress": progress}
     router, scores = train_router(read, partition, head_frequencies(pair, draft, texts), **steps)
     output = pair.models[draft].output
@@ -224,27 +235,26 @@ def fit_ranks(
 
 @torch.no_grad()
 def contexts(
-    pair: LoadedPair, draft: str, texts: Sequence[Trajectory], *, progress: Progress = silent
+    pair: LoadedPair,
+    draft: str,
+    texts: Sequence[Trajectory],
+    *,
+    known: dict[tuple[bytes, bytes], tuple[torch.Tensor, ...]] | None = None,
+    progress: Progress = silent,
 ) -> Contexts:
     """What a draft says after every output token of texts, each read in one pass; a head reads the
-    target's features."""
-    model = pair.models[draft]
+    target's features. ``known`` remembers texts from call to call."""
+    known = {} if known is None else known
     parts, groups = [], []
     for n, text in enumerate(texts):
-        ids = torch.tensor(
-            [*text.prompt_ids.tolist(), *text.output_ids.tolist()], device=pair.device
-        )
         first = max(len(text.prompt_ids) - 1, 1 if draft in pair.drafts else 2)
-        if len(ids) <= first:
+        if len(text.prompt_ids) + len(text.output_ids) <= first:
             continue
-        states = text_states(pair, draft, ids.tolist())
-        logits = torch.nn.functional.linear(
-            states[first:], model.output.weight, model.output.bias
-        ).float()
-        best = logits.log_softmax(-1).topk(min(TOP, model.output.rows), dim=-1)
-        inputs = torch.cat([model.embedded(ids)[first:].float(), states[first - 1 : -1].float()], 1)
-        parts.append((inputs, best.indices, best.values.exp()))
-        groups.append(np.full(len(inputs), n, dtype=np.int64))
+        key = text.prompt_ids.tobytes(), text.output_ids.tobytes()
+        if key not in known:
+            known[key] = _contexts_of(pair, draft, text, first)
+        parts.append(known[key])
+        groups.append(np.full(len(known[key][0]), n, dtype=np.int64))
         progress("contexts", n + 1, len(texts))
     if len(parts) < 2:
         raise TraceError(
@@ -252,6 +262,21 @@ def contexts(
         )
     inputs, top, probabilities = (torch.cat(columns).cpu() for columns in zip(*parts, strict=True))
     return Contexts(inputs, top.numpy(), probabilities.double().numpy(), np.concatenate(groups))
+
+
+def _contexts_of(
+    pair: LoadedPair, draft: str, text: Trajectory, first: int
+) -> tuple[torch.Tensor, ...]:
+    """Inputs, most probable rows and their probabilities after the tokens of one text from
+    ``first`` on."""
+    model, ids = pair.models[draft], [*text.prompt_ids.tolist(), *text.output_ids.tolist()]
+    states = text_states(pair, draft, ids)
+    output = model.output
+    logits = torch.nn.functional.linear(states[first:], output.weight, output.bias).float()
+    best = logits.log_softmax(-1).topk(min(TOP, output.rows), dim=-1)
+    embedded = model.embedded(torch.tensor(ids, device=pair.device))
+    inputs = torch.cat([embedded[first:].float(), states[first - 1 : -1].float()], 1)
+    return inputs, best.indices, best.values.exp()
 
 
 def head_frequencies(pair: LoadedPair, draft: str, texts: Sequence[Trajectory]) -> Frequencies:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from spectune.db.errors import CorruptedChunkError, NotFoundError
 from spectune.optimizer.fit.c2t import fit_c2t
 from spectune.optimizer.fit.clusters import default_clusters
-from spectune.optimizer.fit.dynaspec import EPOCHS, HIDDEN, LABELS, fit_router
+from spectune.optimizer.fit.dynaspec import EPOCHS, HIDDEN, LABELS, Shared, fit_router
 from spectune.optimizer.fit.fr_spec import fit_fr_spec
 from spectune.optimizer.fit.heterospec import ALPHA, fit_heterospec
 from spectune.optimizer.fit.ranks import recorded_ranks
@@ -141,8 +141,9 @@ def fit_shortlists(
         routers: list[str | None] = [None] * len(parts)
         if routed is None or draft in routed:
             with suppress(TraceError):  # texts too few: the shortlists that need no router remain
+                shared = Shared()
                 routers = [
-                    _router(store, pair, recording, draft, len(texts), part, seed, progress)
+                    _router(store, pair, recording, draft, len(texts), part, seed, shared, progress)
                     for part in parts
                 ]
         apart = (
@@ -165,6 +166,7 @@ def _router(
     texts: int,
     left_out: LeftOut | None,
     seed: int,
+    shared: Shared,
     progress: Progress,
 ) -> str:
     """A router for a draft: the newest one that was fitted with the defaults to the same requests,
@@ -196,6 +198,7 @@ def _router(
         seed=seed,
         left_out=left_out,
         ranked=False,
+        shared=shared,
         progress=progress,
     ).artifact
 
