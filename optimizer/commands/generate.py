@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -20,9 +20,6 @@ from spectune.optimizer.commands.shared import (
     sampling_options,
     with_context,
 )
-
-if TYPE_CHECKING:
-    pass
 
 
 @click.command()

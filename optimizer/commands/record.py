@@ -9,20 +9,17 @@ import click
 from spectune.optimizer.commands.shared import (
     Meter,
     decode_options,
-    device_options,
+    decoding_options,
     emit,
     json_option,
     load,
     open_store,
-    pair_options,
     policy_named,
     prepared,
     profile_of,
     same_pair,
-    sampling_options,
     with_context,
     workload_of,
-    workload_options,
 )
 
 if TYPE_CHECKING:
@@ -33,10 +30,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@pair_options
-@workload_options
-@sampling_options
-@device_options
+@decoding_options
 @click.option(
     "--gamma-max", type=click.IntRange(2, 64), default=16, show_default=True, help="Longest window the panorama holds."
 )

@@ -12,22 +12,19 @@ from spectune.optimizer.commands.outputs import check_writable, kept_unless_stor
 from spectune.optimizer.commands.shared import (
     Meter,
     decode_options,
-    device_options,
+    decoding_options,
     dtype_of,
     emit,
     json_option,
     load,
     open_store,
     outcome_json,
-    pair_options,
     prepared,
     profile_of,
     rounds_of,
-    sampling_options,
     say,
     with_context,
     workload_of,
-    workload_options,
 )
 
 if TYPE_CHECKING:
@@ -49,10 +46,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="FILE, inline JSON, ID, active, or autoregressive.",
 )
-@pair_options
-@workload_options
-@sampling_options
-@device_options
+@decoding_options
 @click.option("--profile", "profile_id", help="Profile for windows that need costs; default: the latest.")
 @click.option("--outputs", type=click.Path(dir_okay=False), help="Write the texts, one JSON line per request.")
 @click.option("--per-round", type=click.Path(dir_okay=False), help="Write one JSON line per round.")

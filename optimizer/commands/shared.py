@@ -105,6 +105,7 @@ sampling_options = together(
     click.option("--stop", "stop_strings", multiple=True, help="End a text at this string; repeatable."),
     click.option("--no-chat", is_flag=True, help="Do not apply the tokenizer's chat template."),
 )
+decoding_options = together(pair_options, workload_options, sampling_options, device_options)
 
 search_options = together(
     click.option(
@@ -251,7 +252,7 @@ class Meter:
     """Progress on stderr: a bar on a terminal, a line per phase otherwise."""
 
     def __init__(self) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
         self._console = console_for(stderr=True)
         self._live = self._console.is_terminal
@@ -260,6 +261,7 @@ class Meter:
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
+            TimeRemainingColumn(),
             console=self._console,
             disable=not self._live,
         )

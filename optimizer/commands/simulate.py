@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -19,9 +19,6 @@ from spectune.optimizer.commands.shared import (
     rounds_of,
     with_context,
 )
-
-if TYPE_CHECKING:
-    pass
 
 
 @click.command()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -11,30 +11,21 @@ from spectune.optimizer.commands.shared import (
     SEED,
     Meter,
     decode_options,
-    device_options,
+    decoding_options,
     emit,
     json_option,
     load,
     open_store,
-    pair_options,
     same_pair,
-    sampling_options,
     search_asked,
     search_options,
     with_context,
     workload_of,
-    workload_options,
 )
-
-if TYPE_CHECKING:
-    pass
 
 
 @click.command()
-@pair_options
-@workload_options
-@sampling_options
-@device_options
+@decoding_options
 @search_options
 @click.option("--budget", default="80s", show_default=True, help="Time for the executed comparison, e.g. 90s, 10m.")
 @click.option("--search-seed", type=SEED, default=0, show_default=True)
