@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import optuna
@@ -125,44 +126,49 @@ class TreeLimit:
 def enumerated_trees(trees: Mapping[str, TreeLimit]) -> list[Policy]:
     """The tree families, by draft: EAGLE-2's width x depth x N whole on a grid, static trees, C2T's thresholds on trees and chains,
     HeteroSpec with the paper's alpha and fractions, adaptive depths, and AdaEDL's stop."""
+    return [policy for draft, limit in trees.items() for policy in _tree_families(draft, limit)]
+
+
+@lru_cache(maxsize=16)
+def _tree_families(draft: str, limit: TreeLimit) -> tuple[Policy, ...]:
+    """:func:`enumerated_trees` of one draft; a tuning searches several times."""
     policies: list[Policy] = []
 
-    def add(draft: str, growth: dict[str, Any], window: dict[str, Any], **blocks: Any) -> None:
+    def add(growth: dict[str, Any], window: dict[str, Any], **blocks: Any) -> None:
         policies.append(parse_plain_policy({"draft": draft, "growth": growth, "window": window, **blocks}, where="search space"))
 
-    for draft, limit in trees.items():
-        sizes = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, DEFAULT_TOP_N)
-        for width in (w for w in (2, 3, 4, 6, 8, 10, 16) if w <= limit.width):
-            names = SCORES if limit.sharpness is None else (CALIBRATED, *SCORES)
-            scores: list[dict[str, Any]] = [{"kind": "top_k", "width": width, **limit.score(name)} for name in names]
-            papers, sharpest = scores[-len(SCORES)], scores[-1]
-            for depth in range(1, limit.depth + 1):
-                fixed = {"kind": "fixed", "gamma": depth}
-                pool = width + (depth - 1) * width * width
-                for n in (n for n in sizes if depth <= n <= pool):
-                    for growth in scores:
-                        add(draft, growth, fixed, select={"top_n": n})
-                    alpha = min((depth + 1) // 2, limit.depth - depth)
-                    if limit.bins is not None and alpha > 0 and n >= 6:
-                        bins = {"artifact": limit.bins, "alpha": alpha, "fractions": [0.3, 0.6, 1.0]}
-                        for growth in (papers, sharpest):
-                            add(draft, growth, fixed, select={"top_n": n}, stratify=bins)
-            for growth in (papers, sharpest):
-                for n in (n for n in sizes if 4 <= n <= 32):
-                    for kind in ("fsm", "cache_fsm", "analytic"):
-                        add(draft, growth, {"kind": kind, "gamma_max": limit.depth}, select={"top_n": n})
-                    for threshold in (0.3, 0.5):
-                        stop = {"kind": "entropy", "threshold": threshold}
-                        add(draft, growth, {"kind": "fixed", "gamma": limit.depth}, select={"top_n": n}, stop=stop)
-        for paths in limit.static:
-            add(draft, {"kind": "static", "paths": paths}, {"kind": "fixed", "gamma": max(len(p) for p in paths)})
-        if limit.classifier is not None:
-            for beta in BETAS:
-                for depth in sorted({2, 3, 4, 6, limit.depth}):
-                    if depth <= limit.depth:
-                        add(draft, limit.grower(beta), {"kind": "fixed", "gamma": depth})
-                add(draft, limit.grower(beta, chain=True), {"kind": "fixed", "gamma": limit.depth})
-    return list({p.id: p for p in policies}.values())
+    sizes = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, DEFAULT_TOP_N)
+    for width in (w for w in (2, 3, 4, 6, 8, 10, 16) if w <= limit.width):
+        names = SCORES if limit.sharpness is None else (CALIBRATED, *SCORES)
+        scores: list[dict[str, Any]] = [{"kind": "top_k", "width": width, **limit.score(name)} for name in names]
+        papers, sharpest = scores[-len(SCORES)], scores[-1]
+        for depth in range(1, limit.depth + 1):
+            fixed = {"kind": "fixed", "gamma": depth}
+            pool = width + (depth - 1) * width * width
+            for n in (n for n in sizes if depth <= n <= pool):
+                for growth in scores:
+                    add(growth, fixed, select={"top_n": n})
+                alpha = min((depth + 1) // 2, limit.depth - depth)
+                if limit.bins is not None and alpha > 0 and n >= 6:
+                    bins = {"artifact": limit.bins, "alpha": alpha, "fractions": [0.3, 0.6, 1.0]}
+                    for growth in (papers, sharpest):
+                        add(growth, fixed, select={"top_n": n}, stratify=bins)
+        for growth in (papers, sharpest):
+            for n in (n for n in sizes if 4 <= n <= 32):
+                for kind in ("fsm", "cache_fsm", "analytic"):
+                    add(growth, {"kind": kind, "gamma_max": limit.depth}, select={"top_n": n})
+                for threshold in (0.3, 0.5):
+                    stop = {"kind": "entropy", "threshold": threshold}
+                    add(growth, {"kind": "fixed", "gamma": limit.depth}, select={"top_n": n}, stop=stop)
+    for paths in limit.static:
+        add({"kind": "static", "paths": paths}, {"kind": "fixed", "gamma": max(len(p) for p in paths)})
+    if limit.classifier is not None:
+        for beta in BETAS:
+            for depth in sorted({2, 3, 4, 6, limit.depth}):
+                if depth <= limit.depth:
+                    add(limit.grower(beta), {"kind": "fixed", "gamma": depth})
+            add(limit.grower(beta, chain=True), {"kind": "fixed", "gamma": limit.depth})
+    return tuple({p.id: p for p in policies}.values())
 
 
 @dataclass(frozen=True)
