@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spectune.optimizer.simulate.tree_tables import ABSENT, NO_SHORTLIST, GrowthTable, Scratch, ShortlistRanks, Trie, tabulate
-from spectune.runtime.trees.grow import Codes, Tree, TreeRule
+from spectune.runtime.trees.grow import Codes, TreeMemory, TreeRule
 from spectune.traces.errors import TraceError
 from spectune.traces.schema import Trajectory, TreePanorama
 
@@ -140,7 +140,7 @@ def tabulate_growth(
         return table
     shortlist = NO_SHORTLIST if shortlist is None else shortlist
     for one, starts in rules:
-        tree, scratch = Tree.empty(one, depth, 1).one(0), Scratch.of(forest.codes, one, shortlist, depth)
+        tree, scratch = TreeMemory.empty(one, depth, 1).trees.one(0), Scratch.of(forest.codes, one, shortlist, depth)
         tabulate(starts.astype(np.int64), one.compiled, forest.codes, forest.trie, shortlist, tree, scratch, table)
     return table
 

@@ -12,7 +12,7 @@ import torch
 
 from spectune.runtime.policies.c2t import CONFIDENCE_SCALE
 from spectune.runtime.policies.eagle2 import INFINITE
-from spectune.runtime.trees.grow import NONE, ROOT, DistributionRows, Growing, Tree, TreeRule, gap_weights
+from spectune.runtime.trees.grow import NONE, ROOT, DistributionRows, Growing, Tree, TreeMemory, TreeRule, gap_weights
 from spectune.traces.schema import TREE_SCALE
 
 _ORDER_BITS = 14
@@ -144,7 +144,7 @@ class DeviceGrowing:
     def tree(self) -> Tree:
         """The tree as it stands, levels forgotten last included, on the host: one transfer."""
         whole = torch.cat([x for level in self._levels for x in level]).cpu().numpy()
-        found = Tree.empty(self.rule, len(self._levels), 1).one(0)
+        found = TreeMemory.empty(self.rule, len(self._levels), 1).trees.one(0)
         found.size[0] = at = 0
         for number, level in enumerate(self._levels, 1):
             parts = []

@@ -202,18 +202,35 @@ class Tree(NamedTuple):
     level_phi: Index
     stop: Index
 
-    @classmethod
-    def empty(cls, rule: TreeRule, depth: int, batch: int) -> Tree:
-        """``batch`` trees of no level, with room for ``depth``."""
-        pool, level, front = rule.pool(depth), (batch, depth + 1), (batch, depth + 1, max(1, rule.frontier))
-        shapes = [(batch, pool)] * 5 + [front] * 4 + [level] * 4 + [(*level, 3)]
-        found = cls(*[np.empty(shape, np.int64) for shape in shapes])
-        found.place[:, 0, 0], found.phi[:, 0, 0], found.size[:, 0], found.frontier[:, 0], found.width[:, 0] = ROOT, 0, 0, 1, 1
-        return found
-
     def one(self, number: int) -> Tree:
         """One of a batch."""
         return Tree(*(x[number] for x in self))
+
+
+class TreeMemory(NamedTuple):
+    """The arrays of B trees by what they are of, each field of :class:`Tree` a row, int64:
+    ``candidates`` [5, B, P], ``places`` [4, B, D + 1, F], ``levels`` [4, B, D + 1] and ``stop``
+    [B, D + 1, 3]. Compiled functions are called with it: every array costs a call from Python."""
+
+    candidates: Index
+    places: Index
+    levels: Index
+    stop: Index
+
+    @classmethod
+    def empty(cls, rule: TreeRule, depth: int, batch: int) -> TreeMemory:
+        """``batch`` trees of no level, with room for ``depth``."""
+        level = batch, depth + 1
+        shapes = (5, batch, rule.pool(depth)), (4, *level, max(1, rule.frontier)), (4, *level), (*level, 3)
+        memory = cls(*(np.empty(shape, np.int64) for shape in shapes))
+        tree = memory.trees
+        tree.place[:, 0, 0], tree.phi[:, 0, 0], tree.size[:, 0], tree.frontier[:, 0], tree.width[:, 0] = ROOT, 0, 0, 1, 1
+        return memory
+
+    @property
+    def trees(self) -> Tree:
+        """The trees, with an axis for the batch in front."""
+        return Tree(*[*self.candidates, *self.places, *self.levels, self.stop])
 
 
 @compiled(eagle2, c2t, inline=True)
@@ -337,12 +354,14 @@ def _read_stop(rule: LevelRule, codes: Codes, front: Index, level: int, tree: Tr
 
 
 @compiled()
-def _grow_levels(rule: LevelRule, codes: Codes, front: Index, level: int, trees: Tree) -> None:
+def _grow_levels(rule: LevelRule, codes: Codes, front: Index, level: int, memory: TreeMemory) -> None:
     """:func:`grow_level` of each tree of a batch; ``front`` [B, at least their frontier]."""
     for b in range(front.shape[0]):
+        candidates, places, levels = memory.candidates, memory.places, memory.levels
         tree = Tree(
-            trees.token[b], trees.cost[b], trees.q_cost[b], trees.parent[b], trees.key[b], trees.place[b], trees.above[b],
-            trees.rank[b], trees.phi[b], trees.size[b], trees.frontier[b], trees.width[b], trees.level_phi[b], trees.stop[b],
+            candidates[0, b], candidates[1, b], candidates[2, b], candidates[3, b], candidates[4, b],
+            places[0, b], places[1, b], places[2, b], places[3, b],
+            levels[0, b], levels[1, b], levels[2, b], levels[3, b], memory.stop[b],
         )  # fmt: skip
         grow_level(rule, codes, front[b], level, tree)
 
@@ -356,14 +375,15 @@ class Growing:
     """Trees while they grow on a CPU, level by level, of ``depth`` levels at most. The other members are for one tree alone."""
 
     def __init__(self, rule: TreeRule, depth: int, batch: int = 1) -> None:
-        self.rule, self.trees = rule, Tree.empty(rule, depth, batch)
+        self.rule, self.memory = rule, TreeMemory.empty(rule, depth, batch)
+        self.trees = self.memory.trees
         self.depth = 0
         """Levels so far."""
 
     def add_from(self, codes: Codes, front: Index) -> None:
         """Makes the next level of each tree; ``front`` int64 [B, F]: the row of ``codes`` of each place of the frontier, -1: none."""
         self.depth += 1
-        _grow_levels(self.rule.compiled, codes, front, self.depth, self.trees)
+        _grow_levels(self.rule.compiled, codes, front, self.depth, self.memory)
 
     def add(self, rows: DistributionRows) -> None:
         """Makes the next level from the distributions after the frontier's first nodes, in order."""
