@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import sqlalchemy as sa
@@ -13,6 +14,9 @@ from sqlalchemy.engine import make_url
 
 from spectune.db import Database, open_database, upgrade
 from spectune.traces.store import TraceStore
+
+if TYPE_CHECKING:  # torch is imported by those tests alone that need it
+    from spectune.runtime.loading import LoadedPair
 
 TEMPLATE = "spectune_template"
 SLOWEST = ("parity", "tree_parity", "cli_flow", "shortlists", "hot_reload", "shortlist_replay", "frequency_ranks", "kill")
@@ -103,3 +107,24 @@ def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from pairs import make_pair
 
     return make_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="session")
+def pair(tiny_pair: Path) -> LoadedPair:
+    """:func:`tiny_pair` on a CPU; tests leave it as they find it."""
+    return _loaded(tiny_pair)
+
+
+@pytest.fixture(scope="session", params=["llama", "gpt2"])
+def either_pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedPair:
+    """A tiny pair of each architecture."""
+    from pairs import make_pair
+
+    return _loaded(make_pair(tmp_path_factory.mktemp(request.param), request.param))
+
+
+def _loaded(file: Path) -> LoadedPair:
+    from spectune.runtime.loading import load_pair
+    from spectune.runtime.pair import read_pair
+
+    return load_pair(read_pair(str(file)), device="cpu")

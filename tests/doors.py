@@ -61,6 +61,13 @@ class Door:
         assert found.stderr.startswith("error: ")
         return found.stderr
 
+    def error(self, *arguments: object) -> str:
+        """The one line that says why a command fails with exit code 2, among lines on what it did before."""
+        found = self.call(*arguments)
+        assert (found.exit_code, found.stdout) == (2, ""), found.output
+        (line,) = [x for x in found.stderr.splitlines() if x.lower().startswith("error: ")]
+        return line
+
     def start(self, *arguments: object, **how: Any) -> subprocess.Popen[str]:
         """The command as a process of its own, its outputs as pipes."""
         return subprocess.Popen(

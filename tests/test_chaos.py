@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "bench"))
 
-from chaos import Run
 from chaos_judge import Fault, History, Job, Publication, Said, Watched, due, judge
 
 WELL = History(
@@ -102,30 +100,3 @@ def test_a_publication_is_late_only_when_nothing_excuses_it() -> None:
     )
     assert "applied late" not in {kind for kind, _ in judge(overtaken).failures}
     assert judge(overtaken).judged["superseded"] == 1
-
-
-def unready(run: Run) -> set[str]:
-    """Publishers that have not published, a worker if none has, and schedules that have not fired."""
-    actors = {row["actor"] for row in run.server.sql("SELECT actor FROM publication")}
-    silent = run.server.sql("SELECT name FROM schedule WHERE id NOT IN (SELECT schedule_id FROM schedule_fire)")
-    publishers = {"p0", "p1"}
-    return (publishers - actors) | ({"a worker"} if actors <= publishers else set()) | {row["name"] for row in silent}
-
-
-def test_publishers_and_workers_outlive_kills_and_stops(tmp_path: Path) -> None:
-    """Real processes on a server of their own; watchers, which need models, are for `make acceptance`."""
-    with Run(tmp_path, 0, {"publisher": 2, "worker": 2}, (0.05, 0.2)) as run:
-        run.begin()
-        run.kill("publisher")
-        run.stop("publisher", 0.3)
-        run.kill("worker")
-        until = time.monotonic() + 60
-        while (waiting := unready(run)):
-            assert time.monotonic() < until, f"still waiting for {waiting}"
-            run.hold(0.1)
-        run.finish()
-        history = run.history()
-    assert judge(history).failures == []
-    assert {"p0", "p1"} < {p.actor for p in history.publications}
-    assert len(history.acknowledged) > 3
-    assert all(m.process.exitcode is not None for m in run.members)

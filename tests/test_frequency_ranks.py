@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from pairs import make_pair
 from test_lossless import PROMPTS
 from test_store import damage
 from test_tree_parity import shape
@@ -22,9 +21,8 @@ from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.shortlist_ranks import FrequencyRanks, stored_ranks
 from spectune.runtime import near_ties
 from spectune.runtime.decoder import Decoder
-from spectune.runtime.loading import LoadedPair, load_pair
+from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import StaticSource
-from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.artifacts import FREQUENCIES, ROUTER
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.policies.fr_spec import Frequencies
@@ -47,11 +45,6 @@ def frequency_ranks(store: TraceStore, pair: LoadedPair, recording: str, draft: 
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> LoadedPair:
-    return load_pair(read_pair(str(make_pair(tmp_path_factory.mktemp("pair"), "llama"))), device="cpu")
-
-
-@pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory, pair: LoadedPair) -> Iterator[TraceStore]:
     url = f"sqlite:///{tmp_path_factory.mktemp('ranks') / 'spectune.db'}"
     upgrade(url)
@@ -63,7 +56,7 @@ def store(tmp_path_factory: pytest.TempPathFactory, pair: LoadedPair) -> Iterato
 
 def keep(store: TraceStore, pair: LoadedPair, recording: str, sampling: Sampling, first: int) -> None:
     decoder = Decoder(pair, StaticSource(prepare(Policy(), pair.draft_names)))
-    for n, prompt in enumerate(PROMPTS[:5]):
+    for n, prompt in enumerate(PROMPTS[:3]):
         name = f"{n} {sampling.temperature} {sampling.top_p}"
         text = decoder.decode(decoder.request(Request(name, "x", (prompt,)), pair.encode(prompt), sampling, TOKENS)).trajectory
         store.append_trajectory(recording, first + n, text)
@@ -76,7 +69,7 @@ def recording(store: TraceStore, pair: LoadedPair) -> str:
     """Texts at temperature 0 and 1 with few recorded children of a weak draft."""
     info = store.create_recording(pair.id, None, SAMPLINGS[0], max_new_tokens=TOKENS)
     for n, sampling in enumerate(SAMPLINGS):
-        keep(store, pair, info.id, sampling, first=5 * n)
+        keep(store, pair, info.id, sampling, first=3 * n)
     return info.id
 
 
@@ -103,8 +96,8 @@ def policies(order: str, vocab: int) -> list[Policy]:
     windows = [{"kind": "fixed", "gamma": 1}, {"kind": "fixed", "gamma": 5}, {"kind": "fsm", "gamma_max": 8}]
     shortlists = [{"kind": "frequency", "size": size, "artifact": order} for size in (3, 12, vocab // 4, vocab // 2)]
     shortlists += [{"kind": "position_frequency", "k_max": size, "artifact": order[:8]} for size in (16, vocab // 2)]
-    # Every shortlist under one window, and half of them, in turn, under each of the others.
-    chosen = [(w, s) for i, w in enumerate(windows) for j, s in enumerate(shortlists) if i == 1 or (i // 2 + j) % 2]
+    # Every shortlist under one window, and a third of them, in turn, under each of the others.
+    chosen = [(w, s) for i, w in enumerate(windows) for j, s in enumerate(shortlists) if i == 1 or (i + j) % 3 == 0]
     return [parse_policy({"draft": DRAFT, "window": w, "shortlist": s}) for w, s in chosen]
 
 
@@ -146,7 +139,7 @@ def test_ranks_are_those_of_canonical_laws(
     for name in ("own", "better", "open", "text_code", "mass_code", "entropy_code"):
         np.testing.assert_array_equal(getattr(found[0], name), getattr(found[1], name))
     slots = np.concatenate([p.text_slot[: p.positions] for p in store.load(recording, trees=True).trees(DRAFT)])
-    assert (slots == OFF_TEXT).sum() > 20
+    assert (slots == OFF_TEXT).sum() > 10
     kept = found[0].kept([1, 16, pair.target.vocab_size])
     assert kept[0]["true_tokens"] < kept[1]["true_tokens"] < kept[2]["true_tokens"] == 1.0
 
@@ -205,11 +198,11 @@ def test_stored_ranks_are_found_and_mended(store: TraceStore, pair: LoadedPair, 
     first = frequency_ranks(store, pair, name, DRAFT, order[:8])
     assert first.fitted == order
     assert frequency_ranks(store, pair, name, DRAFT, order).artifact == first.artifact
-    keep(store, pair, name, SAMPLINGS[1], 5)
+    keep(store, pair, name, SAMPLINGS[1], 3)
     with pytest.raises(TraceError, match=r"no frequency ranks of it.*grown since.*`fit ranks --recording ID --frequencies"):
         trace_of(store, name, first)
     grown = frequency_ranks(store, pair, name, DRAFT, order)
-    assert grown.digests[:5] == first.digests
+    assert grown.digests[:3] == first.digests
     np.testing.assert_array_equal(grown.better[: len(first.better)], first.better)
     for damaged in (first, grown):
         damage(store, ArtifactRow, damaged.artifact)

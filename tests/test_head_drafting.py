@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,7 +33,7 @@ SAMPLINGS = [Sampling(), Sampling(temperature=1.0, seed=4)]
 
 
 @pytest.fixture(scope="module", params=[_eagle3_without_lm_head, _eagle1, _eagle31], ids=["eagle3", "eagle1", "eagle3.1"])
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedPair]:
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedPair:
     folder: Path = tmp_path_factory.mktemp("heads")
     file = make_pair(folder)
     vocab = len(tokenizer(VOCAB))
@@ -45,16 +44,13 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     document = json.loads(file.read_text())
     document["drafts"]["head"] = "head"
     file.write_text(json.dumps(document))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield load_pair(read_pair(str(file)), device="cpu")
-    torch.set_num_threads(threads)
+    return load_pair(read_pair(str(file)), device="cpu")
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: f"T{s.temperature}")
 def test_heads_change_no_text_and_replay_exactly(pair: LoadedPair, sampling: Sampling) -> None:
     find = artifacts("head")
-    policies = [p for p in tree_policies("head", 11, seed=9) if p.growth.kind == "static" or p.growth.width <= WIDTH]
+    policies = [p for p in tree_policies("head", 9, seed=9) if p.growth.kind == "static" or p.growth.width <= WIDTH]
     policies += [
         parse_policy({"draft": "head", "window": {"kind": "fixed", "gamma": 4}}),
         parse_policy({"draft": "head", "window": {"kind": "fsm", "gamma_max": 6}, "stop": {"kind": "max_prob", "threshold": 0.05}}),
@@ -94,7 +90,6 @@ def test_a_head_is_priced_as_trees_are(pair: LoadedPair, sampling: Sampling) -> 
     trace = ReplayTrace(plain, {}, trees={("head", "coupled"): trees})
     for policy in policies:
         replayed = run_replay(trace, policy, profile, per_round=True)
-        assert replayed.round_s is not None
         in_rounds = float(replayed.round_s[:, 2].sum())
         before = sum(2 * profile.prefill_seconds(None, len(t.prompt_ids)) for t in plain)
         assert replayed.total.seconds == pytest.approx(in_rounds + before)

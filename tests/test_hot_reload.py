@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from doors import Door, lines, write_workload
 from synthetic import flat_profile
 
-from spectune.db import Database, DatabaseError
+from spectune.db import DatabaseError, open_database
 from spectune.optimizer.publish import incumbent_of
 from spectune.optimizer.serving import watch
 from spectune.runtime.decoder import Decoder
@@ -38,11 +38,6 @@ def fixed(gamma: int, draft: str = "near") -> Policy:
 
 ANALYTIC = parse_policy({"draft": "near", "window": {"kind": "analytic", "gamma_max": 4}})
 LOSSY = parse_policy({"draft": "near", "stop": {"kind": "max_prob", "keep_last": False}})
-
-
-@pytest.fixture(scope="module")
-def pair(tiny_pair: Path) -> LoadedPair:
-    return load_pair(read_pair(str(tiny_pair)), device="cpu")
 
 
 class Board:
@@ -158,18 +153,6 @@ def test_what_cannot_run_is_refused_and_the_last_good_stays(
     assert source.current().policy == fixed(5)
 
 
-def test_a_board_that_is_down_leaves_the_last_good_and_is_asked_again(source: WatchedSource, board: Board) -> None:
-    board.is_down = True
-    with source:
-        wait_for(lambda: source.last_error == "down")
-        assert source.current().policy == fixed(2)
-        board.publish(7, fixed(5))
-        board.is_down = False
-        wait_for(lambda: board.acknowledged == [(7, "applied", "")])
-        assert source.current().policy == fixed(5)
-        assert source.last_error == ""
-
-
 def wait_for(condition: Any, timeout_s: float = 90.0) -> None:
     until = time.monotonic() + timeout_s
     while not condition():
@@ -223,12 +206,13 @@ def test_a_policy_that_would_bias_the_text_is_refused(
 
 
 @pytest.fixture
-def serving(url: str, database: Database, tiny_pair: Path, tmp_path: Path, pair: LoadedPair) -> Iterator[Any]:
+def serving(tiny_pair: Path, tmp_path: Path, pair: LoadedPair) -> Iterator[Any]:
     """Process A: `run --policy active` over a long workload, with gamma 2 in force. Yields (door, process, workload, store)."""
+    door = Door(str(tmp_path / "spectune.db"), str(tiny_pair))
+    database = open_database(door.db)
     store = TraceStore(database)
     publish(store, pair, fixed(2))
-    door = Door(url, str(tiny_pair))
-    workload = write_workload(tmp_path / "long.jsonl", 12)
+    workload = write_workload(tmp_path / "long.jsonl", 8)
     process = door.start(
         *("run", "--pair", tiny_pair, "--workload", workload, "--policy", "active", "--max-new-tokens", 400, "--device", "cpu"),
         *("--outputs", tmp_path / "texts.jsonl", "--per-round", tmp_path / "rounds.jsonl", "--json"),
@@ -238,11 +222,13 @@ def serving(url: str, database: Database, tiny_pair: Path, tmp_path: Path, pair:
     finally:
         process.kill()
         process.communicate()
+        database.close()
 
 
 def test_swaps_across_two_processes(serving: Any, tiny_pair: Path, tmp_path: Path) -> None:
-    """A decodes; this process is B: `policies activate` in the middle, swaps back and forth, then a publication that A must
-    refuse. Three swaps, as one alone may fall on the end of a text, where nothing tells the windows from each other."""
+    """A decodes; this process is B: `policies activate` in the middle, swaps back and forth, then a
+    publication that A must refuse. Three swaps, as one alone may fall on the end of a text, where nothing
+    tells the windows from each other. On PostgreSQL `make acceptance` does it with more processes."""
     door, process, workload, store = serving
 
     def acknowledged(version: int, status: str) -> bool:
@@ -251,8 +237,7 @@ def test_swaps_across_two_processes(serving: Any, tiny_pair: Path, tmp_path: Pat
 
     ended = "A ended too early to see every publication: lengthen the workload"
     assert acknowledged(1, "applied"), ended
-    assert process.stderr.readline() == "run: 12\n", "a text has begun"
-    time.sleep(0.5)
+    assert process.stderr.readline() == "run: 8\n", "a text has begun"
     activated = door.json("policies", "activate", json.dumps(fixed(5).spelled_out()), "--pair", tiny_pair, "--device", "cpu")
     applied = [activated["version"]]
     assert acknowledged(applied[-1], "applied"), ended
@@ -381,42 +366,6 @@ def test_a_published_policy_that_was_edited_runs_nowhere(store: TraceStore, pair
     assert "another content" in refused.stderr
 
 
-@pytest.mark.parametrize("text", ["{}", '{"verify": 5}', "[]", "null"])
-def test_a_profile_that_cannot_be_read_is_passed_over(store: TraceStore, pair: LoadedPair, text: str) -> None:
-    publish(store, pair, fixed(2))
-    good = store.put_profile(flat_profile(pair.id, pair.drafts))
-    bad = store.put_profile(flat_profile(pair.id, pair.drafts))
-    cast = ":document" if store.database.dialect == "sqlite" else "CAST(:document AS JSON)"
-    edited(store, f"UPDATE latency_profile SET document = {cast}, created_at = '2100-01-01' WHERE id = :id", document=text, id=bad)
-    found = store.latest_profile(pair.id, "cpu")
-    assert found is not None
-    assert [p.id for p in store.list_profiles()] == [found.id] == [good]
-    with pytest.raises(DatabaseError, match="a row that spectune did not write"):
-        store.get_profile(bad)
-    with watch(store, pair, None, None, interval_s=60) as source:
-        publish(store, pair, ANALYTIC)
-        assert source.poll()
-        assert source.current().policy == ANALYTIC
-    edited(store, f"UPDATE latency_profile SET document = {cast}", document=text)
-    assert store.latest_profile(pair.id, "cpu") is None
-
-
-def test_a_policy_whose_artifact_cannot_be_read_is_refused(store: TraceStore, pair: LoadedPair) -> None:
-    publish(store, pair, fixed(2))
-    document = {"draft": "near", "paths": [[0], [0, 0]], "depth": 2, "nodes": 2}
-    name = store.put_artifact("static_tree", document, pair_id=pair.id)
-    tree = parse_policy({"draft": "near", "growth": {"kind": "static", "artifact": name}})
-    date = "'no date'" if store.database.dialect == "sqlite" else "'infinity'"
-    with watch(store, pair, None, None, interval_s=60) as source:
-        bad = publish(store, pair, tree)
-        edited(store, f"UPDATE artifact SET created_at = {date}")
-        assert not source.poll()
-        assert source.current().policy == fixed(2)
-        assert [(a.version, a.status) for a in store.acknowledgements(bad)] == [(bad, "refused")]
-    with watch(store, pair, None, None, interval_s=60) as source:
-        assert source.current().policy == fixed(2)
-
-
 @pytest.mark.parametrize("document", [NOT_POLICIES["null"], NOT_POLICIES["5,000 digits"], NOT_POLICIES["deep"], NOT_POLICIES["paths"]])
 def test_commands_see_past_a_document_that_is_no_policy(
     store: TraceStore, url: str, tiny_pair: Path, tmp_path: Path, pair: LoadedPair, document: str
@@ -441,31 +390,6 @@ def test_commands_see_past_a_document_that_is_no_policy(
     back = door.json("policies", "rollback", *of_pair)
     assert back["policy"] == fixed(3).id  # and not the one before, which cannot run
     assert door.json("policies", "show", *of_pair)["id"] == fixed(3).id
-
-
-def test_tuning_says_which_publication_cannot_run_and_measures_against_autoregression(store: TraceStore, pair: LoadedPair) -> None:
-    profile = flat_profile(pair.id, pair.drafts)
-    publish(store, pair, ANALYTIC)
-    assert incumbent_of(store, pair, store.active_publication(pair.id, "cpu"), profile) == (ANALYTIC, "")
-    assert incumbent_of(store, pair, None, profile) == (AUTOREGRESSIVE, "")
-    missing = parse_policy({"draft": "near", "window": {"kind": "fixed", "gamma": 2}, "growth": {"kind": "static", "artifact": "ffff"}})
-    published = [publish_text(store, pair, document) for document in strange_documents(store).values()]
-    for version in [*published, publish(store, pair, fixed(3, "third")), publish(store, pair, missing)]:
-        policy, why = incumbent_of(store, pair, store.get_publication(version), profile)
-        assert policy == AUTOREGRESSIVE
-        assert why.startswith(f"publication {version} cannot run (")
-        assert why.endswith("), so autoregression is the incumbent")
-
-
-def test_evidence_that_is_no_json_hides_no_publication(store: TraceStore, url: str, tiny_pair: Path, pair: LoadedPair) -> None:
-    version = publish(store, pair, fixed(3))
-    as_json = "'[7]'" if store.database.dialect == "sqlite" else "CAST('[7]' AS JSON)"
-    for value in (as_json, "'{'") if store.database.dialect == "sqlite" else (as_json,):
-        with store.database.write() as session:
-            session.execute(sa.text(f"UPDATE publication SET evidence = {value}"))
-        assert store.get_publication(version).document == fixed(3).spelled_out()
-        shown = Door(url, str(tiny_pair)).json("policies", "show", "--pair", tiny_pair, "--device", "cpu")
-        assert shown["id"] == fixed(3).id
 
 
 # ------------------------------------------------------------------------------------------- whatever is raised
@@ -497,23 +421,6 @@ def test_whatever_preparing_raises_refuses_that_version_alone(source: WatchedSou
         assert source.current().policy == fixed(5)
 
 
-@pytest.mark.parametrize("error", RAISED, ids=lambda e: type(e).__name__)
-def test_whatever_looking_raises_it_looks_again(source: WatchedSource, board: Board, error: Exception) -> None:
-    looked = []
-
-    def fetch() -> Published | None:
-        looked.append(1)
-        if len(looked) < 3:
-            raise error
-        return board.fetch()
-
-    source._fetch = fetch
-    board.publish(7, fixed(5))
-    with source:
-        wait_for(lambda: board.acknowledged == [(7, "applied", "")])
-    assert source.current().policy == fixed(5)
-
-
 def test_a_process_that_is_asked_to_end_ends(source: WatchedSource, board: Board) -> None:
     def prepared(policy: Policy, version: int) -> Any:
         raise KeyboardInterrupt
@@ -523,21 +430,6 @@ def test_a_process_that_is_asked_to_end_ends(source: WatchedSource, board: Board
     with pytest.raises(KeyboardInterrupt):
         source.poll()
     assert board.acknowledged == []
-
-
-def test_an_acknowledgement_that_nobody_takes_holds_nothing_up(source: WatchedSource, board: Board) -> None:
-    def refuses(version: int, status: str, reason: str) -> None:
-        if version == 7:
-            raise ValueError("no")
-        board.acknowledge(version, status, reason)
-
-    source._acknowledge = refuses
-    with source:
-        board.publish(7, fixed(5))
-        wait_for(lambda: source.current().policy == fixed(5))
-        board.publish(8, fixed(4))
-        wait_for(lambda: board.acknowledged == [(8, "applied", "")])
-    assert source.current().policy == fixed(4)
 
 
 def test_a_publication_is_taken_while_the_last_one_is_unacknowledged(source: WatchedSource, board: Board) -> None:
@@ -593,20 +485,3 @@ def test_a_table_that_is_gone_for_a_while_stops_nothing(store: TraceStore, pair:
         wait_for(lambda: (version, "applied") in statuses(store))
         assert source.current().policy == fixed(4)
         assert source.last_error == ""
-
-
-def test_a_publication_that_was_removed_is_not_waited_for(store: TraceStore, pair: LoadedPair) -> None:
-    with watch(store, pair, None, None, interval_s=60) as source:
-        said = source._acknowledge
-
-        def too_late(version: int, status: Any, reason: str) -> None:
-            with store.database.write() as session:
-                session.execute(sa.text("DELETE FROM publication"))
-            said(version, status, reason)
-
-        source._acknowledge = too_late
-        publish(store, pair, fixed(3))
-        assert source.poll()
-        source._acknowledge = said
-        assert not source.poll()
-    assert source.current().policy == fixed(3)

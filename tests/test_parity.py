@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from pairs import make_pair
 from synthetic import flat_profile
-from test_lossless import PROMPTS, policies
+from test_lossless import policies
+from test_tree_parity import shape
 
 from spectune.db.database import open_database
 from spectune.optimizer.artifacts import fitted, keep_q_table
@@ -22,32 +21,23 @@ from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.loop import StaticSource
-from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.recording.chains import record_panorama
 from spectune.runtime.session import Sessions
 from spectune.traces.errors import PolicyError
-from spectune.traces.schema import ChainPanorama, Request, Sampling, Step, Trajectory
+from spectune.traces.schema import ChainPanorama, Request, Sampling, Trajectory
 from spectune.traces.store import TraceStore
 
+PROMPTS = ["def add(a, b):", "Question: Bob has 9", "x"]
 GAMMA_MAX = 16
-TOKENS = 40
+TOKENS = 24
 SAMPLINGS = [Sampling(), Sampling(temperature=0.7, top_p=0.95, seed=3), Sampling(temperature=1.0, seed=4)]
-Shape = tuple[int, int, int, int, int, int, int]
 
 
-def shape(step: Step) -> Shape:
-    """What must agree of a round: all but its times."""
-    return (step.start, step.drafted, step.verified, step.accepted, step.emitted, step.draft_steps, step.lag)
-
-
-@pytest.fixture(scope="module", params=["llama", "gpt2"])
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedPair]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield load_pair(read_pair(str(make_pair(tmp_path_factory.mktemp(request.param), request.param))), device="cpu")
-    torch.set_num_threads(threads)
+@pytest.fixture(scope="module")
+def pair(either_pair: LoadedPair) -> LoadedPair:
+    return either_pair
 
 
 def random_policies(drafts: Sequence[str], count: int, seed: int) -> list[Policy]:
@@ -96,7 +86,7 @@ def test_replay_is_the_runtime_round_by_round(pair: LoadedPair, record: Record, 
     profile = flat_profile(pair.id, pair.drafts)
     trace = ReplayTrace(trajectories, panoramas)
     near, far = pair.drafts
-    tried = [*policies(near, far), *random_policies(pair.draft_names, 10, seed=int(10 * sampling.temperature))]
+    tried = [*policies(near, far), *random_policies(pair.draft_names, 6, seed=int(10 * sampling.temperature))]
     rounds = 0
     for policy in tried:
         decoder = Decoder(pair, StaticSource(prepare(policy, pair.draft_names, profile=profile)))
@@ -111,7 +101,7 @@ def test_replay_is_the_runtime_round_by_round(pair: LoadedPair, record: Record, 
             assert [shape(s) for s in executed.steps] == plain, policy.label()
             assert [shape(s) for s in replayed[i]] == plain, policy.label()
             rounds += len(plain)
-    assert rounds > 1000
+    assert rounds > 300
 
 
 def test_panorama_is_the_drafts_own_chain(pair: LoadedPair, record: Record) -> None:
@@ -174,7 +164,7 @@ def test_rejection_is_replayed_in_law(pair: LoadedPair) -> None:
     decoder = Decoder(pair, StaticSource(prepare(policy, pair.draft_names)), verifier="rejection")
     executed = accepted = 0
     trajectories = []
-    for i in range(40):
+    for i in range(24):
         prompt = PROMPTS[i % len(PROMPTS)]
         decoded = decoder.decode(decoder.request(Request(str(i), "c", (prompt,)), pair.encode(prompt), sampling, TOKENS))
         trajectories.append(decoded.trajectory)
@@ -186,7 +176,7 @@ def test_rejection_is_replayed_in_law(pair: LoadedPair) -> None:
     predicted = float(np.mean([r.emitted_tokens / r.rounds for r in replays]))
     measured = sum(len(t.output_ids) for t in trajectories) / executed
     assert accepted > 50
-    assert predicted == pytest.approx(measured, rel=0.08)
+    assert predicted == pytest.approx(measured, rel=0.1)
 
 
 def test_coupled_replays_of_a_rejection_text_differ_only_in_acceptance(pair: LoadedPair, record: Record) -> None:
@@ -198,7 +188,7 @@ def test_coupled_replays_of_a_rejection_text_differ_only_in_acceptance(pair: Loa
     others = [replace(t, verifier="rejection") for t in trajectories]
     rejection = run_replay(ReplayTrace(others, panoramas), policy).total
     assert coupled.emitted_tokens == rejection.emitted_tokens
-    assert coupled.rounds != rejection.rounds
+    assert coupled.accepted_tokens != rejection.accepted_tokens
 
 
 def test_a_stored_q_table_is_where_the_next_session_begins(pair: LoadedPair, record: Record, tmp_path: Path) -> None:

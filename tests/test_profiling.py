@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from pairs import make_pair
 from synthetic import flat_profile
 
 import spectune.runtime.profiling.measure
 from spectune.optimizer.execute import Expected, Timings
 from spectune.optimizer.profiles import at_pace_of, doubts, prediction_spread, profile_for, served_contexts, usable_profile
 from spectune.runtime.costs import MeasuredRound, RoundKind
-from spectune.runtime.loading import LoadedPair, load_pair
-from spectune.runtime.pair import read_pair
+from spectune.runtime.loading import LoadedPair
 from spectune.runtime.profiling import ACCEPTED_ERROR, measure_profile, predicted_seconds, refit_scale
 from spectune.runtime.profiling.fit import Prefill, fit_profile
 from spectune.runtime.profiling.shapes import shapes_of
@@ -89,15 +85,6 @@ def test_the_scale_is_refitted_by_a_robust_ratio() -> None:
     timings = Timings({"a": np.array([[2.2, np.nan], [4.0, 4.8]])}, Expected({"a": np.array([2.0, 4.0])}, {"a": 6.0}))
     assert at_pace_of(TRUE, timings).terms["round"].seconds == pytest.approx((1.1e-4,))
     assert at_pace_of(TRUE, Timings({})) == TRUE
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedPair]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    folder = make_pair(tmp_path_factory.mktemp("pair"))
-    yield load_pair(read_pair(str(folder)), device="cpu")
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,7 @@ from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.jobs import tuning_job
 from spectune.optimizer.schedule import claims
 from spectune.optimizer.tune import Tuned, TuneOptions, tune
-from spectune.runtime.loading import LoadedPair, load_pair
-from spectune.runtime.pair import read_pair
+from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import parse_policy
 from spectune.runtime.profiling import environment
 from spectune.traces.schema import Request, Sampling, Workload
@@ -34,11 +33,6 @@ CHOSEN = parse_policy({"draft": "near", "window": {"kind": "fixed", "gamma": 5}}
 QUICK = TuneOptions(
     options=DecodeOptions(Sampling(), 8), drafts=("near",), gamma_max=5, trials=2, finalists=1, rivals=1, passes=1, tree_width=0
 )
-
-
-@pytest.fixture(scope="module")
-def pair(tiny_pair: Path) -> LoadedPair:
-    return load_pair(read_pair(str(tiny_pair)), device="cpu")
 
 
 def put_profile(store: TraceStore, pair: LoadedPair) -> str:

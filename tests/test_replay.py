@@ -16,13 +16,12 @@ import numpy as np
 import pytest
 from synthetic import flat_profile, with_terms
 
-from spectune.optimizer.simulate.oracle import replay_rounds
 from spectune.optimizer.simulate.replay import replay, replay_many, run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.runtime.costs import RoundKind, middles, round_costs, round_seconds
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.runtime.policies.prepare import prepare
-from spectune.runtime.session import Session, Sessions
+from spectune.runtime.session import Session
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.schema import (
     AGREE_NO,
@@ -275,49 +274,6 @@ def test_windows_beyond_the_recording_replay_exactly_without_a_stop(seed: int) -
     for window in ({"kind": "fixed", "gamma": 30}, {"kind": "heuristic", "gamma_max": 64}, {"kind": "fsm", "gamma_max": 25}):
         policy = parse_policy({"draft": "toy", "window": window})
         assert run_replay(trace, policy, per_round=True).steps() == literal(toy, trace, policy, None)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_agrees_with_the_oracle(seed: int) -> None:
-    """The plain loop over the recorded trace, which is also what the runtime runs."""
-    rng = np.random.default_rng(1000 + seed)
-    toy = Toy(seed, 0.8)
-    trace = toy_trace(toy, requests=3)
-    for _ in range(6):
-        policy = random_policy(rng)
-        if not policy.replays_exactly:
-            continue
-        plan, sessions = prepare(policy, ["toy"], profile=PROFILE), Sessions()
-        rounds = [replay_rounds(t, toy.panorama(t), plan, sessions) for t in trace.trajectories]
-        expected = without_times([[r.step for r in request] for request in rounds])
-        assert without_times(run_replay(trace, policy, PROFILE, per_round=True).steps()) == expected
-
-
-def test_outcome_sums_what_the_rounds_say() -> None:
-    toy = Toy(3, 0.8)
-    trace = toy_trace(toy)
-    policy = parse_policy({"draft": "toy", "window": {"kind": "fsm"}, "stop": {"kind": "none"}})
-    steps = run_replay(trace, policy, PROFILE, per_round=True).steps()
-    outcome = replay(trace, policy, PROFILE)
-    assert outcome.kind == "replayed"
-    assert outcome.policy == policy.label()
-    assert tuple(r.request_id for r in outcome.per_request) == trace.request_ids
-    for request, mine in zip(outcome.per_request, steps, strict=True):
-        c = request.counts
-        assert c == Counts(
-            1,
-            len(mine),
-            sum(s.emitted for s in mine),
-            sum(s.accepted for s in mine),
-            sum(s.drafted for s in mine),
-            sum(s.draft_steps for s in mine),
-            sum(s.verified for s in mine),
-            c.seconds,
-        )
-    total = run_replay(trace, policy, PROFILE).total
-    assert total == replace(outcome.total, seconds=total.seconds)
-    assert total.seconds == pytest.approx(outcome.total.seconds)
-    assert total.emitted_tokens == trace.tokens
 
 
 def test_autoregressive_makes_one_token_a_round_and_needs_no_panorama() -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from pairs import make_pair
 from synthetic import flat_profile, with_terms
 from test_lossless import PROMPTS
 
@@ -17,9 +14,8 @@ from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.tree_tables import ShortlistRanks
 from spectune.runtime.decoder import Decoder
-from spectune.runtime.loading import LoadedPair, load_pair
+from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import StaticSource
-from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.artifacts import Artifacts, Fitted
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.policies.prepare import prepare
@@ -29,7 +25,7 @@ from spectune.runtime.trees.rules import compile_tree
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.schema import LatencyProfile, Request, Sampling, Step, Trajectory
 
-TOKENS = 32
+TOKENS = 20
 WIDTH, DEPTH = 6, 7
 SAMPLINGS = [Sampling(), Sampling(temperature=0.7, top_p=0.95, seed=3), Sampling(temperature=1.0, seed=4)]
 STATIC = [[0], [1], [3], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 2], [0, 0, 0, 0]]
@@ -113,12 +109,9 @@ def tree_policies(draft: str, count: int, seed: int, *, random_from: int = 8) ->
     return [parse_policy({"draft": draft, **d}) for d in found[:count]]
 
 
-@pytest.fixture(scope="module", params=["llama", "gpt2"])
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedPair]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield load_pair(read_pair(str(make_pair(tmp_path_factory.mktemp(request.param), request.param))), device="cpu")
-    torch.set_num_threads(threads)
+@pytest.fixture(scope="module")
+def pair(either_pair: LoadedPair) -> LoadedPair:
+    return either_pair
 
 
 def decode(
@@ -131,7 +124,7 @@ def decode(
     decoder = Decoder(pair, StaticSource(prepare(policy, pair.draft_names, artifacts=find, profile=profile)))
     return [
         decoder.decode(decoder.request(Request(str(i), "c", (prompt,)), pair.encode(prompt), sampling, TOKENS))
-        for i, prompt in enumerate(PROMPTS[:4])
+        for i, prompt in enumerate(PROMPTS[1:3])
     ]
 
 
@@ -149,7 +142,7 @@ def covers(policies: list[Policy], sampling: Sampling, find: Artifacts) -> list[
 def test_trees_change_no_text_and_replay_exactly(pair: LoadedPair, sampling: Sampling) -> None:
     draft = next(iter(pair.drafts))
     find = artifacts(draft)
-    policies = tree_policies(draft, 14, seed=int(10 * sampling.temperature))
+    policies = tree_policies(draft, 12, seed=int(10 * sampling.temperature))
     plain = [d.trajectory for d in decode(pair, Policy(), sampling)]
     wanted = covers(policies, sampling, find)
     trees = [record_tree_panorama(pair, t, draft, WIDTH, DEPTH, covers=wanted) for t in plain]
@@ -164,7 +157,7 @@ def test_trees_change_no_text_and_replay_exactly(pair: LoadedPair, sampling: Sam
             assert ran.trajectory.output_ids.tolist() == text.output_ids.tolist(), policy.label()
             assert [shape(s) for s in ran.steps] == [shape(s) for s in steps], policy.label()
             rounds += len(steps)
-    assert rounds > 500
+    assert rounds > 100
 
 
 def plain_rounds(

@@ -112,14 +112,14 @@ def p_value(p: torch.Tensor, drawn: list[list[int]]) -> float:
     return float(chisquare(cells_o, np.array(cells_e) * (sum(cells_o) / sum(cells_e))).pvalue)
 
 
-@pytest.mark.parametrize("law", [1, 2, 3])
+@pytest.mark.parametrize("law", [1, 2])
 def test_rejection_is_lossless_in_law(law: int) -> None:
     """Sequences decoded by Algorithm 1 follow the exact law (a false alarm has odds of 1 in 1000)."""
     p, q = laws(law)
     assert p_value(p, [draw_rejection(p, q, 1000 * law + s, rejection) for s in range(2500)]) > 1e-3
 
 
-@pytest.mark.parametrize("law", [1, 2, 3])
+@pytest.mark.parametrize("law", [1, 2])
 def test_coupled_is_lossless_in_law(law: int) -> None:
     """Sequences decoded by the coupled verifier follow the exact law."""
     p, q = laws(law)
@@ -161,7 +161,7 @@ def test_a_real_model_decodes_its_exact_law(verifier: Verifier) -> None:
     policy = parse_policy({"draft": "draft", "window": {"kind": "fixed", "gamma": WINDOW}})
     decoder = Decoder(pair, StaticSource(prepare(policy, pair.draft_names)), verifier)
     drawn = []
-    for seed in range(700):
+    for seed in range(400):
         request = DecodeRequest("r", [1, 2], PLAIN, seed, 2, verifier=verifier)
         drawn.append([t for r in decoder.rounds(request) for t in r.tokens])
     first = pair.target.canonical([1, 2]).double().softmax(-1)
