@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from doors import Door, lines, put_profile, write_workload
 from pairs import make_pair, tiny_model, tokenizer
 from synthetic import flat_profile
@@ -20,11 +19,10 @@ from test_lossless import PROMPTS
 
 from spectune.db import open_database
 from spectune.optimizer.artifacts import fitted
-from spectune.optimizer.execute import DecodeOptions, encode, encode_recorded, race
+from spectune.optimizer.execute import DecodeOptions, encode, race
 from spectune.optimizer.export import engine_settings
 from spectune.optimizer.fit.chooser_fits import ChooserSource, fit_chooser_artifact, keep_chooser
 from spectune.optimizer.fit.on_the_fly import Measured, evaluate, fit_chooser, fit_features, read_prompts
-from spectune.optimizer.profiles import expected_seconds
 from spectune.optimizer.record import RecordRequest, record
 from spectune.optimizer.serving import watch
 from spectune.optimizer.simulate.oracle import replay_rounds
@@ -41,7 +39,7 @@ from spectune.runtime.policies.plan import Plan
 from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.policies.prompt_features import Prompt
 from spectune.runtime.prompts import prompt_reader
-from spectune.traces.errors import PolicyError, TraceError
+from spectune.traces.errors import PolicyError
 from spectune.traces.schema import LatencyProfile, Request, Sampling, Step, Workload
 from spectune.traces.store import TraceStore
 
@@ -90,16 +88,10 @@ def test_the_document_round_trips() -> None:
     ("document", "says"),
     [
         ({**OLS, "window": {"kind": "fsm"}}, "has every other block in the candidates of its artifact; leave 'window' out"),
-        ({**OLS, "stop": {"kind": "none"}}, "leave 'stop' out"),
         ({**OLS, "windw": {}}, "'windw'; did you mean 'window'"),
         ({"draft": {"kind": "old", "artifact": "a"}}, "draft.kind must be one of: ols; or give a draft's name alone"),
         ({"draft": {"artifact": "a"}}, "draft.kind must be one of: ols"),
-        ({"draft": {"kind": "ols"}}, "draft.artifact: Field required"),
-        ({"draft": {"kind": "ols", "artefact": "a"}}, "draft.artifact: Field required"),
         ({"draft": {"kind": "ols", "artifact": "a", "rul": 1}}, "unknown key 'draft.rul'; known keys: artifact, kind"),
-        ({"draft": {"kind": "ols", "artifact": 3}}, "draft.artifact: Input should be a valid string (given: 3)"),
-        ({"draft": {"kind": "ols", "artifact": ""}}, "draft.artifact: String should have at least 1 character"),
-        ({"draft": 4}, "draft: Input should be a valid string"),
     ],
 )
 def test_mistakes_in_the_document_are_told_in_one_line(document: Any, says: str) -> None:
@@ -114,7 +106,7 @@ def test_mistakes_in_the_document_are_told_in_one_line(document: Any, says: str)
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedPair]:
+def pair(tmp_path_factory: pytest.TempPathFactory) -> LoadedPair:
     folder: Path = tmp_path_factory.mktemp("chooser")
     file = make_pair(folder)
     vocab = len(tokenizer(VOCAB))
@@ -125,10 +117,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedPair]:
     document = json.loads(file.read_text())
     document["drafts"]["head"] = "head"
     file.write_text(json.dumps(document))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield load_pair(read_pair(str(file)), device="cpu")
-    torch.set_num_threads(threads)
+    return load_pair(read_pair(str(file)), device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -282,32 +271,6 @@ def test_a_chooser_that_does_not_choose_is_its_single_draft(
     for t, (tokens, steps) in zip(source.trace.trajectories, decoded(pair, ready, source), strict=True):
         assert tokens == t.output_ids.tolist()
         assert {s.policy for s in steps} == {CHAINS["far"].id}
-
-
-def test_races_and_predictions_take_a_chooser_as_any_policy(
-    pair: LoadedPair, place: TraceStore, profile: LatencyProfile, source: ChooserSource
-) -> None:
-    policy = ChooserPolicy.of(keep_chooser(place, pair, source, planted(pair, source.prompts, CHAINS), profile).artifact)
-    find = fitted(place, pair.id)
-    expected = expected_seconds(source.trace, [0, 2], [policy, CHAINS["near"]], profile, artifacts=find)
-    encoded = encode_recorded(pair, [source.trace.trajectories[i] for i in (0, 2)])
-    raced = race(pair, [policy, CHAINS["near"]], encoded, expected=expected, profile=profile, passes=1, artifacts=find)
-    assert raced.texts_differ == 0
-    assert raced.policies[policy.id] == policy
-    replayed = run_replay(source.trace.select([0, 2]), policy, profile, artifacts=find).total
-    done = raced.outcomes[policy.id].total
-    assert (done.rounds, done.accepted_tokens, done.verified_tokens) == (
-        replayed.rounds,
-        replayed.accepted_tokens,
-        replayed.verified_tokens,
-    )
-    assert len(expected.requests[policy.id]) == 2
-    assert 0 < expected.requests[policy.id].sum() == expected.whole[policy.id]  # not projected to what it was fitted to
-    t = source.trace.trajectories[0]
-    stranger = ReplayTrace([replace(t, prompt_ids=t.prompt_ids + 1)], {})
-    with pytest.raises(TraceError, match=r"fitted to another recording.*`fit chooser --recording ID` on this one, or execute") as error:
-        run_replay(stranger, policy, profile, artifacts=find)
-    assert "\n" not in str(error.value)
 
 
 # -- hot reload ----------------------------------------------------------------------------------------------------------------
@@ -524,8 +487,4 @@ def test_commands_refuse_in_one_line(door: Door, tiny_pair: Path, tmp_path: Path
         (empty, ("fit", "chooser", "--policies", near), "no latency profile"),
         (door, ("policies", "activate", json.dumps(OLS)), "draft.artifact: there is no artifact '0123456789ab'"),
     ):
-        found = at.call(*arguments, "--pair", tiny_pair)
-        assert found.exit_code == 2, found.output
-        (line,) = [x for x in found.stderr.splitlines() if x.startswith("error: ")]
-        assert says in line
-        assert not found.stdout
+        assert says in at.error(*arguments, "--pair", tiny_pair)

@@ -24,10 +24,8 @@ from spectune.optimizer.fit.on_the_fly import (
     fit_features,
     least_squares,
     persistence,
-    r_squared,
     read_prompts,
 )
-from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.runtime.costs import window_costs
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
@@ -101,17 +99,6 @@ def test_an_unknown_perplexity_is_the_mean() -> None:
     assert np.isfinite(u).all()
 
 
-def test_dimensions_follow_the_prompts() -> None:
-    assert fit_features(some_prompts(40)).dimension == 10
-    assert fit_features(some_prompts(12)).dimension == 4
-    assert fit_features(some_prompts(6)).dimension == 3
-    different = [Prompt(f"word{i}", 3 + i, 1.0) for i in range(6)]
-    assert fit_features(different).vocabulary == ()
-    assert fit_features(different).transform(different).shape == (6, 3)
-    with pytest.raises(TraceError, match="at least 2 prompts, not 1; record more"):
-        fit_features(some_prompts(1))
-
-
 # -- equation 5 ----------------------------------------------------------------------------------------------------------------
 
 
@@ -131,19 +118,6 @@ def test_without_noise_equation_5_is_exact() -> None:
     np.testing.assert_allclose(fitted.predict(features), features @ weights, atol=1e-10)
     by_hand = np.linalg.inv(sum(np.outer(x, x) for x in features)) @ sum(x * a for x, a in zip(features, alpha, strict=True))
     np.testing.assert_allclose(fitted.weights, by_hand, atol=1e-9)
-
-
-def test_least_squares_is_numpys_and_ridge_scikit_learns() -> None:
-    from sklearn.linear_model import Ridge
-
-    features, _, alpha = planted(noise=0.05)
-    np.testing.assert_allclose(
-        least_squares(features, alpha).weights, np.linalg.lstsq(features, alpha, rcond=None)[0], rtol=0, atol=1e-12
-    )
-    model = Ridge(alpha=0.1 * 60).fit(features[:, 1:], alpha)
-    np.testing.assert_allclose(
-        least_squares(features, alpha, ridge=0.1).weights, [model.intercept_, *model.coef_], rtol=0, atol=1e-10
-    )
 
 
 def test_dependent_prompts_fall_back_to_a_ridge() -> None:
@@ -225,13 +199,6 @@ def test_options_of_none_fixed_windows_and_sampling() -> None:
         assert warm.token_s == 3e-4
 
 
-def test_prefill_of_the_draft_counts() -> None:
-    option = Option.of("near", chain("near"), PROFILE)
-    table = PROFILE.terms["prefill/near"]
-    np.testing.assert_allclose(option.prefill_seconds([1, 2, 200]), [0.0, table.at(rows=1), table.at(rows=199)])
-    assert Option.of("none", AUTOREGRESSIVE, PROFILE).prefill_seconds([200]).tolist() == [0.0]
-
-
 def an_option(draft: str, step_s: float, verify_s: float = 4e-3, gamma_max: int = 8, more: float = 1e-4) -> Option:
     rounds = np.arange(gamma_max + 1) * (step_s + more) + verify_s
     return Option(draft, chain(draft), rounds, step_s, verify_s, 0, gamma_max)
@@ -254,26 +221,6 @@ def test_theorem_3_is_equation_4_of_every_pair() -> None:
     assert seen == {(True, 0), (True, 1), (False, 0), (False, 1)}
 
 
-def test_theorem_3_never_takes_a_slower_draft_at_equal_windows() -> None:
-    """The condition is sufficient: with windows that cannot differ, what it takes is faster by equation 3. It misses some."""
-    fixed = {"kind": "fixed", "gamma": 5}
-    small, large = (
-        replace(an_option(d, s, gamma_max=5, more=0.0), policy=chain(d, fixed), gamma_min=5)
-        for d, s in (("near", 1e-4), ("far", 4e-4))
-    )
-    taken = missed = 0
-    for a, b in itertools.product(np.linspace(0.05, 0.95, 19), repeat=2):
-        alphas = np.array([[a, b]])
-        faster = bool(large.token_seconds(alphas[:, 1])[0] < small.token_seconds(alphas[:, 0])[0])
-        if theorem_3(alphas, [small, large])[0] == 1:
-            assert faster
-            taken += 1
-        else:
-            missed += faster
-    assert taken > 20
-    assert missed > 20
-
-
 def test_theorem_3_takes_drafts_by_latency_ratio_whatever_their_order() -> None:
     none = Option("none", AUTOREGRESSIVE, np.array([2.5e-3]), 0.0, 4e-3, 0, 0)
     options = [an_option("far", 2e-4), an_option("near", 1e-4), none]
@@ -283,24 +230,6 @@ def test_theorem_3_takes_drafts_by_latency_ratio_whatever_their_order() -> None:
     for order in itertools.permutations(range(3)):
         again = theorem_3(alphas[:, list(order)], [options[k] for k in order])
         np.testing.assert_array_equal(np.array(order)[again], first)
-
-
-def test_the_throughput_rule_finds_the_fastest_by_the_model() -> None:
-    """Against simulated geometric acceptance: the draft that the rule takes is the fastest in simulation where they differ clearly."""
-    options = [an_option("near", 3e-4), an_option("far", 12e-4)]
-    rng, right = np.random.default_rng(1), 0
-    for alphas in rng.uniform(0.2, 0.95, (30, 2)):
-        seconds = []
-        for option, alpha in zip(options, alphas, strict=True):
-            d = int(option.window(np.array([alpha]))[0])
-            accepted = np.minimum(rng.geometric(1 - alpha, 4000) - 1, d)
-            seconds.append(4000 * option.round_s[d] / (accepted + 1).sum())
-        expected = [float(o.token_seconds(np.array([a]))[0]) for o, a in zip(options, alphas, strict=True)]
-        np.testing.assert_allclose(seconds, expected, rtol=0.06)
-        if abs(seconds[0] / seconds[1] - 1) > 0.12:
-            right += 1
-            assert np.argmin(seconds) == np.argmin(expected)
-    assert right > 10
 
 
 # -- a trace where the prompt tells which draft is good -------------------------------------------------------------------------
@@ -363,14 +292,6 @@ def test_accuracy_under_rejection_is_the_recorded_chance() -> None:
     np.testing.assert_array_equal(got[60:], views[1].agree == AGREE_YES)
 
 
-def test_seconds_are_those_of_replay_request_by_request() -> None:
-    trace, _ = planted_trace(9)
-    part = trace.select([7, 1, 4])
-    measured = Measured.of(part, CANDIDATES, PROFILE)
-    for k, policy in enumerate(CANDIDATES.values()):
-        np.testing.assert_array_equal(measured.seconds[:, k], run_replay(part, policy, PROFILE).seconds)
-
-
 def test_the_chooser_finds_the_draft_that_the_prompt_tells() -> None:
     trace, prompts = planted_trace()
     chooser = fit_chooser(trace, prompts, CANDIDATES, PROFILE, reader="near")
@@ -422,15 +343,6 @@ def test_calibration_scales_the_model_to_replay() -> None:
     shared = measured.before[:, :1]
     total = chooser.expected_seconds(known, options, measured.prompt_tokens, measured.new_tokens).sum(0)
     np.testing.assert_allclose(total, (measured.seconds - shared).sum(0), rtol=1e-9)
-
-
-def test_r_squared() -> None:
-    from sklearn.metrics import r2_score
-
-    rng = np.random.default_rng(0)
-    true, predicted = rng.uniform(size=(2, 30))
-    assert r_squared(true, predicted) == pytest.approx(r2_score(true, predicted))
-    assert r_squared(np.ones(4), np.zeros(4)) is None
 
 
 # -- as an artifact ------------------------------------------------------------------------------------------------------------
@@ -487,34 +399,6 @@ def test_what_is_no_chooser_is_refused(
     assert "\n" not in str(caught.value)
 
 
-STRANGE: tuple[Any, ...] = (None, True, 5, -1.5, math.nan, math.inf, 10**400, "", "near", [], [5], [[]], {}, {"near": None}, {"near": []})
-
-
-def test_whatever_value_stands_in_a_chooser_it_is_one_or_refused(fitted: tuple[Chooser, list[Prompt]]) -> None:
-    document, arrays = fitted[0].to_document()
-    damaged = [(document | {key: value}, arrays) for key in document for value in STRANGE]
-    inside = ("calibration", "prompts", "candidates")
-    damaged += [(document | {key: {**document[key], "near": value}}, arrays) for key in inside for value in STRANGE]
-    refused = 0
-    for strange, whole in damaged:
-        try:
-            Chooser.from_document(strange, whole)
-        except PolicyError:
-            refused += 1
-    assert refused > len(damaged) // 2
-
-
-def test_numbers_that_are_none_decide_nothing(fitted: tuple[Chooser, list[Prompt]]) -> None:
-    document, arrays = fitted[0].to_document()
-    for name, array in arrays.items():
-        for wrong in (array * np.nan, array + np.inf, array.astype(str), array.astype(complex), np.zeros(())):
-            with pytest.raises(PolicyError, match="not a chooser of drafts"):
-                Chooser.from_document(document, arrays | {name: wrong})
-    for key, value in (("near", math.nan), ("near", 0.0), ("far", math.inf), ("far", -1.0)):
-        with pytest.raises(PolicyError, match="above 0"):
-            Chooser.from_document(document | {"calibration": {**document["calibration"], key: value}}, arrays)
-
-
 def test_candidates_that_cannot_be_weighed_are_refused() -> None:
     trace, prompts = planted_trace(6)
     with pytest.raises(PolicyError, match="draft 'near': its policy chooses drafts itself"):
@@ -530,19 +414,6 @@ def test_candidates_that_cannot_be_weighed_are_refused() -> None:
 
 
 # -- with real models ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def pair(tiny_pair: Any) -> Any:
-    import torch
-
-    from spectune.runtime.loading import load_pair
-    from spectune.runtime.pair import read_pair
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield load_pair(read_pair(str(tiny_pair)), device="cpu")
-    torch.set_num_threads(threads)
 
 
 def test_perplexity_is_the_models_own(pair: Any) -> None:

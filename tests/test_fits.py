@@ -160,21 +160,6 @@ def test_the_table_is_the_confidence(trained: Classifier) -> None:
     assert trained.table(3, 21, 11).shape == (3, 21, 11)
 
 
-@pytest.mark.parametrize("bias", [-1e6, 1e6])
-def test_saturated_confidences_stay_finite(bias: float) -> None:
-    zeros = np.zeros((2, 3), np.float32)
-    flat = Classifier(zeros, zeros[:, 0], zeros[:, 0], np.array([bias], np.float32))
-    with np.errstate(all="raise"):
-        assert flat.confidence(0, 0, 1) == pytest.approx(float(bias > 0))
-        assert (flat.table(2, 3, 3) == (CONFIDENCE_SCALE if bias > 0 else 0)).all()
-
-
-def test_the_same_seed_trains_the_same(examples: Examples) -> None:
-    a, b, c = (train(examples, epochs=1, seed=s) for s in (4, 4, 5))
-    np.testing.assert_array_equal(a.w1, b.w1)
-    assert not np.array_equal(a.w1, c.w1)
-
-
 @pytest.mark.parametrize("used", [("probability", "depth"), ("probability", "entropy"), ("entropy", "depth")])
 def test_ablation(examples: Examples, used: tuple[str, ...]) -> None:
     ablated = train(examples, features=used, epochs=2, hidden=12)
@@ -216,14 +201,6 @@ def test_a_classifier_survives_its_document(trained: Classifier) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             Classifier.from_document(described, held)
-
-
-def test_what_cannot_be_told_apart(examples: Examples) -> None:
-    ints, flags = np.ones(3, np.int32), np.ones(3, bool)
-    with pytest.raises(ValueError, match="at least two, there are 1"):
-        train(Examples(ints, ints, ints, flags, ints))
-    with pytest.raises(ValueError, match="2 accepted and 0 rejected"):
-        train(Examples(ints, ints, ints, flags, np.arange(3)))
 
 
 # -- Sequoia: static trees
@@ -323,11 +300,3 @@ def test_choose_takes_the_fastest(width_s: float, node_s: float) -> None:
             rates.append((1 + value(paths, p[None])) / seconds)
     assert chosen.expected_tokens_per_s == pytest.approx(max(rates))
     assert chosen.expected_emitted == pytest.approx(1 + value(chosen.paths, p[None]))
-
-
-def test_dear_drafting_makes_the_smallest_tree() -> None:
-    limits = {"max_nodes": 8, "max_depth": 3}
-    assert choose([0.5, 0.1], lambda level, width: 10.0 * level, lambda tokens: 1.0 + tokens, 0.0, **limits).paths == ((0,),)
-    assert len(choose([0.5, 0.1], lambda level, width: 0.0, lambda tokens: 1.0, 0.0, **limits).paths) == 8
-    with pytest.raises(ValueError, match="must take time"):
-        choose([0.5], lambda level, width: 0.0, lambda tokens: 0.0, 0.0, **limits)

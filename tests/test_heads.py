@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from spectune.demo.prompts import demo_workload
 from spectune.demo.train_head import Head, Unroller, begin_as_target
-from spectune.runtime.drafts.eagle_formats import default_taps, load_head
+from spectune.runtime.drafts.eagle_formats import load_head
 from spectune.runtime.drafts.eagle_head import EagleHead
 from spectune.runtime.loading import load_pair
 from spectune.runtime.models import FINAL, CausalModel
@@ -388,45 +387,6 @@ def test_every_form_computes_what_its_format_says(form: str, tmp_path: Path, pla
         _close(logits[0], wanted[j + 1])
 
 
-def test_a_chain_gives_the_rows_that_are_asked_for(tmp_path: Path, target: CausalModel) -> None:
-    head, ids = _load(_eagle3(), tmp_path, target), torch.tensor(_ids(12))
-    features = target.canonical_features(ids.tolist(), head.taps)
-    head.reserve(64)
-    logits, out = head.chain(ids[1:], features[:-1], 1, logits=11)
-    assert (logits.shape, out.shape) == ((11, VOCAB), (11, HIDDEN))
-    _close(logits[5], head.canonical(ids[:7].tolist(), features))
-    assert head.chain(ids[1:], features[:-1], 1)[0].numel() == 0
-    with pytest.raises(ValueError, match="slot 0"):
-        head.chain(ids, features, 0)
-    with pytest.raises(ValueError, match="hidden states of width"):
-        head.chain(ids[1:], features[:-1], 1, own=True)
-
-
-@pytest.mark.parametrize("form", ["eagle1", "eagle3", "eagle3.1"])
-def test_a_tree_in_one_pass_is_its_paths_one_by_one(form: str, tmp_path: Path, target: CausalModel) -> None:
-    head = _load(CASES[form](), tmp_path, target)
-    ids = _ids(30)
-    features = target.canonical_features(ids, head.taps)
-    head.reserve(128)
-    _, out = head.chain(torch.tensor(ids[1:]), features[:-1], 1)
-    count, root = len(ids), out[-1:]
-    # Two levels: three children of the root, then children of the first and of the third, each level in one pass.
-    first, second, parents = _ids(3, 5), _ids(4, 6), [0, 2, 2, 0]
-    mask = torch.zeros(3, 64, dtype=torch.bool)
-    mask[:, 1:count] = True
-    slots = torch.tensor([40, 41, 42])
-    mask[torch.arange(3), slots] = True
-    logits, out = head.scattered(torch.tensor(first), root.expand(3, -1), torch.full((3,), count), slots, mask)
-    deeper = mask[parents]
-    slots = torch.tensor([50, 43, 47, 61])
-    deeper[torch.arange(4), slots] = True
-    below, _ = head.scattered(torch.tensor(second), out[parents], torch.full((4,), count + 1), slots, deeper)
-    for i, token in enumerate(first):
-        _close(logits[i], head.canonical(ids, features, [token]))
-    for i, token in enumerate(second):
-        _close(below[i], head.canonical(ids, features, [first[parents[i]], token]))
-
-
 def test_training_goes_through_what_drafting_computes(target: CausalModel, plain: Any, tmp_path: Path) -> None:
     """The trainer's several steps over a text at once, against the runtime's head on the checkpoint that the trainer would publish."""
     torch.manual_seed(0)
@@ -461,22 +421,16 @@ def _resize(key: str, *shape: int) -> Callable[[Case], None]:
 
 ERRORS: dict[str, tuple[Callable[[Case], Any], str]] = {
     "target width": (_set(target_hidden_size=64), "the head reads hidden states of width 64, the target's are 48 wide"),
-    "fc width": (_resize("fc.weight", HIDDEN, 96), r"fc takes 96 features, but 3 hidden states of the target have 144"),
     "vocabulary": (_set(vocab_size=301), "a vocabulary of 301 tokens, the target one of 300"),
     "draft vocabulary": (_set(draft_vocab_size=400), "draft_vocab_size 400 exceeds the vocabulary of 300"),
     "lm_head rows": (_set(draft_vocab_size=41), r"lm_head.weight has 40 rows, draft_vocab_size is 41"),
     "d2t range": (lambda case: case.tensors.update({"d2t": case.tensors["d2t"] + VOCAB}), "d2t does not map"),
-    "d2t twice": (lambda case: case.tensors.update({"d2t": -torch.arange(40)}), "d2t does not map"),
     "layers": (
         _set(eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 3, 7]}),
         r"states \[2, 4, 8\]; the target has states 0 to 7",
     ),
     "missing fc": (_without("fc.weight"), "has no tensor fc.weight"),
-    "missing projection": (_without("midlayer.self_attn.k_proj.weight"), r"has no tensor layers.0.self_attn.k_proj.weight"),
-    "missing norm": (_without("midlayer.hidden_norm.weight"), r"has no tensor layers.0.hidden_norm.weight"),
     "missing d2t": (_without("d2t"), "has no tensor d2t"),
-    "missing lm_head": (_without("lm_head.weight"), "has no tensor lm_head.weight"),
-    "missing layer": (_set(num_hidden_layers=2), r"has no tensor layers.1.self_attn.q_proj.weight"),
     "shape": (_resize("midlayer.mlp.up_proj.weight", 80, 47), r"layers.0.mlp.up_proj.weight is \[80, 47\], not \[80, 48\]"),
     "unknown": (
         lambda case: case.tensors.update({"medusa_head.0.weight": torch.ones(HIDDEN)}),
@@ -493,7 +447,6 @@ ERRORS: dict[str, tuple[Callable[[Case], Any], str]] = {
         ),
         "has a tensor input_norm.weight, but config.json does not say norm_before_fc",
     ),
-    "fc_norm without tensors": (_set(fc_norm=True), "has no tensor fc_norm.0.weight"),
     "fc_norm of another count": (
         lambda case: (
             case.config.update({"fc_norm": True}),
@@ -501,27 +454,17 @@ ERRORS: dict[str, tuple[Callable[[Case], Any], str]] = {
         ),
         "tensor fc_norm.3.weight .* not known here",
     ),
-    "norm_before_fc without its tensor": (_set(norm_before_fc=True), "has no tensor input_norm.weight"),
     "two norms before fc": (_set(norm_before_fc=True, fc_norm=True), "has norm_before_fc and fc_norm; a head has one norm"),
     "a switch of another type": (_set(norm_output="false"), "has norm_output 'false'; it must be true or false"),
     "a switch said twice": (
         _set(norm_output=True, eagle_config={"norm_output": False}),
         "has norm_output True and False; it must be true or false",
     ),
-    "speculators without a kind": (_set(transformer_layer_config={}), "speculators_model_type None; only 'eagle3' is read"),
     "speculators of another kind": (_set(speculators_model_type="peagle"), "speculators_model_type 'peagle'; only 'eagle3' is read"),
     "speculators without a layer": (_set(speculators_model_type="eagle3"), "says no transformer_layer_config"),
     "speculators of another layer": (
         _set(speculators_model_type="eagle3", transformer_layer_config={"model_type": "qwen3"}),
         "transformer_layer_config has model_type 'qwen3'; only 'llama' is read",
-    ),
-    "speculators of an unsaid residual": (
-        _set(speculators_model_type="eagle3", transformer_layer_config={}),
-        "says no norm_before_residual",
-    ),
-    "speculators without sizes": (
-        _set(speculators_model_type="eagle3", transformer_layer_config={}, norm_before_residual=False),
-        "says no hidden_size",
     ),
     "no sizes": (lambda case: case.config.__delitem__("intermediate_size"), "says no intermediate_size"),
     "rope": (_set(rope_scaling={"rope_type": "spiral"}), "rope settings"),
@@ -543,18 +486,12 @@ ABSURD: tuple[dict[str, Any], ...] = (
     {"num_attention_heads": 0},
     {"hidden_size": 10**12},
     {"num_key_value_heads": -2},
-    {"num_key_value_heads": [2]},
     {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 3},  # the weights' own shapes, and no rotation
-    {"num_hidden_layers": "two"},
     {"num_hidden_layers": 10**9},
-    {"draft_vocab_size": {}},
-    {"rms_norm_eps": "small"},
     {"target_hidden_size": [48]},
     {"eagle_config": [1, 2]},
     {"eagle_aux_hidden_state_layer_ids": ["low", "middle", "high"]},
-    {"eagle_aux_hidden_state_layer_ids": 3},
     {"rope_scaling": "linear"},
-    {"rope_theta": {"base": []}},
 )
 
 
@@ -566,13 +503,6 @@ def test_absurd_values_are_told_in_one_line(values: dict[str, Any], tmp_path: Pa
         _load(case, tmp_path, target)
     assert "\n" not in str(caught.value)
     assert str(caught.value).startswith("head: ")
-
-
-def test_architectures_that_are_no_names_say_nothing(tmp_path: Path, target: CausalModel) -> None:
-    case = _eagle3(file="safetensors")
-    case.config["architectures"] = 5
-    assert _load(case, tmp_path, target).taps == case.taps
-    assert is_head(str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -685,37 +615,3 @@ def test_a_pair_may_have_heads_beside_language_models(tmp_path: Path) -> None:
     case.write(tmp_path / "head")
     with pytest.raises(PairError, match="head: the head has a vocabulary of 7 tokens"):
         load_pair(spec, device="cpu")
-
-
-def test_the_demo_head_foresees_the_demo_target() -> None:
-    pair = load_pair(read_pair("demo"), device="cpu", dtype="float32", drafts=[])
-    target = pair.target
-    head = load_head(str(DEMO_HEAD), name="head", target=target, device=CPU, dtype=torch.float32)
-    assert head.taps == default_taps(8) == (2, 4, 5)
-    assert 1_000_000 < head.num_parameters < 1_200_000
-    target.taps = head.taps
-    hits = 0
-    for prompt in demo_workload()[:6]:
-        ids = pair.encode(prompt["turns"][0])
-        first = len(ids)
-        target.reserve(first + 33)
-        head.reserve(first + 33)
-        target.read(torch.tensor(ids[:-1]), 0)
-        while len(ids) < first + 32:
-            ids.append(int(target.chain(torch.tensor(ids[-1:]), len(ids) - 1, logits=1).argmax()))
-        features = target.canonical_features(ids, head.taps)
-        logits, _ = head.chain(torch.tensor(ids[1:-1]), features[:-2], 1, logits=32)
-        hits += int((logits.argmax(-1) == torch.tensor(ids[first:])).sum())
-    assert hits / (6 * 32) >= 0.45
-
-
-def test_a_head_runs_in_bfloat16(tmp_path: Path) -> None:
-    model = CausalModel(tiny_model("llama", VOCAB, hidden=HIDDEN, layers=LAYERS).bfloat16(), "target", "t")
-    model.taps = TAPS
-    folder = _eagle3().write(tmp_path)
-    head = load_head(str(folder), name="head", target=model, device=CPU, dtype=torch.bfloat16)
-    ids = _ids(10)
-    head.reserve(64)
-    logits, out = head.chain(torch.tensor(ids[1:]), model.canonical_features(ids, TAPS)[:-1], 1, logits=2)
-    assert (logits.dtype, out.dtype) == (torch.float32, torch.bfloat16)
-    assert int(logits.isfinite().sum()) == 2 * 40

@@ -12,10 +12,6 @@ from pairs import make_pair
 from transformers import PreTrainedTokenizerFast
 
 from spectune.db import open_database
-from spectune.optimizer.serving import watch
-from spectune.runtime.loading import load_pair
-from spectune.runtime.pair import read_pair
-from spectune.runtime.policies.document import parse_policy
 from spectune.runtime.policies.fr_spec import Frequencies
 from spectune.runtime.policies.router import Routing
 from spectune.traces.store import TraceStore
@@ -43,15 +39,6 @@ def frequencies(door: Door, tiny_pair: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def router(door: Door, tiny_pair: Path) -> dict[str, Any]:
     return door.json("fit", "router", "--pair", tiny_pair, "--draft", "near", "--clusters", 12, "--epochs", 2)
-
-
-def said(door: Door, *arguments: object) -> str:
-    """The one line on stderr that a command that fails prints."""
-    found = door.call(*arguments)
-    assert found.exit_code == 2, found.output
-    (line,) = [x for x in found.stderr.splitlines() if x.startswith("error: ") or x.startswith("Error: ")]
-    assert not found.stdout
-    return line
 
 
 def policy_file(folder: Path, document: dict[str, Any]) -> Path:
@@ -84,7 +71,7 @@ def test_a_corpus_is_counted_instead(door: Door, tiny_pair: Path, tmp_path: Path
     made = door.json("fit", "frequencies", "--pair", tiny_pair, "--corpus", tmp_path / "one.txt", "--corpus", tmp_path / "two.txt")
     assert made["tokens"] % 2 == 0
     assert "recording" not in made
-    assert "gone.txt" in said(door, "fit", "frequencies", "--pair", tiny_pair, "--corpus", tmp_path / "gone.txt")
+    assert "gone.txt" in door.error("fit", "frequencies", "--pair", tiny_pair, "--corpus", tmp_path / "gone.txt")
 
 
 def test_a_corpus_with_tokens_that_the_models_lack(door: Door, tmp_path: Path) -> None:
@@ -98,7 +85,7 @@ def test_a_corpus_with_tokens_that_the_models_lack(door: Door, tmp_path: Path) -
     for content, named in ((b"the fox <new> sleeps", "'<new>'"), (b"\xff\xfe", "UTF-8"), (b"", "no tokens")):
         file = tmp_path / "corpus.txt"
         file.write_bytes(content)
-        line = said(door, "fit", "frequencies", "--pair", pair, "--corpus", file)
+        line = door.error("fit", "frequencies", "--pair", pair, "--corpus", file)
         assert "corpus.txt" in line
         assert named in line
 
@@ -132,11 +119,11 @@ def test_a_router_replays_on_its_own_recording(
         assert simulated["requests"] == 3
         assert ("approximate" in simulated) == approximate
     arguments = ("fit", "ranks", "--pair", tiny_pair, "--recording", router["recording"], "--draft")
-    assert "fitted on draft 'near'" in said(door, *arguments, "far", "--router", router["artifact"])
-    assert "not a router" in said(door, *arguments, "near", "--router", frequencies["artifact"])
-    assert "no such draft" in said(door, *arguments, "ngram", "--router", router["artifact"])
-    assert "one order" in said(door, *arguments, "near")
-    assert "one order" in said(door, *arguments, "near", "--router", router["artifact"], "--frequencies", frequencies["artifact"])
+    assert "fitted on draft 'near'" in door.error(*arguments, "far", "--router", router["artifact"])
+    assert "not a router" in door.error(*arguments, "near", "--router", frequencies["artifact"])
+    assert "no such draft" in door.error(*arguments, "ngram", "--router", router["artifact"])
+    assert "one order" in door.error(*arguments, "near")
+    assert "one order" in door.error(*arguments, "near", "--router", router["artifact"], "--frequencies", frequencies["artifact"])
 
 
 def test_a_frequency_order_replays_on_its_own_recording_and_on_others(
@@ -166,77 +153,6 @@ def test_clusters_alone_are_taken_further(door: Door, tiny_pair: Path, router: d
     )
     assert taken["cluster_sizes"] == made["cluster_sizes"]
     arguments = ("fit", "router", "--pair", tiny_pair, "--draft")
-    assert "another output head" in said(door, *arguments, "far", "--clusters-from", made["artifact"])
-    assert "5000" in said(door, "fit", "clusters", "--pair", tiny_pair, "--draft", "near", "--clusters", 5000)
-    assert "no such draft" in said(door, *arguments, "ngram")
-
-
-def test_policies_with_what_was_fitted(
-    door: Door, tiny_pair: Path, tmp_path: Path, frequencies: dict[str, Any], router: dict[str, Any]
-) -> None:
-    """run decodes the same text under each, simulate replays chains round by round; a routed one once its router ranked the recording."""
-    workload = write_workload(tmp_path / "w.jsonl", 4)
-    common = ("--pair", tiny_pair, "--workload", workload, "--max-new-tokens", TOKENS)
-    door.json("record", *common, "--gamma-max", 6, "--tree-width", 6, "--tree-depth", 4)
-    plain, window = tmp_path / "plain.jsonl", {"kind": "fixed", "gamma": 4}
-    door.json("run", "--policy", "autoregressive", *common, "--outputs", plain)
-    for n, block in enumerate(
-        (
-            {"kind": "frequency", "size": 64, "artifact": frequencies["artifact"]},
-            {"kind": "position_frequency", "k_max": 96, "artifact": frequencies["artifact"]},
-            {"kind": "clusters", "k0": 6, "k1": 4, "k_min": 1, "artifact": router["artifact"]},
-        )
-    ):
-        file = policy_file(tmp_path / str(n), {"draft": "near", "window": window, "shortlist": block})
-        outputs, executed, replayed = (tmp_path / str(n) / name for name in ("out.jsonl", "run.jsonl", "simulated.jsonl"))
-        door.json("run", "--policy", file, *common, "--outputs", outputs, "--per-round", executed)
-        assert outputs.read_text() == plain.read_text()
-        if block["kind"] == "clusters":
-            line = said(door, "simulate", "--policy", file, "--recording", "latest")
-            assert "no cluster ranks" in line
-            command = line.split("`")[1].split()
-            made = door.json(*command, "--pair", tiny_pair)
-            assert (made["kind"], made["requests"], made["clusters"]) == ("cluster_ranks", 4, 12)
-            assert made["kept"][-1]["true_tokens"] == 1.0
-            assert door.json(*command, "--pair", tiny_pair)["artifact"] == made["artifact"]
-        door.json("simulate", "--policy", file, "--recording", "latest", "--per-round", replayed)
-        assert executed.read_text() == replayed.read_text()
-
-
-def test_wrong_artifacts_are_refused(
-    door: Door, tiny_pair: Path, tmp_path: Path, frequencies: dict[str, Any], router: dict[str, Any]
-) -> None:
-    """A router for another draft, frequencies where a router is needed, budget 0, and a shortlist for prompt lookup."""
-    common = ("--pair", tiny_pair, "--workload", write_workload(tmp_path / "w.jsonl", 1), "--max-new-tokens", 4)
-    clusters = {"kind": "clusters", "k0": 4, "k1": 2, "k_min": 1}
-    for n, (draft, block, words) in enumerate(
-        (
-            ("far", {**clusters, "artifact": router["artifact"]}, "fit router"),
-            ("near", {**clusters, "artifact": frequencies["artifact"]}, "not a router"),
-            ("near", {"kind": "frequency", "size": 0, "artifact": frequencies["artifact"]}, "size"),
-            ("ngram", {"kind": "frequency", "size": 9, "artifact": frequencies["artifact"]}, "ngram"),
-        )
-    ):
-        file = policy_file(tmp_path / str(n), {"draft": draft, "shortlist": block})
-        assert words in said(door, "run", "--policy", file, *common)
-
-
-def test_a_router_of_another_head_is_refused_in_service(door: Door, tiny_pair: Path, router: dict[str, Any]) -> None:
-    """Published, it is acknowledged as refused with its reason, and the last good policy stays."""
-    pair = load_pair(read_pair(str(tiny_pair)), device="cpu")
-    with open_database(door.db) as database:
-        store = TraceStore(database)
-        artifact = store.get_artifact(router["artifact"])
-        strange = store.put_artifact(
-            artifact.kind, {**artifact.document, "head": "0" * 16}, artifact.arrays, pair_id=pair.id, provenance={}
-        )
-        block = {"kind": "clusters", "k0": 4, "k1": 2, "k_min": 1}
-        for name, refused in ((router["artifact"], False), (strange, True)):
-            policy = parse_policy({"draft": "near", "shortlist": {**block, "artifact": name}})
-            store.put_policy(policy.id, policy.spelled_out(), policy.label())
-            store.publish(pair.id, "cpu", policy.id, actor="test")
-            with watch(store, pair, None, None) as source:
-                served = source.current().policy
-            assert (served == policy) is not refused
-        notes = store.acknowledgements()
-    assert any(a.status == "refused" and "another output head" in a.reason for a in notes)
+    assert "another output head" in door.error(*arguments, "far", "--clusters-from", made["artifact"])
+    assert "5000" in door.error("fit", "clusters", "--pair", tiny_pair, "--draft", "near", "--clusters", 5000)
+    assert "no such draft" in door.error(*arguments, "ngram")

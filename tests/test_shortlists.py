@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,18 +14,14 @@ import pytest
 import torch
 from pairs import perturbed, tiny_model, tokenizer
 from scipy.stats import chisquare
-from test_gathered_head import CUDA, FakeCuda
 from test_head_drafting import Alternating
 from test_heads import HIDDEN, VOCAB, _eagle1, _eagle3
+from test_tree_parity import shape
 from test_verifiers import PLAIN, tiny_pair
 from transformers import AutoModelForCausalLM
 
-from spectune.runtime import distributions as runtime_distributions
-from spectune.runtime import gathered_head, near_ties
-from spectune.runtime import shortlists as shortlisting
-from spectune.runtime.cuda.streams import forked
+from spectune.runtime import near_ties
 from spectune.runtime.decoder import Decoder, prepare_for
-from spectune.runtime.distributions import codes, read_distributions
 from spectune.runtime.drafts.language_model import LanguageModelDraft
 from spectune.runtime.drafts.protocol import DraftContext, Drafted
 from spectune.runtime.loading import LoadedPair, load_pair
@@ -65,7 +60,7 @@ def shortlists_of(draft: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedPair]:
+def pair(tmp_path_factory: pytest.TempPathFactory) -> LoadedPair:
     """A target, a language model ``near`` that often agrees with it, and two heads: one with a vocabulary of its own."""
     folder: Path = tmp_path_factory.mktemp("shortlists")
     words = tokenizer(VOCAB)
@@ -78,10 +73,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedPair]:
         case.write(folder / name)
     drafts = {name: name for name in ("near", "head", "own")}
     (folder / "pair.json").write_text(json.dumps({"name": "shortlists", "target": "target", "drafts": drafts}))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield load_pair(read_pair(str(folder / "pair.json")), device="cpu")
-    torch.set_num_threads(threads)
+    return load_pair(read_pair(str(folder / "pair.json")), device="cpu")
 
 
 def counts(vocab: int) -> np.ndarray:
@@ -142,12 +134,6 @@ def texts(
     return found, steps
 
 
-def shape(step: Step) -> tuple[int, ...]:
-    return (
-        step.start, step.drafted, step.verified, step.accepted, step.emitted, step.draft_steps, step.lag, step.depth, step.bin,
-    )  # fmt: skip
-
-
 # ----------------------------------------------------------------------------------------------------- texts do not change
 
 
@@ -181,29 +167,6 @@ def test_text_is_autoregressions_under_filters(pair: LoadedPair) -> None:
             assert texts(pair, ready(pair, {"draft": "near", "shortlist": shortlist, **more}), sampling)[0] == plain
 
 
-def test_the_demo_pair_decodes_its_text() -> None:
-    """A published size: 4096 tokens, of which a step evaluates at most 512; a head beside a language model."""
-    demo = load_pair(read_pair("demo"), device="cpu", drafts=["small", "head"])
-    prompt = demo.encode("def parse(text):\n    for line in")
-    vocab = demo.target.vocab_size
-    frequent = Fitted("frequencies", *Frequencies(np.arange(vocab), always=1).to_document())
-    shortlists = {"order": frequent, **{f"router-{d}": Fitted("router", *routing(demo, d).to_document()) for d in ("small", "head")}}
-    for sampling in (COLD, HOT):
-        found = []
-        for document in (
-            {},
-            {"draft": "small", "shortlist": FREQUENT | {"size": 512}, **CHAIN},
-            {"draft": "small", "shortlist": by_router("small"), **TREE},
-            {"draft": "head", "shortlist": by_router("head"), **TREE},
-        ):
-            prepared = prepare(parse_policy(document), demo.draft_names, artifacts=shortlists.__getitem__)
-            decoder = Decoder(demo, StaticSource(prepared))
-            done = decoder.decode(decoder.request(Request("a", "c", ("",)), prompt, sampling, 16))
-            found.append((done.trajectory.output_ids.tolist(), sum(s.accepted for s in done.steps)))
-        assert len({tuple(text) for text, _ in found}) == 1
-        assert all(accepted > 0 for _, accepted in found[1:]), found
-
-
 @pytest.mark.parametrize("sampling", [COLD, HOT], ids=lambda s: f"T{s.temperature}")
 def test_policies_are_swapped_in_the_middle_of_a_text(pair: LoadedPair, sampling: Sampling) -> None:
     """Another policy every round: whole head and shortlists, with and without a router, another draft, none."""
@@ -225,22 +188,6 @@ def test_policies_are_swapped_in_the_middle_of_a_text(pair: LoadedPair, sampling
         assert done.trajectory.output_ids.tolist() == plain.decode(request).trajectory.output_ids.tolist()
         used |= {s.policy for s in done.steps}
     assert used == {parse_policy(d).id for d in documents}
-
-
-@pytest.mark.parametrize("draft", ["near", "own"])
-def test_a_shortlist_of_everything_is_the_whole_head(pair: LoadedPair, draft: str) -> None:
-    """Rounds are those of ``full``, but for times: more tokens than there are, all clusters."""
-    everything = [
-        FREQUENT | {"size": 10**6},
-        BY_POSITION | {"k_max": 10**6},
-        by_router(draft, M, M, M),
-    ]
-    for sampling in [HOT] if draft == "own" else [COLD]:
-        for more in (CHAIN | {"stop": {"kind": "joint_prob", "threshold": 0.05}}, TREE):
-            _, full = texts(pair, ready(pair, {"draft": draft, **more}), sampling)
-            for shortlist in everything:
-                _, steps = texts(pair, ready(pair, {"draft": draft, "shortlist": shortlist, **more}), sampling)
-                assert [shape(s) for s in steps] == [shape(s) for s in full], shortlist
 
 
 # ------------------------------------------------------------------------------- what is drafted, worked out from the definition
@@ -271,7 +218,6 @@ class Reference:
         if self.draft == "head":
             return np.asarray(out.double().numpy())
         norm = head.net.norm
-        assert norm is not None
         return np.asarray((out / (out.pow(2).mean() + norm.eps).sqrt() * norm.weight).double().numpy())
 
     def logits(self, text: list[int], path: list[int]) -> dict[int, float]:
@@ -328,7 +274,6 @@ def followed(
         noise = None if sampling.greedy else Noise(request.seed, pair.target.vocab_size, torch.device("cpu"))
         for item in decoder.rounds(request):
             chosen = decoder.backend.shortlists(prepared)
-            assert chosen is not None
             yield list(text), item, noise, [set(s.ids.tolist()) for s in chosen.chosen]
             text += item.tokens
 
@@ -484,38 +429,6 @@ def test_measured_differences_between_shapes_are_below_the_routers_margin(pair: 
 # --------------------------------------------------------------------------------------------------------- codes of laws
 
 
-@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "tensors"])
-@pytest.mark.parametrize("size", [1, 3, 6, 40])
-def test_codes_are_of_the_renormalised_law(size: int, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All five codes against the plain formula over S, also of shortlists smaller than the width: then children are missing."""
-    if not compiled:
-        monkeypatch.setattr(runtime_distributions, "fused", lambda device: False)
-    rng = torch.Generator().manual_seed(size)
-    vocab, width, temperature = 50, 6, 0.7
-    logits, noise = torch.randn(4, vocab, generator=rng) * 3, torch.randn(vocab, generator=rng)
-    ids = torch.randperm(vocab, generator=rng)[:size].sort().values
-    for by_probability in (False, True):
-        rows = read_distributions(
-            logits[:, ids], Sampling(temperature=temperature, seed=1), noise, width, by_probability=by_probability,
-            entropy=True, top_entropy=True, exact=True, ids=ids,
-        )  # fmt: skip
-        for i in range(4):
-            q = (logits[i, ids].double() / temperature).softmax(0)
-            log_q = dict(zip(ids.tolist(), q.log().tolist(), strict=True))
-            score = {t: v if by_probability else v + float(noise[t]) for t, v in log_q.items()}
-            best = sorted(score, key=lambda t: -score[t])[:width]
-            there = int(rows.count[i])
-            assert there == min(width, size)
-            assert rows.tokens[i, :there].tolist() == best
-            assert rows.logp[i, :there].tolist() == codes(torch.tensor([-log_q[t] for t in best])).tolist()
-            assert rows.gap[i, :there].tolist() == codes(torch.tensor([score[best[0]] - score[t] for t in best])).tolist()
-            assert int(rows.entropy[i]) == int(codes(torch.special.entr(q).sum()))
-            top = q.sort(descending=True).values[:10]
-            assert int(rows.top_entropy[i]) == int(codes(torch.special.entr(top / top.sum()).sum()))
-            if rows.unsure is not None:
-                assert not rows.unsure[i, there:].any()
-
-
 # ----------------------------------------------------------------------------------------- the rejection verifier
 
 
@@ -542,7 +455,6 @@ def rejection_p_value(shortlist: dict[str, Any], seed: int) -> tuple[float, floa
         request = DecodeRequest("r", [1, 2], PLAIN, seed_, 2, verifier="rejection")
         drawn.append([t for r in decoder.rounds(request) for t in r.tokens])
         chosen = decoder.backend.shortlists(prepared)
-        assert chosen is not None
         mass.append(float(first[chosen.chosen[0].ids].sum()))
     second = torch.stack([pair.target.canonical([1, 2, t]).double().softmax(-1) for t in range(vocab)])
     expected = (first[:, None] * second).flatten().numpy() * len(drawn)
@@ -617,111 +529,6 @@ def test_lower_precision_drafts_from_shortlists(pair: LoadedPair) -> None:
                     assert len(item.drafted) > 0 or item.finish
 
 
-def test_no_round_waits_for_what_can_be_prepared(pair: LoadedPair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A policy prepared for the pair, in the watcher's thread, measures no way and cuts out no weights when it is swapped in."""
-    counted = {"measured": 0, "cut": 0}
-    quickest, support = gathered_head.quickest, shortlisting.OutputHead.support
-
-    def measuring(ways: Any, device: torch.device) -> str:
-        counted["measured"] += 1
-        return quickest(ways, device)
-
-    def cutting(self: Any, rows: Any, *, fixed: bool = False) -> Any:
-        counted["cut"] += fixed
-        return support(self, rows, fixed=fixed)
-
-    monkeypatch.setattr(gathered_head, "_measured", {})
-    monkeypatch.setattr(gathered_head, "MEASURED_CALLS", 3)
-    monkeypatch.setattr(gathered_head, "quickest", measuring)
-    monkeypatch.setattr(shortlisting.OutputHead, "support", cutting)
-    bodies = [CHAIN, TREE, STATIC, TREE | {"select": {"top_n": 9}, "stratify": {"artifact": "bins", "alpha": 2}}]
-    documents = [{"draft": d, "shortlist": s, **b} for d in ("near", "own") for s in shortlists_of(d) for b in bodies]
-    policies = [Policy(), *(parse_policy(d) for d in documents)]
-    with ThreadPoolExecutor(1) as aside:
-        prepared = list(aside.map(lambda p: prepare_for(pair, p, artifacts=artifacts(pair)), policies))
-    done = dict(counted)
-    assert min(done.values()) > 0
-    plain = Decoder(pair, StaticSource(prepared[0]))
-    used = set()
-    for sampling in (HOT, Sampling(temperature=1.0, top_k=3, seed=4)):
-        decoder = Decoder(pair, Alternating(prepared))
-        for request in requests(pair, plain, sampling, 60):
-            decoded = decoder.decode(request)
-            assert decoded.trajectory.output_ids.tolist() == plain.decode(request).trajectory.output_ids.tolist()
-            used |= {s.policy for s in decoded.steps if s.draft_steps > 1}
-    assert len(used) > 20
-    assert counted == done
-    texts(pair, ready(pair, documents[0]), HOT)  # not prepared for the pair: the weights are cut out when it is first used
-    assert counted["cut"] == done["cut"] + 1
-
-
-def test_preparing_aside_leaves_decoding_alone(pair: LoadedPair) -> None:
-    """Policies are prepared in one thread while another decodes with the same models."""
-    plain, _ = texts(pair, ready(pair, {}), HOT, 24)
-    policies = [parse_policy({"draft": d, "shortlist": s, **TREE}) for d in ("near", "head", "own") for s in shortlists_of(d)]
-    with ThreadPoolExecutor(1) as aside:
-        going = [aside.submit(prepare_for, pair, p, artifacts=artifacts(pair)) for p in policies]
-        for policy in policies:
-            assert texts(pair, prepare_for(pair, policy, artifacts=artifacts(pair)), HOT, 24)[0] == plain
-        assert all(made.result().shortlists is not None for made in going)
-
-
-@pytest.mark.parametrize("draft", ["near", "head", "own"])
-def test_the_router_runs_beside_the_core(pair: LoadedPair, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On two streams, as far as a fake device knows: the router is issued first and waits for nothing of the core, the rounds are those of
-    one stream, and only a pass that reads the token before the last itself is not run beside its router."""
-    model = pair.models[draft]
-    core_pass = "_hidden" if draft == "near" else "_run"
-    plain, passes = getattr(model, core_pass), []
-    cases = [(sampling, body) for sampling in (COLD, HOT) for body in (CHAIN, TREE, STATIC)]
-
-    def decoded(sampling: Sampling, body: dict[str, Any]) -> tuple[list[list[int]], list[Step]]:
-        return texts(pair, ready(pair, {"draft": draft, "shortlist": by_router(draft), **body}), sampling)
-
-    alone = [decoded(*case) for case in cases]
-    cuda, beside = FakeCuda(), []
-
-    def two_streams(core: Callable[[], Any], router: Callable[[], Any], device: torch.device) -> tuple[Any, Any]:
-        n, before = len(beside), len(passes)
-
-        def on_main() -> Any:
-            cuda.work(f"core {n}", set(), {f"router {n}"})
-            return core()
-
-        def on_side() -> Any:
-            cuda.work(f"router {n}", set(), {f"core {n}"})
-            return router()
-
-        both = forked(on_main, on_side, CUDA, cuda=cuda)
-        beside.append(len(passes) > before)
-        cuda.work(f"head {n}", {f"core {n}", f"router {n}"})
-        return both
-
-    monkeypatch.setattr(model, core_pass, lambda *args: passes.append(None) or plain(*args))
-    monkeypatch.setattr(shortlisting, "forked", two_streams)
-    again = [decoded(*case) for case in cases]
-    assert [text for text, _ in again] == [text for text, _ in alone]
-    rounds = [[shape(s) for s in steps] for _, steps in again]
-    assert rounds == [[shape(s) for s in steps] for _, steps in alone]
-    drafting = [s for _, steps in again for s in steps if s.draft_steps]
-    assert len(beside) == sum(s.draft_steps for s in drafting)
-    assert beside.count(False) == sum(s.lag > 1 for s in drafting)
-    assert beside.count(True) > 20
-
-
-def test_empty_clusters_are_passed_over(pair: LoadedPair) -> None:
-    """The best-scored cluster has no tokens: the next one is taken, so that a shortlist is never empty."""
-    plan = routing(pair, "near")
-    pulled = replace(plan.router, b2=plan.router.b2 + torch.nn.functional.one_hot(torch.tensor(M - 1), M) * 1e6)
-    document, arrays = Routing(pulled, plan.clusters, plan.head).to_document()
-    find: Callable[[str], Fitted] = lambda name: Fitted("router", document, arrays)  # noqa: E731
-    prepared = prepare(
-        parse_policy({"draft": "near", "shortlist": by_router("near", 1, 1, 1), **CHAIN}), pair.draft_names, artifacts=find
-    )
-    seen = [chosen for *_, chosen in followed(pair, prepared, Sampling(), 6)]
-    assert all(len(tokens) > 0 for chosen in seen for tokens in chosen)
-
-
 # ----------------------------------------------------------------------------------------------------- what is refused
 
 
@@ -729,14 +536,10 @@ def test_empty_clusters_are_passed_over(pair: LoadedPair) -> None:
     ("document", "says"),
     [
         ({"shortlist": FREQUENT | {"size": 0}}, "shortlist.size: Input should be greater than or equal to 1 (given: 0)"),
-        ({"shortlist": BY_POSITION | {"k_max": 0}}, "shortlist.k_max: Input should be greater than or equal to 1 (given: 0)"),
-        ({"shortlist": by_router("near", 3, 2, 0)}, "shortlist.k_min: Input should be greater than or equal to 1 (given: 0)"),
         ({"shortlist": by_router("near", 3, 4)}, "k0 3 >= k1 4 >= k_min 1 does not hold"),
         ({"shortlist": by_router("near", 3, 2, 3)}, "k0 3 >= k1 2 >= k_min 3 does not hold"),
         ({"shortlist": FREQUENT | {"sise": 5}}, "unknown key 'shortlist.sise'; did you mean 'size'"),
         ({"shortlist": {"kind": "frequencies"}}, "shortlist.kind must be one of: full, frequency, position_frequency, clusters"),
-        ({"shortlist": {"kind": "frequency"}}, "shortlist.artifact: Field required"),
-        ({"shortlists": {}}, "unknown key 'shortlists'; did you mean 'shortlist'"),
         ({"draft": "ngram", "shortlist": FREQUENT}, 'draft "ngram" has none; use another draft'),
         ({"draft": "none", "window": {"kind": "fixed", "gamma": 0}, "shortlist": FREQUENT}, 'draft "none" has none'),
     ],

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spectune.runtime.policies.document import parse_policy
-from spectune.runtime.policies.stops import NEVER, CompiledStop, compile_stop, should_stop
+from spectune.runtime.policies.stops import CompiledStop, compile_stop, should_stop
 from spectune.traces.schema import NAT_CODE_MAX, NAT_SCALE
 
 
@@ -52,34 +52,12 @@ def test_entropy_stops_when_adaedls_bound_falls_below(threshold: float, scale: f
         assert triggered == (1 - math.sqrt(scale * entropy) < threshold)
 
 
-@pytest.mark.parametrize("kind", ["max_prob", "joint_prob", "entropy"])
-def test_threshold_0_never_stops_and_1_stops_at_any_doubt(kind: str) -> None:
-    never, always = stop(kind, threshold=0.0), stop(kind, threshold=1.0)
-    assert not triggers(never, NAT_CODE_MAX, 64 * NAT_CODE_MAX, NAT_CODE_MAX)
-    assert triggers(always, 1, 1, 1)
-    assert not triggers(always, 0, 0, 0)
-
-
 def test_a_limit_reached_exactly_does_not_stop() -> None:
     """q equal to a threshold that falls on a code: e^-1 is code 256."""
     compiled = stop("max_prob", threshold=math.exp(-1))
     assert compiled.max_logp_code == NAT_SCALE
     assert not triggers(compiled, NAT_SCALE, 0, 0)
     assert triggers(compiled, NAT_SCALE + 1, 0, 0)
-
-
-def test_no_stop_has_no_limits_and_keep_last_passes_through() -> None:
-    none = stop("none")
-    assert (none.max_logp_code, none.max_joint_code, none.max_entropy_code, none.keep_last) == (NEVER, NEVER, NEVER, True)
-    assert not triggers(none, NAT_CODE_MAX, 64 * NAT_CODE_MAX, NAT_CODE_MAX)
-    assert stop("max_prob").keep_last
-    assert not stop("max_prob", keep_last=False).keep_last
-
-
-def test_a_higher_threshold_never_stops_later() -> None:
-    for kind, limit in (("max_prob", "max_logp_code"), ("joint_prob", "max_joint_code"), ("entropy", "max_entropy_code")):
-        limits = [getattr(stop(kind, threshold=t), limit) for t in np.linspace(0, 1, 101).tolist()]
-        assert limits == sorted(limits, reverse=True)
 
 
 @pytest.mark.parametrize("kind", ["none", "max_prob", "joint_prob", "entropy"])

@@ -20,8 +20,8 @@ from spectune.runtime.sampling import Noise
 from spectune.runtime.trees import near_ties as near_tie_trees
 from spectune.runtime.trees.device import DeviceGrowing
 from spectune.runtime.trees.draft import GrownTree, ModelDistributions, TreeContext, grow
-from spectune.runtime.trees.grow import INFINITE, DistributionRows, Growing, Tree, TreeRule
-from spectune.runtime.trees.near_ties import OpenCodes, undecided_nodes
+from spectune.runtime.trees.grow import INFINITE, DistributionRows, Tree, TreeRule
+from spectune.runtime.trees.near_ties import OpenCodes
 from spectune.traces.schema import TREE_CODE_MAX, Sampling
 
 CPU = torch.device("cpu")
@@ -295,65 +295,3 @@ def test_settling_less_would_be_seen(
     found = Grown(kind, stop)
     found.run(600, until_differing=True)
     assert found.differing > 0
-
-
-def rows_of(logp: list[list[int]], marks: list[list[int]], law: list[int]) -> DistributionRows:
-    n, k = np.shape(logp)
-    tokens = torch.arange(n * k).view(n, k)
-    entropy = torch.full((n,), 16)
-    codes = torch.tensor(logp)
-    return DistributionRows(
-        tokens,
-        codes,
-        codes - codes[:, :1],
-        entropy,
-        entropy,
-        torch.full((n,), k),
-        torch.tensor(marks, dtype=torch.bool),
-        torch.tensor(law, dtype=torch.bool),
-    )
-
-
-def doubtful(rule: TreeRule, *rows: DistributionRows) -> list[tuple[int, int]]:
-    """What is to be settled once these levels have grown."""
-    growing = Growing(rule, len(rows))
-    for one in rows:
-        growing.add(one)
-    return undecided_nodes(rule, growing.tree, rows, perturbed=False, filtered=False, reads_phi=rule.stratified)
-
-
-def test_what_is_settled_by_hand() -> None:
-    """One law and a child at a time."""
-    far, near = rows_of([[1, 20, 40]], [[0, 0, 1]], [0]), rows_of([[1, 20, 20]], [[0, 0, 1]], [0])
-    plain = TreeRule(3, 1, top_n=1)
-    assert doubtful(plain, near) == []
-    assert doubtful(TreeRule(3, 2, top_n=2), far) == []
-    assert doubtful(TreeRule(3, 2, top_n=2), near) == [(0, 0)]
-    assert (
-        doubtful(TreeRule(3, 2, top_n=2), rows_of([[1, 20, 21]], [[0, 0, 1]], [0])) == []
-    )  # at equal cost the earlier child is first
-    table = confidences(1)
-    assert doubtful(TreeRule(3, 3, confidence=table, beta_code=30000), far) == []
-    assert doubtful(TreeRule(3, 3, confidence=table, beta_code=1), far) == [(0, 0)]
-    # An entropy on its border matters where one unit changes a confidence that may pass.
-    open_law = rows_of([[1, 20, 40]], [[0, 0, 0]], [1])
-    at = [int(table[0, e, 1]) for e in (15, 16, 17)]
-    assert doubtful(TreeRule(3, 3, confidence=table, beta_code=max(at)), open_law) == []
-    assert doubtful(TreeRule(3, 3, confidence=table, beta_code=at[1] - 1), open_law) == [(0, 0)]
-    # A static tree reads ranks: a code on its border is nothing to it, a neighbour that ties is.
-    _, levels = static_levels([(0,), (1,), (2,), (0, 0)])
-    static = TreeRule(3, 1, static=levels)
-    assert doubtful(static, rows_of([[1, 20, 40]], [[1, 1, 0]], [1])) == []
-    assert doubtful(static, rows_of([[1, 20, 21]], [[0, 1, 1]], [0])) == [(0, 0)]
-    # Its stop by joint probability reads the codes above, others do not.
-    below = rows_of([[3, 20, 40]], [[0, 0, 0]], [0])
-    above = rows_of([[5, 20, 40]], [[1, 0, 0]], [0])
-    limits = {"reads_stop": True, "max_logp": INFINITE, "max_joint": INFINITE, "max_entropy": INFINITE}
-    for name, expected in (("max_joint", [(0, 0)]), ("max_logp", []), ("max_entropy", [])):
-        assert doubtful(TreeRule(3, 1, static=levels, **{**limits, name: 8}), above, below) == expected
-    # Phi reads the entropies on the path of the most confident child alone.
-    strata = TreeRule(2, 2, top_n=4, kept=(2,), thresholds=(40,), alpha=1)
-    first, second = rows_of([[1, 9]], [[0, 0]], [1]), rows_of([[2, 30], [5, 30]], [[0, 0], [0, 0]], [0, 1])
-    assert doubtful(strata, first, second) == [(0, 0)]
-    first, second = rows_of([[1, 9]], [[0, 0]], [0]), rows_of([[6, 30], [5, 30]], [[0, 0], [0, 0]], [0, 1])
-    assert doubtful(strata, first, second) == [(1, 1)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,23 +12,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from doors import Door, one_object, write_workload
 from rich.console import Console
 from trace_values import a_trajectory
 
 from spectune.db import open_database
-from spectune.optimizer.fit.recorded_trees import child_probabilities
-from spectune.optimizer.report.drawn_trees import LINES, chosen_nodes, tree_json, tree_view
-from spectune.optimizer.report.page import page, ticks
+from spectune.optimizer.report.drawn_trees import LINES, chosen_nodes, tree_view
+from spectune.optimizer.report.page import page
 from spectune.optimizer.report.trees import (
     SHARES,
     Starts,
     Stored,
     TreeReport,
     TreeShape,
-    bin_lines,
-    family,
     heat,
     phi_grid,
     rank_profile,
@@ -41,16 +36,15 @@ from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.tree_tables import ABSENT, GrowthTable
 from spectune.runtime.decoder import Decoder
-from spectune.runtime.loading import load_pair
+from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import Round, StaticSource
-from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.artifacts import Fitted
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.recording.trees import record_tree_panorama
 from spectune.runtime.trees.draft import GrownTree, Pruned
-from spectune.traces.errors import PolicyError, TraceError
-from spectune.traces.schema import NO_BIN, Request, Sampling, Step, TreePanorama
+from spectune.traces.errors import PolicyError
+from spectune.traces.schema import Request, Sampling, Step, TreePanorama
 from spectune.traces.store import TraceStore
 
 FIGURES = (
@@ -89,24 +83,6 @@ def test_the_rank_is_that_of_the_deepest_accepted_node() -> None:
     assert profile.quartiles == (4, 5, 10)
 
 
-def test_no_starts_are_a_profile_too() -> None:
-    empty = np.zeros(0, np.int64)
-    starts = Starts(empty, empty, empty)
-    profile = rank_profile(starts, 4)
-    assert (profile.starts, profile.count, profile.quartiles) == (0, (0,) * 5, (0, 0, 0))
-    assert bin_lines(starts, 3, [5], 3, "x").mean_tcr == (None, None)
-    assert phi_grid(starts, 4).count == ((0,),) * 4
-
-
-def test_probabilities_come_back_from_codes() -> None:
-    q = np.array([[0.97, 0.02, 0.005], [0.5, 0.3, 0.1], [0.999, 0.0005, 0.0001], [0.6, 0.2, 0.0]])
-    codes = np.minimum(255, np.floor(-16 * np.log(np.maximum(q, 1e-12)))).astype(np.uint8)
-    got = child_probabilities(codes, np.array([3, 3, 3, 2], np.uint8))
-    np.testing.assert_allclose(got, q, rtol=0.033, atol=1e-6)
-    assert got[3, 2] == 0.0
-    assert (np.abs(got[[0, 2], 0] - q[[0, 2], 0]) < 0.006).all()  # a code of 0 alone would leave 0.94 to 1
-
-
 def roots_only(entropy: list[int], logp: list[list[int]], slots: list[int]) -> TreePanorama:
     """A panorama of nothing but a text's own prefixes."""
     n, width = len(entropy) + 1, len(logp[0])
@@ -140,36 +116,12 @@ def test_heat_maps_of_known_laws() -> None:
     assert found.difference[1] == (None, None)
 
 
-def test_bins_are_drawn_where_decoding_puts_them() -> None:
-    phi = np.array([10, 20, 21, 40, 41, 99])
-    starts = Starts(np.array([1, 3, 5, 7, 9, 0]), np.array([1, 1, 1, 1, 1, 0]), phi)
-    lines = bin_lines(starts, 6, [10, 20], 3, "abc")  # fitted over 3 laws, drawn over 6
-    assert lines.thresholds == (20 / 16, 40 / 16)
-    assert lines.starts == (2, 2, 1)
-    assert lines.mean_tcr == (2.0, 6.0, 9.0)
-    grid = phi_grid(starts, 10, columns=5, rows=5)
-    assert (grid.width, grid.height) == (9 / 16, 2)
-    assert sum(map(sum, grid.count)) == 5
-    assert grid.count[0][10 // 9] == 1
-    assert grid.count[4][41 // 9] == 1
-
-
-def test_ticks_are_round_and_inside() -> None:
-    for low, high in ((0.0, 1.0), (0.3, 0.9), (1.0, 60.0), (0.0, 1e-3), (0.0, 12345.0), (2.0, 2.0)):
-        found = ticks(low, high)
-        assert 0 < len(found) <= 12
-        assert all(low - 1e-9 <= t <= max(high, low) + 1e-9 for t in found)
-
-
 # --- a recorded pair
 
 
 @pytest.fixture(scope="module")
-def trace(tiny_pair: Path) -> Iterator[ReplayTrace]:
+def trace(pair: LoadedPair) -> ReplayTrace:
     """Four texts of the tiny pair, greedy and sampled, with trees of draft ``near``."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    pair = load_pair(read_pair(str(tiny_pair)), device="cpu")
     decoder = Decoder(pair, StaticSource(prepare(Policy(), pair.draft_names)))
     texts, trees = [], []
     for i, prompt in enumerate(("def add(a, b):", "The quick brown", "for i in", "Ann buys 4 apples")):
@@ -177,8 +129,7 @@ def trace(tiny_pair: Path) -> Iterator[ReplayTrace]:
         sampling = Sampling() if i < 2 else Sampling(temperature=0.8, seed=i)
         texts.append(decoder.decode(decoder.request(item, pair.encode(prompt), sampling, 24), item.category).trajectory)
         trees.append(record_tree_panorama(pair, texts[-1], "near", 4, 4))
-    yield ReplayTrace(texts, {}, trees={("near", "coupled"): trees})
-    torch.set_num_threads(threads)
+    return ReplayTrace(texts, {}, trees={("near", "coupled"): trees})
 
 
 @pytest.fixture(scope="module")
@@ -244,17 +195,6 @@ def test_ranks_agree_with_the_rounds_of_a_replay(trace: ReplayTrace, report: Tre
     assert report.ranks.starts == int((limit >= 4).sum())
     assert sum(report.ranks.count) == report.ranks.starts
     assert sum(report.bins.starts) == report.ranks.starts - report.ranks.count[0]
-
-
-def test_families() -> None:
-    def of(**document: Any) -> str:
-        return family(parse_policy({"draft": "small", **document}))
-
-    assert of() == of(growth={"kind": "top_k", "width": 1}) == "chain"
-    assert of(growth={"kind": "top_k"}) == "EAGLE-2"
-    assert of(growth={"kind": "top_k"}, stratify={"artifact": "x"}) == "HeteroSpec"
-    assert of(growth={"kind": "classifier", "artifact": "x"}) == "C2T"
-    assert of(growth={"kind": "static", "paths": [[0]]}) == "static"
 
 
 # --- the page
@@ -376,25 +316,6 @@ def drawn(view: Any, **how: Any) -> str:
     return out.getvalue()
 
 
-def test_a_tree_is_drawn_with_its_accepted_path() -> None:
-    text = drawn(tree_view(3, a_round(), "root\n", lambda token: f"t{token}"))
-    assert text.splitlines() == [
-        "round 3: 6 nodes verified of 9 grown, depth 2, 2 accepted",
-        '"root\\n"',
-        '├── "t10"',
-        '│   └── "t20"',
-        '├── "t11"',
-        '│   ├── "t21"',
-        '│   │   └── "t99"',
-        '│   └── "t22"',
-        '└── "t12"',
-    ]
-    coloured = drawn(tree_view(3, a_round(), "root", str), force_terminal=True, color_system="standard", no_color=False)
-    assert '\x1b[32m"11"' in coloured
-    assert '\x1b[1;33m"99"' in coloured
-    assert '\x1b[2m"10"' in coloured
-
-
 def with_pruned() -> Round:
     """The same round: of the root's two children more, one of the first node, and one of the second with a child of its own."""
     round_ = a_round()
@@ -428,29 +349,6 @@ def test_what_was_not_verified_is_drawn_too() -> None:
 
 
 def test_what_was_not_verified_is_cut_and_counted() -> None:
-    text = drawn(tree_view(3, with_pruned(), "root", lambda token: f"t{token}", lines=3))
-    assert text.splitlines() == [
-        "round 3: 6 nodes verified of 11 drafted, depth 2, 2 accepted",
-        '"root"',
-        '├── "t10"',
-        '│   └── "t23" not verified',
-        '├── "t11"',
-        '│   ├── "t21"',
-        '│   │   └── "t99"',
-        '│   └── + 2 more not verified',
-        '├── "t13" not verified',
-        '├── "t14" not verified',
-        "└── … 3 more verified",
-    ]
-    none = a_round()
-    assert none.tree is not None
-    wide = replace(none.tree, pruned=Pruned(list(range(40, 50)), [-1] * 10, [1] * 10))
-    assert drawn(tree_view(3, replace(none, tree=wide), "root", lambda token: f"t{token}")).splitlines()[-4:] == [
-        '├── "t40" not verified',
-        '├── "t41" not verified',
-        '├── "t42" not verified',
-        "└── + 7 more not verified",
-    ]
     rng = np.random.default_rng(0)
     for _ in range(50):  # every node is drawn or counted, once
         n, more = int(rng.integers(1, 30)), int(rng.integers(0, 60))
@@ -482,25 +380,6 @@ def test_a_large_tree_is_cut_but_never_its_path() -> None:
         assert len(shown) == min(8, n)
         assert set(path[:8]) <= set(shown)
         assert all(parents[i] == -1 or parents[i] in shown for i in shown)
-
-
-def test_a_round_as_arrays() -> None:
-    found = tree_json(a_round())
-    assert found == {
-        "start": 5,
-        "tokens": [10, 11, 12, 20, 21, 22],
-        "parents": [-1, -1, -1, 0, 1, 1],
-        "depths": [1, 1, 1, 2, 2, 2],
-        "path": [1, 4],
-        "emitted": [11, 21, 99],
-        "grown": 9,
-        "bin": None,
-        "pruned": None,
-    }
-    pruned = {"tokens": [13, 14, 23, 24, 30], "parents": [-1, -1, 0, 1, 9], "depths": [1, 1, 2, 2, 3]}
-    assert tree_json(with_pruned()) == {**found, "pruned": pruned}
-    assert tree_json(replace(a_round(), tree=None)) is None
-    assert a_round().step.bin == NO_BIN
 
 
 # --- the commands
@@ -579,11 +458,6 @@ def test_the_report_finds_what_was_fitted_and_tried(door: Door, recorded: tuple[
     assert "HeteroSpec" in {p["family"] for p in made["points"]}
 
 
-def test_a_report_needs_trees_in_memory_too(trace: ReplayTrace) -> None:
-    with pytest.raises(TraceError, match="has no trees"):
-        tree_report(trace, TreeShape("far", 2, 2, 4))
-
-
 def test_generate_draws_trees(door: Door, recorded: tuple[str, str]) -> None:
     common = ("generate", "def add(", "--pair", door.pair, "--policy", TOP_K, "--max-new-tokens", 16)
     made = door.json(*common)
@@ -611,42 +485,3 @@ def test_generate_draws_trees(door: Door, recorded: tuple[str, str]) -> None:
     )
     assert "trees" not in one_object(chain.stdout)
     assert "nodes verified" not in chain.stderr
-
-
-def test_generate_says_what_was_drafted_and_not_verified(door: Door, recorded: tuple[str, str]) -> None:
-    """Verified and not verified nodes together are those that the same policy verifies where nothing is selected."""
-
-    def nodes(tree: Any) -> tuple[set[tuple[int, ...]], set[tuple[int, ...]]]:
-        paths: list[tuple[int, ...]] = []
-        for name in ("tokens", "parents", "depths"):
-            assert len(tree["pruned"][name]) == len(tree["pruned"]["tokens"])
-        for part in (tree, tree["pruned"]):
-            for token, parent, depth in zip(part["tokens"], part["parents"], part["depths"], strict=True):
-                paths.append((*(paths[parent] if parent >= 0 else ()), token))
-                assert len(paths[-1]) == depth
-        assert len(set(paths)) == len(paths)
-        kept = len(tree["tokens"])
-        return set(paths[:kept]), set(paths[kept:])
-
-    policy = json.loads(TOP_K)
-    common = ("generate", "def add(", "--pair", door.pair, "--max-new-tokens", 16, "--no-compare", "--policy")
-    some = door.json(*common, json.dumps({**policy, "select": {"top_n": 5}}))
-    every = door.json(*common, json.dumps({**policy, "select": {"top_n": 256}}))
-    assert some["token_ids"] == every["token_ids"]
-    whole = {tree["start"]: nodes(tree) for tree in every["trees"] if tree is not None}
-    assert not any(pruned for _, pruned in whole.values())
-    same = 0
-    for tree in some["trees"]:
-        if tree is not None and tree["start"] in whole:
-            kept, pruned = nodes(tree)
-            assert len(kept) == min(5, len(kept | pruned))
-            if 16 - tree["start"] > 3:  # the budget does not clip the depth
-                assert len(pruned) == 3 + 9 + 9 - 5
-            assert kept | pruned == whole[tree["start"]][0]
-            same += 1
-    assert same
-    shown = door.call(*common, json.dumps({**policy, "select": {"top_n": 5}}), "--show-trees")
-    heads = re.findall(r"^round \d+: (\d+) nodes verified of (\d+) drafted", shown.stdout, re.MULTILINE)
-    grown = [tree for tree in some["trees"] if tree is not None]
-    assert heads == [(str(len(t["tokens"])), str(len(t["tokens"]) + len(t["pruned"]["tokens"]))) for t in grown]
-    assert " not verified" in shown.stdout
