@@ -17,12 +17,11 @@ import pytest
 import sqlalchemy as sa
 import torch
 from click.testing import CliRunner
-from doors import CLI, ROOT, Door, lines, write_workload
+from doors import ROOT, Door, write_workload
 from pairs import tiny_model, tokenizer
 from sqlalchemy.pool import Pool
 
 from spectune.cli import main
-from spectune.optimizer.commands.outputs import write_rounds
 
 FIXED = '{"draft": "near", "window": {"kind": "fixed", "gamma": 3}}'
 ANALYTIC = '{"draft": "near", "window": {"kind": "analytic", "gamma_max": 4}}'
@@ -89,16 +88,12 @@ def test_malformed_json_names_file_and_line(door: Door, command: str) -> None:
     ("text", "says"),
     [
         (b'{"turns": ["x"]}', "bad.jsonl:1: key 'id' is missing"),
-        (b'{"id": "a"}', "bad.jsonl:1: key 'turns' is missing"),
         (b'{"id": "a", "turns": []}', "bad.jsonl:1: 'turns' must be a list of at least one string"),
-        (b'{"id": "a", "turns": "x"}', "'turns' must be a list"),
         (b'{"id": "a", "turns": [" "]}', "bad.jsonl:1: turn 0 is empty"),
-        (b'{"id": null, "turns": ["x"]}', "'id' must be a string"),
         (b'["a", "x"]', "bad.jsonl:1: expected an object"),
         (b'{"id": "a", "turns": ["x"]}\n{"id": "a", "turns": ["y"]}', "bad.jsonl:2: the id 'a' was used at bad.jsonl:1"),
         (b'{"id": "a", "turns": ["\\ud800"]}', "bad.jsonl:1: half of a surrogate pair"),
         (b"", "the workload is empty"),
-        (b"\n \n", "the workload is empty"),
         (b"\xff\xfe", "not UTF-8"),
         (b"[" * 100_000, "bad.jsonl:1: not JSON"),
     ],
@@ -267,20 +262,14 @@ def test_code_of_a_tokenizer_is_neither_run_nor_asked_for(door: Door, broken: Ca
         ("num_hidden_layers", 10**9, "config.json: num_hidden_layers is 1000000000; a model has 0 to 10000 layers"),
         ("num_hidden_layers", 9000, "larger than the weights beside it"),
         ("num_hidden_layers", 3, "lack model.layers.2."),
-        ("num_hidden_layers", -1, "config.json: num_hidden_layers is -1"),
         ("text_config", {"n_layers": -1}, "config.json: n_layers is -1"),
         ("moe_layer_end_index", 10**9, "config.json: moe_layer_end_index is 1000000000"),
         ("num_hidden_layers", "many", "target: cannot load"),
         ("vocab_size", 10**12, "larger than the weights beside it"),
         ("hidden_size", 10**9, "target: cannot load"),
-        ("intermediate_size", 10**12, "larger than the weights beside it"),
         ("head_dim", 10**9, "larger than the weights beside it"),
-        ("num_attention_heads", 0, "target: cannot load"),
-        ("num_attention_heads", 7, "target: cannot load"),
         ("num_attention_heads", 16, "target: cannot load"),
-        ("num_key_value_heads", 3, "target: cannot load"),
         ("rope_parameters", [], "target: cannot load"),
-        ("rms_norm_eps", "small", "target: cannot load"),
         ("hidden_act", "nothing", "target: cannot load"),
         ("eos_token_id", {"a": 1}, "target: "),
     ],
@@ -302,14 +291,6 @@ def test_a_layer_may_be_counted_from_the_last(door: Door, broken: Callable[[str]
     indices = {"moe_layer_end_index": -1, "vision_feature_layer": -2, "vision_config": {"feature_layer": -1}}
     config.write_text(json.dumps(json.loads(config.read_text()) | indices))
     assert door.json("run", "--pair", folder, "--workload", "good.jsonl", "--max-new-tokens", 2, "--no-store")["requests"] > 0
-
-
-@pytest.mark.parametrize(("name", "text"), [("target/config.json", "[" * 100_000), ("far/config.json", "{}"), ("pair.json", "[" * 100_000)])
-def test_configurations_that_are_none(door: Door, broken: Callable[[str], Path], name: str, text: str) -> None:
-    folder = broken("pair")
-    (folder / name).write_text(text)
-    line = refused(door, "run", "--pair", folder, "--workload", "good.jsonl")
-    assert Path(name).name in line or "far: cannot load" in line
 
 
 def test_an_adapter_beside_a_model(door: Door, broken: Callable[[str], Path]) -> None:
@@ -347,12 +328,7 @@ def test_a_chat_template_that_fails(door: Door, broken: Callable[[str], Path]) -
     ("policy", "says"),
     [
         ('{"draft": "near", "windw": {"kind": "fixed"}}', "unknown key 'windw'; did you mean 'window'?"),
-        ('{"draft": "near", "window": {"kind": "fixed", "gama": 3}}', "unknown key 'window.gama'; did you mean 'gamma'?"),
-        ('{"draft": "near", "stop": {"kind": "entropy", "treshold": 1}}', "did you mean 'threshold'?"),
         ('{"draft": "near", "window": {"kind": "fixed", "gamma": 65}}', "window.gamma: Input should be less than or equal to 64"),
-        ('{"draft": "near", "window": {"kind": "fixed", "gamma": -1}}', "(given: -1)"),
-        ('{"draft": "near", "window": {"kind": "fsm", "gamma_max": 100}}', "window.gamma_max"),
-        ('{"draft": "near", "window": {"kind": "fixd"}}', "window.kind must be one of: fixed, analytic"),
         ('{"window": {"kind": "fixed", "gamma": 3}}', 'add "draft"'),
         ('{"draft": "near", "window": {"gamma": NaN, "kind": "fixed"}}', "window.gamma"),
         ('{"draft": "near"', "--policy: not JSON"),
@@ -384,24 +360,6 @@ def test_policy_files_are_named(door: Door) -> None:
     assert "vllm cannot express" in refused(door, "policies", "export", stop, "--for", "vllm", "--pair", door.pair)
 
 
-def test_a_stop_that_the_rejection_verifier_cannot_make_lossless(door: Door) -> None:
-    policy = '{"draft": "near", "stop": {"kind": "max_prob", "keep_last": false}}'
-    hot = ("--verifier", "rejection", "--temperature", 1, "--policy", policy, "--pair", door.pair)
-    found = door.call("generate", "x", *hot)
-    assert found.exit_code == 2
-    assert "the rejection verifier cannot make lossless" in found.stderr
-    assert "Traceback" not in found.stderr
-
-
-def test_a_window_longer_than_the_panorama(door: Door) -> None:
-    policy = '{"draft": "near", "window": {"kind": "fixed", "gamma": 9}, "stop": {"kind": "max_prob"}}'
-    found = door.call("simulate", "--policy", policy, "--json")
-    assert found.exit_code == 2
-    assert found.stdout == ""
-    assert "error: policy drafts up to 9 tokens" in found.stderr
-    assert "chains of 4" in found.stderr
-
-
 # ---------------------------------------------------------------------------------------------------------- the store
 
 
@@ -420,12 +378,6 @@ def test_a_recording_of_another_pair(door: Door, broken: Callable[[str], Path]) 
     folder = broken("pair")
     Path("pair/pair.json").write_text(json.dumps({"name": "other", "target": "near", "drafts": {"far": "far"}}))
     assert "was made with pair" in refused(door, "tune", "--pair", folder, "--recording", "latest")
-
-
-def test_a_window_that_needs_costs_says_profile(door: Door) -> None:
-    found = door.call("simulate", "--policy", ANALYTIC)
-    assert found.exit_code == 2
-    assert "run `profile`" in found.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("command", ["record", "simulate", "traces list", "schedule list", "db check", "db upgrade"])
@@ -460,18 +412,6 @@ def test_reading_makes_no_database(door: Door, command: str) -> None:
     assert not Path("new.db").exists()
 
 
-def test_a_database_of_a_newer_schema(door: Door) -> None:
-    connection = sqlite3.connect("spectune.db")
-    connection.execute("UPDATE spectune_schema SET version_num = '9999'")
-    connection.commit()
-    connection.close()
-    for arguments in (("traces", "list"), ("record", "--pair", door.pair, "--workload", "good.jsonl"), ("db", "upgrade")):
-        assert "schema 9999, newer than this program's" in refused(door, *arguments)
-    checked = door.call("db", "check")
-    assert checked.exit_code == 1
-    assert "9999" in checked.stdout
-
-
 def test_a_damaged_chunk_is_named_and_the_others_are_usable(door: Door) -> None:
     whole = door.json("simulate", "--policy", FIXED)
     connection = sqlite3.connect("spectune.db")
@@ -499,15 +439,11 @@ def test_a_damaged_chunk_is_named_and_the_others_are_usable(door: Door) -> None:
 def test_durations_and_schedules(door: Door) -> None:
     pair = ("--pair", door.pair, "--workload", "good.jsonl")
     assert "'soon' is not a duration; write for example 30m" in refused(door, "tune", *pair, "--budget", "soon")
-    assert "'0s' must be more than 0" in refused(door, "tune", *pair, "--budget", "0s")
     add = ("schedule", "add", "nightly", *pair)
     assert "'often' is not a duration" in refused(door, *add, "--every", "often")
     assert "must have five fields" in refused(door, *add, "--cron", "0 3 * *")
-    assert "bad minute" in refused(door, *add, "--cron", "61 3 * * *")
     assert "did you mean Europe/Berlin?" in refused(door, *add, "--cron", "0 3 * * *", "--tz", "Europe/Berln")
-    assert "give either a cron expression" in refused(door, *add)
     assert "is not a duration" in refused(door, *add, "--every", "6h", "--budget", "x")
-    assert "is not a duration" in refused(door, *add, "--every", "6h", "--recorded", "x")
     assert "trees of 15392 candidates" in refused(door, *add, "--every", "6h", "--tree-width", 32, "--tree-depth", 16)
     assert "cannot name a schedule" in refused(door, "schedule", "add", "a b", *pair, "--every", "6h")
     assert "no such file" in refused(door, "schedule", "add", "n", "--pair", door.pair, "--workload", "no.jsonl", "--every", "6h")
@@ -521,18 +457,6 @@ def test_results_that_cannot_be_written_are_told_before_the_work(door: Door, opt
     assert f"{option} no/where.jsonl: there is no folder" in refused(door, *work, option, "no/where.jsonl")
     if option == "--per-round":
         assert "there is no folder" in refused(door, "simulate", "--policy", FIXED, option, "no/where.jsonl")
-
-
-def test_a_result_file_is_whole_or_as_it_was(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stops() -> Iterator[dict[str, Any]]:
-        yield {"a": 1}
-        raise OSError(28, "No space left on device")
-
-    Path("out.jsonl").write_text('{"old": 1}\n')
-    with pytest.raises(Exception, match=r"out\.jsonl: cannot be written \(No space left on device\)"):
-        write_rounds("out.jsonl", stops())
-    assert lines(Path("out.jsonl")) == [{"old": 1}]
-    assert not list(Path().glob(".out*"))
 
 
 def test_files_that_are_in_the_way_or_missing(door: Door) -> None:
@@ -549,14 +473,9 @@ def test_files_that_are_in_the_way_or_missing(door: Door) -> None:
         (["tun"], "No such command 'tun'"),
         (["tune", "--bugdet", "1m"], "No such option"),
         (["run", "--limit", "0"], "'--limit'"),
-        (["run", "--temperature", "-1"], "'--temperature'"),
-        (["run", "--top-p", "0"], "'--top-p'"),
-        (["run", "--verifier", "fancy"], "'coupled', 'rejection'"),
         (["simulate"], "Missing option '--policy'"),
-        (["profile", "--contexts", "a,b"], "whole numbers separated by commas"),
         (["profile", "--contexts", "0"], "--contexts"),
         (["traces", "stats", "--by", "colour"], "one of draft, category, recording"),
-        (["generate"], "Missing argument 'PROMPT'"),
     ],
 )
 def test_usage_errors_point_to_the_help(door: Door, arguments: list[str], says: str) -> None:
@@ -571,16 +490,10 @@ def test_usage_errors_point_to_the_help(door: Door, arguments: list[str], says: 
 def test_real_processes_print_one_line(door: Door, tmp_path: Path) -> None:
     """The same through the operating system: no line of torch's, transformers' or Python's own beside ours."""
     Path("long.jsonl").write_text(json.dumps({"id": "long", "turns": ["many words " * 300]}) + "\n")
-    policy = ("--workload", "good.jsonl", "--policy", '{"draft": "third"}')
-    started = [
-        door.start("run", "--pair", door.pair, "--workload", "long.jsonl"),
-        door.start("run", "--pair", door.pair, *policy),
-    ]
-    for process, says in zip(started, ("exceed the context", "it has: far, near, ngram"), strict=True):
-        out, err = process.communicate(timeout=200)
-        assert (process.returncode, out, err.count("\n")) == (2, "", 1), err
-        assert err.startswith("error: ")
-        assert says in err
+    process = door.start("run", "--pair", door.pair, "--workload", "long.jsonl")
+    out, err = process.communicate(timeout=200)
+    assert (process.returncode, out, err.count("\n")) == (2, "", 1), err
+    assert err.startswith("error: request long")
 
 
 def test_a_second_interrupt_prints_one_line(door: Door, caplog: pytest.LogCaptureFixture) -> None:
@@ -645,8 +558,3 @@ def test_help_imports_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_the_door_is_a_script() -> None:
-    done = subprocess.run([*CLI, "--help"], capture_output=True, text=True, check=True)
-    assert "Start here:" in done.stdout

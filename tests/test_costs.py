@@ -26,7 +26,7 @@ from spectune.runtime.costs import (
     verification_terms,
     window_costs,
 )
-from spectune.runtime.policies.document import AUTOREGRESSIVE, parse_policy
+from spectune.runtime.policies.document import parse_policy
 from spectune.runtime.profiling import predicted_seconds
 from spectune.traces.cost_table import CostTable
 from spectune.traces.errors import PolicyError
@@ -137,11 +137,6 @@ def test_a_windows_costs_add_up_to_rounds(policy: dict[str, object], sampled: bo
     expected = predicted_seconds(PROFILE, [r])[0, 2]
     assert gamma * costs.draft_step_s + costs.verify_s[gamma] == pytest.approx(expected, rel=5e-3)  # the context is its bucket's middle
     assert len(costs.verify_s) == gamma + 1
-
-
-def test_a_policy_that_drafts_nothing_has_one_round() -> None:
-    costs = window_costs(PROFILE, AUTOREGRESSIVE)
-    assert costs.verify_s == (pytest.approx(float(PROFILE.seconds("target", rows=1, context=PROFILE.usual_context)) + 1e-4),)
 
 
 def test_json_round_trip() -> None:

@@ -6,12 +6,10 @@ import json
 import multiprocessing
 import os
 import resource
-import secrets
 import signal
 import sqlite3
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -130,28 +128,18 @@ def test_a_check_tells_no_password(postgresql_url: str) -> None:
     ("text", "message"),
     [
         ("postgresql:/u:hunter2@h/d", "not understood"),
-        ("postgresql:u:hunter2@h/d", "not understood"),
         ("postgres:hunter2@h/d", "not understood"),
-        ("tuner:hunter2@h/d", "not understood"),
         ("u:hunter2@h/d", "not understood"),
-        ("//u:hunter2@h/d", "not understood"),
         ('"postgresql://u:hunter2@h/d"', "not understood"),
-        ("file:hunter2.db?mode=ro", "not understood"),
-        ("sqlite:hunter2.db", "not understood"),
-        ("sqlite:/hunter2.db", "not understood"),
         ("sqlite://hunter2.db", "not understood"),
         ("sqlite://u:hunter2@h/d", "not understood"),
         ("sqlite:///a.db?password=hunter2", "takes no options"),
-        ("psql://u:hunter2@h/d", "unknown kind of database 'psql'"),
         ("mysql://u:hunter2@h/d", "unknown kind of database 'mysql'"),
         ("postgresql://u:hunt@er2@h/d", "%40"),
         ("postgresql://u:hunt/er2@h/d", "%40"),
-        ("postgresql://u:hunt?er2@h/d", "%40"),
-        ("postgresql://u:hunt#er2@h/d", "%40"),
         ("postgresql://u:hunter2/d", "cannot read"),
         ("postgresql://u@h/d?pasword=hunter2", "unknown option 'pasword'"),
         ("", "empty"),
-        ("sqlite://", "in-memory"),
         ("sqlite:///:memory:", "in-memory"),
         ("postgresql://u@h:port/d", "cannot read"),
         ("postgresql://nobody@127.0.0.1:1/x", "cannot reach database postgresql"),
@@ -500,22 +488,6 @@ def test_writers_of_several_processes_take_turns(url: str) -> None:
         assert TraceStore(database).get_policy(COUNTER).label == "180"
 
 
-def test_threads_share_a_database(database: Database) -> None:
-    store = TraceStore(database)
-    store.put_policy(COUNTER, {}, "0")
-
-    def work(_: int) -> None:
-        for _ in range(50):
-            with database.write() as session:
-                row = session.get_one(PolicyRow, COUNTER, with_for_update=True)
-                row.label = str(int(row.label) + 1)
-            store.get_policy(COUNTER)
-
-    with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(work, range(4))) == [None] * 4
-    assert store.get_policy(COUNTER).label == "200"
-
-
 def test_a_nested_write_is_a_mistake_and_not_a_deadlock(tmp_path: Path) -> None:
     database = open_database(str(tmp_path / "a.db"))
     with database.write(), pytest.raises(RuntimeError, match="do not nest"), database.write():
@@ -581,24 +553,6 @@ def test_a_table_that_is_gone_is_said_and_may_come_back(database: Database) -> N
     assert TraceStore(database).list_policies() == ()
 
 
-def test_a_database_that_is_made_anew_is_waited_for(postgresql: Any) -> None:
-    name = f"t_{secrets.token_hex(6)}"
-    url = postgresql.create(name)
-    with open_database(url) as database:
-        store = TraceStore(database)
-        assert store.list_policies() == ()
-        postgresql.drop(name)
-        for _ in range(2):
-            with pytest.raises(UnavailableError, match=f'database "{name}" does not exist'):
-                store.list_policies()
-        postgresql.create(name, empty=True)
-        with pytest.raises(UnavailableError, match="has no table 'policy'"):
-            store.list_policies()
-        upgrade(url)
-        assert store.list_policies() == ()
-    postgresql.drop(name)
-
-
 def test_a_connection_cut_in_a_transaction_is_one_line(postgresql_url: str) -> None:
     upgrade(postgresql_url)
     with open_database(postgresql_url) as database, open_database(postgresql_url) as other:
@@ -639,16 +593,6 @@ def test_what_the_driver_refuses_is_one_line(database: Database) -> None:
             session.execute(sa.text(statement))
         assert "\n" not in str(caught.value)
         assert not isinstance(caught.value, UnavailableError)
-
-
-def test_text_that_is_not_unicode_is_one_line(tmp_path: Path) -> None:
-    with open_database(str(tmp_path / "a.db")) as database:
-        with database.write() as session:
-            session.execute(sa.text("INSERT INTO policy VALUES ('p', CAST(x'ff' AS TEXT), '{}', '2026-01-01 00:00:00')"))
-        with pytest.raises(DatabaseError, match="Could not decode") as caught:
-            TraceStore(database).list_policies()
-    assert "\n" not in str(caught.value)
-    assert not isinstance(caught.value, UnavailableError)
 
 
 def test_a_locked_file_is_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

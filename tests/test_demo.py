@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spectune.demo import PAIR_PATH, demo_workload
-from spectune.demo.card import posterior_gumbel
-from spectune.demo.corpus import END_OF_TEXT, code_documents, is_held_out, math_documents
-from spectune.demo.train import generate, stable_then_decay, train_tokenizer
+from spectune.demo.corpus import END_OF_TEXT, code_documents, is_held_out
 
 MODELS = ("target", "small", "medium")
 AWKWARD = (
@@ -49,16 +44,6 @@ def test_workload_has_unique_ids_and_texts(per_category: int) -> None:
     assert all(prompt["turns"][0] == prompt["turns"][0].rstrip() for prompt in workload)
 
 
-def test_workload_is_the_same_in_another_process_and_needs_no_torch() -> None:
-    script = (
-        "import json, sys; from spectune.demo import demo_workload; workload = demo_workload();"
-        "assert 'torch' not in sys.modules; print(json.dumps(workload))"
-    )
-    root = PAIR_PATH.parents[2]
-    output = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=True)
-    assert json.loads(output.stdout) == demo_workload()
-
-
 def test_prompts_do_not_stand_in_the_training_text() -> None:
     # With white space made one blank, a docstring is found within its module's source too; as bytes, found fast.
     text = b" ".join(b" ".join(document.text.encode().split()) for document in code_documents(held_out=False))
@@ -70,14 +55,6 @@ def test_held_out_share_is_near_six_percent_and_fixed() -> None:
     assert 0.05 < sum(map(is_held_out, keys)) / len(keys) < 0.07
     # Changing the rule would let prompts leak into the text the shipped pair was trained on.
     assert [is_held_out(key) for key in ("os.py", "random.py", "json/decoder.py")] == [True, True, False]
-
-
-def test_gsm8k_rows_are_rendered_without_calculator_marks(tmp_path: Path) -> None:
-    row = {"question": "How many?\u2028", "answer": "It is 48/2 = <<48/2=24>>24.\n#### 24"}
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
-    (document,) = math_documents(path)
-    assert document.text == "Question: How many?\nAnswer: It is 48/2 = 24.\n#### 24"
 
 
 def test_pair_is_small_enough_to_ship() -> None:
@@ -138,42 +115,3 @@ def test_drafts_agree_with_the_target_on_its_greedy_text() -> None:
                 hits[name] += int((choice == output[:, width:]).sum())
     assert hits["small"] / positions >= 0.4
     assert hits["medium"] > hits["small"]
-
-
-def test_own_text_at_temperature_0_is_what_transformers_generates() -> None:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        initializer_range=0.5, bos_token_id=None, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
-    prefix = torch.randint(1, 64, (3, 5))
-    ours = generate(model, prefix, 20, torch.zeros(3), torch.Generator().manual_seed(0))
-    theirs = model.generate(prefix, attention_mask=torch.ones_like(prefix), max_new_tokens=15, min_new_tokens=15, do_sample=False)
-    assert torch.equal(ours, theirs)
-
-
-def test_posterior_gumbel_is_gumbel_noise_that_chooses_the_token() -> None:
-    generator = torch.Generator().manual_seed(0)
-    law = torch.tensor([0.5, 0.3, 0.15, 0.05])
-    choice = torch.multinomial(law, 20_000, replacement=True, generator=generator)
-    log_distribution = law.log().expand(len(choice), -1)
-    noise = posterior_gumbel(log_distribution, choice, generator)
-    assert torch.equal((log_distribution + noise).argmax(-1), choice)
-    # Averaged over the choice, each coordinate is again a standard Gumbel: mean 0.5772, variance pi^2 / 6.
-    assert torch.allclose(noise.mean(0), torch.full((4,), 0.5772), atol=0.05)
-    assert torch.allclose(noise.var(0), torch.full((4,), 1.6449), atol=0.12)
-
-
-def test_schedule_warms_up_stays_and_ends_near_nothing() -> None:
-    factors = [stable_then_decay(step, 100, 10, 30) for step in range(100)]
-    assert factors[0] == pytest.approx(0.1)
-    assert factors[10:70] == [1.0] * 60
-    assert factors[69:] == sorted(factors[69:], reverse=True)
-    assert 0 < factors[-1] < 0.05
-
-
-def test_tokenizer_training_covers_every_byte() -> None:
-    tokenizer = train_tokenizer(list(code_documents(held_out=True)[:3]))
-    for text in AWKWARD:
-        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text

@@ -12,13 +12,11 @@ from pathlib import Path
 
 import pytest
 from doors import Door
-from rich.console import Console
 from trace_values import PAIR, a_trajectory
 
 from spectune.optimizer.commands.outputs import write_text
-from spectune.optimizer.report.tables import rows_table
 from spectune.runtime.pair import identity
-from spectune.traces.errors import PairError, SpectuneError, TraceError, WorkloadError
+from spectune.traces.errors import PairError, SpectuneError, WorkloadError
 from spectune.traces.files import why_not_writable
 from spectune.traces.schema import Sampling
 from spectune.traces.store import TraceStore
@@ -107,11 +105,6 @@ def test_names_that_no_file_can_have_are_one_line(door: Door) -> None:
         assert len(door.refused(*arguments)) < 600
 
 
-def test_an_export_to_a_name_that_no_file_can_have_is_one_line() -> None:
-    with pytest.raises(TraceError, match="cannot write"):
-        export_rows([], f"{LONG}.csv")
-
-
 def test_a_drafts_name_fits_its_column(door: Door) -> None:
     line = door.refused("policies", "show", "--target", "t", "--draft", f"{'d' * 129}=d")
     assert "a draft's name has 129 characters, more than 128" in line
@@ -197,15 +190,6 @@ def test_rows_steer_no_terminal(format: str) -> None:
     assert "č" in out.getvalue()
     if format == "json":
         assert json.loads(out.getvalue())[0]["request_id"] == f"č{ESCAPE}\u202e"
-
-
-def test_a_table_shows_its_cells_as_they_are() -> None:
-    out = io.StringIO()
-    console = Console(file=out, width=80, force_terminal=True, color_system=None)
-    console.print(rows_table([{"a": f"[/red]{ESCAPE}[bold] :smile:"}], ("a",), "[/x]"))
-    assert r"[/red]\x1b]\x07\x9b31m[bold] :smile:" in out.getvalue()
-    assert "[/x]" in out.getvalue()
-    assert not set("\x07\x9b") & set(out.getvalue())
 
 
 def test_commands_steer_no_terminal_and_take_no_markup(door: Door, tmp_path: Path) -> None:

@@ -91,14 +91,12 @@ def test_an_old_database_migrates_and_holds_what_it_held(old_url: str) -> None:
         policies = store.list_policies()
         assert [parse_policy(p.document).id for p in policies] == [p.id for p in policies]
         active = store.active_publication(PAIR, "cpu")
-        assert active is not None
         assert (active.version, active.supersedes, active.reason, active.document["draft"]) == (3, 2, "better", "near")
         assert store.get_publication(1).evidence["winner"]["label"] == "autoregressive"
         assert len(store.get_study("latest").trials) == 635
         run = store.get_run("latest")
         assert (run.outcome.total.rounds, sum(map(len, store.run_steps(run.id).values()))) == (72, 72)
         profile = store.latest_profile(PAIR, "cpu", "float32")
-        assert profile is not None
         assert profile.id == "prof-da4538"
     (schedule,) = door.json("schedule", "list")["schedules"]
     assert (schedule["name"], schedule["when"], schedule["parked"]) == ("nightly", "every 6h", None)

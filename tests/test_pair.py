@@ -14,7 +14,7 @@ from doors import Door, write_workload
 from pairs import make_pair
 from safetensors.torch import load_file, save_file
 
-from spectune.runtime.file_hashes import FileHashes, cache_file
+from spectune.runtime.file_hashes import FileHashes
 from spectune.runtime.loading import load_pair
 from spectune.runtime.pair import former_id, is_head, read_pair
 from spectune.traces.errors import PairError
@@ -245,33 +245,6 @@ def test_a_cache_that_cannot_be_written_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     known = hashes(tmp_path / "file" / "hashes.json")
     assert known.of(tmp_path / "file") == hashes(None).of(tmp_path / "file")
-
-
-def test_files_that_are_gone_are_forgotten(tmp_path: Path) -> None:
-    cache = tmp_path / "hashes.json"
-    for name in ("one", "two"):
-        (tmp_path / name).write_text(name)
-    hashes(cache).of(tmp_path / "one")
-    (tmp_path / "one").unlink()
-    hashes(cache).of(tmp_path / "two")
-    assert list(json.loads(cache.read_text())["files"]) == [str(tmp_path / "two")]
-
-
-def test_a_remembered_file_that_cannot_be_looked_at_is_forgotten(tmp_path: Path) -> None:
-    """As one on a disk that is away: here a name too long for any file."""
-    cache = tmp_path / "hashes.json"
-    (tmp_path / "file").write_text("x")
-    cache.write_text(json.dumps({"files": {str(tmp_path / ("n" * 300)): [1, 1, 1, 1, "0" * 64]}}))
-    assert hashes(cache).of(tmp_path / "file") == hashes(None).of(tmp_path / "file")
-    assert list(json.loads(cache.read_text())["files"]) == [str(tmp_path / "file")]
-
-
-def test_where_the_cache_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_file() == tmp_path / "spectune" / "file-hashes.json"
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_file() == tmp_path / ".cache" / "spectune" / "file-hashes.json"
 
 
 def test_a_head_is_told_by_its_tensors_whatever_the_file_holds(tmp_path: Path) -> None:

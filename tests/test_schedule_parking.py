@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 from doors import Door, one_object
-from sqlalchemy import event, make_url, text
+from sqlalchemy import make_url, text
 from sqlalchemy.orm import Session
 
 from spectune.db.database import Database, open_database
-from spectune.db.schedules import ScheduleRow
 from spectune.optimizer import schedule as schedules
 from spectune.optimizer.schedule import Job, JobContext, ScheduleError
 
@@ -177,29 +176,6 @@ def test_the_job_of_a_schedule_that_is_gone_fails_alone(tmp_path: Any) -> None:
         with database.read() as session:
             ends = session.execute(text("SELECT state, error FROM schedule_job ORDER BY id")).all()
     assert [tuple(end) for end in ends] == [("failed", "its schedule is gone"), ("done", None)]
-
-
-def test_a_schedule_removed_while_it_is_read_is_no_error(database: Database) -> None:
-    """Another process removes it right after its row was read: by whoever lists, by whoever ticks."""
-
-    def removed_during(read: Callable[[], Any]) -> Any:
-        daily(database, "x")
-        todo = ["x"]
-
-        def remove(*_loaded: object) -> None:
-            if todo:
-                with Database(database.url) as other:
-                    schedules.remove_schedule(other, todo.pop())
-
-        event.listen(ScheduleRow, "load", remove)
-        try:
-            return read()
-        finally:
-            event.remove(ScheduleRow, "load", remove)
-
-    (listed,) = removed_during(lambda: schedules.list_schedules(database))
-    assert listed.payload == {"pair": "demo"}
-    assert removed_during(lambda: schedules.tick(database, T0 + DAY)) == ()
 
 
 def test_the_commands_say_why_a_schedule_is_parked(tmp_path: Any, tiny_pair: Any) -> None:

@@ -20,7 +20,7 @@ from spectune.db.database import Database
 from spectune.db.errors import DatabaseError, UnavailableError
 from spectune.db.schedules import FireRow, JobRow, ScheduleRow
 from spectune.optimizer import schedule as schedules
-from spectune.optimizer.schedule import Fire, HandBack, Job, JobContext, LeaseLostError, ScheduleError, claims
+from spectune.optimizer.schedule import Fire, Job, JobContext, LeaseLostError, ScheduleError, claims
 from spectune.optimizer.schedule.claims import LONGEST_LEASE_S, RETRY_S
 from spectune.optimizer.schedule.lease import Heartbeat
 from spectune.optimizer.schedule.tick import judge
@@ -127,7 +127,6 @@ def test_removal_takes_jobs_and_history_along_and_its_worker_notices(database: D
     hourly(database, "other")
     schedules.tick(database, T0 + HOUR)
     job = claims.claim(database, "a", lease_s=60)
-    assert job is not None
     assert job.schedule == "nightly"
     schedules.remove_schedule(database, "nightly")
     assert (count(database, FireRow), count(database, JobRow), count(database, ScheduleRow)) == (1, 1, 1)
@@ -141,7 +140,6 @@ def test_removal_takes_jobs_and_history_along_and_its_worker_notices(database: D
     assert fire.outcome == "enqueued"
     other, new = claims.claim(database, "a", lease_s=60), claims.claim(database, "a", lease_s=60)
     assert other is not None
-    assert new is not None
     assert new.fire_at == job.fire_at
     assert new.id > job.id
     assert new.idempotency_key != job.idempotency_key
@@ -159,7 +157,6 @@ def test_history_shows_slots_newest_first_with_their_jobs(database: Database) ->
         (T0 + HOUR, "coalesced", None),
     ]
     done = fires[1].job
-    assert done is not None
     assert done.result == {"slot": (T0 + 2 * HOUR).isoformat()}
     assert schedules.get_job(database, done.id) == done
     assert json.loads(json.dumps(fires[1].to_json()))["job"]["result"] == done.result
@@ -237,7 +234,6 @@ def test_a_job_is_one_workers_until_its_lease_runs_out(database: Database) -> No
     hourly(database, max_attempts=2)
     schedules.tick(database, T0 + HOUR)
     first = claims.claim(database, "a", lease_s=60)
-    assert first is not None
     assert (first.state, first.attempt, first.lease_owner) == ("running", 1, "a")
     assert claims.claim(database, "b", lease_s=60) is None
     assert claims.owns(database, first)
@@ -246,7 +242,6 @@ def test_a_job_is_one_workers_until_its_lease_runs_out(database: Database) -> No
     assert claims.renew(database, first, lease_s=60), "but its worker may renew it until then"
     expire(database, first)
     second = claims.claim(database, "b", lease_s=60)
-    assert second is not None
     assert (second.id, second.attempt, second.idempotency_key) == (first.id, 2, first.idempotency_key)
     # The first worker wakes: whatever it writes, nothing changes.
     assert not claims.renew(database, first, lease_s=60)
@@ -261,16 +256,6 @@ def test_a_job_is_one_workers_until_its_lease_runs_out(database: Database) -> No
     assert schedules.get_job(database, first.id).result == {"from": "b"}
 
 
-def test_the_attempt_is_the_token_even_for_one_owner_name(database: Database) -> None:
-    hourly(database)
-    schedules.tick(database, T0 + HOUR)
-    first = claims.claim(database, "a", lease_s=60)
-    assert first is not None
-    expire(database, first)
-    assert claims.claim(database, "a", lease_s=60) is not None
-    assert not claims.complete(database, first, {})
-
-
 def test_a_job_whose_last_worker_vanished_fails(database: Database) -> None:
     hourly(database, max_attempts=2)
     hourly(database, "other")
@@ -282,21 +267,9 @@ def test_a_job_whose_last_worker_vanished_fails(database: Database) -> None:
     assert second is not None
     expire(database, second)
     following = claims.claim(database, "b", lease_s=60)
-    assert following is not None
     assert following.schedule == "other", "the claim goes on to the next job"
     failed = schedules.get_job(database, first.id)
     assert (failed.state, failed.error) == ("failed", "worker a went silent in attempt 2 of 2")
-
-
-def test_handing_back_costs_no_attempt_but_moves_the_token(database: Database) -> None:
-    hourly(database, max_attempts=1)
-    schedules.tick(database, T0 + HOUR)
-    for attempt in (1, 2, 3):
-        job = claims.claim(database, "a", lease_s=60)
-        assert job is not None
-        assert job.attempt == attempt
-        assert claims.release(database, job)
-        assert not claims.complete(database, job, {})
 
 
 # --- workers
@@ -350,24 +323,6 @@ def test_a_job_that_raises_fails_with_its_reason_and_the_next_goes_on(database: 
     assert errors[4] == ""
 
 
-def test_a_worker_that_lost_its_lease_neither_completes_nor_publishes(database: Database) -> None:
-    hourly(database)
-
-    def overtaken(job: Job, context: JobContext) -> Mapping[str, Any]:
-        expire(database, job)
-        other = claims.claim(database, "other", lease_s=60)
-        assert other is not None
-        with database.write() as session:
-            assert not context.still_owner(session)
-        return {"from": "overtaken"}
-
-    report = schedules.run_once(database, overtaken, clock=lambda: T0 + HOUR)
-    assert report.ended == {"done": 0, "failed": 0, "lost": 1, "released": 0}
-    (fire,) = schedules.history(database)
-    assert fire.job is not None
-    assert (fire.job.state, fire.job.lease_owner, fire.job.result) == ("running", "other", None)
-
-
 def test_the_heartbeat_keeps_a_lease_alive_and_notices_its_loss(database: Database) -> None:
     hourly(database)
     waited = threading.Event()
@@ -388,18 +343,6 @@ def test_the_heartbeat_keeps_a_lease_alive_and_notices_its_loss(database: Databa
     assert issubclass(LeaseLostError, Exception)
 
 
-def test_a_job_may_hand_itself_back_and_ends_the_shift(database: Database) -> None:
-    hourly(database, coalesce=False, misfire_grace=None, max_instances=None)
-
-    def execute(_job: Job, _context: JobContext) -> Mapping[str, Any]:
-        raise HandBack
-
-    report = schedules.run_once(database, execute, clock=lambda: T0 + 2 * HOUR)
-    assert report.ended == {"done": 0, "failed": 0, "lost": 0, "released": 1}
-    assert [f.job and f.job.state for f in schedules.history(database)] == ["queued", "queued"]
-    assert schedules.run_once(database, answer, clock=lambda: T0 + 2 * HOUR).ended["done"] == 2
-
-
 def test_an_interrupt_that_is_not_ours_hands_back_and_goes_on(database: Database) -> None:
     hourly(database)
 
@@ -409,35 +352,6 @@ def test_an_interrupt_that_is_not_ours_hands_back_and_goes_on(database: Database
     with pytest.raises(SystemExit):
         schedules.run_once(database, execute, clock=lambda: T0 + HOUR)
     assert schedules.history(database)[0].job.state == "queued"  # type: ignore[union-attr]
-
-
-def test_a_worker_polls_until_told_to_stop(database: Database) -> None:
-    """Run in a thread, where it must leave signals alone."""
-    hourly(database)
-    now, stop, done = [T0], threading.Event(), threading.Event()
-    reports: list[schedules.WorkReport] = []
-
-    def work() -> None:
-        reports.append(
-            schedules.run_worker(
-                database,
-                answer,
-                poll_s=0.02,
-                clock=lambda: now[0],
-                stop=stop,
-                watch=lambda event: done.set() if isinstance(event, Ended) else None,
-            )
-        )
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    for hours in (1, 2):
-        now[0] = T0 + hours * HOUR
-        assert done.wait(10)
-        done.clear()
-    stop.set()
-    thread.join(10)
-    assert reports[0].to_json() == {"noticed": 2, "done": 2, "failed": 0, "lost": 0, "released": 0}
 
 
 def test_a_database_that_is_away_for_a_moment_fails_no_job(database: Database) -> None:
@@ -457,7 +371,6 @@ def test_a_database_that_is_away_for_a_moment_fails_no_job(database: Database) -
     for attempt in (1, 2):
         assert work().ended == {"done": 0, "failed": 0, "lost": 0, "released": 1}
         job = schedules.history(database)[0].job
-        assert job is not None
         assert (job.state, job.attempt, job.error) == ("queued", attempt, "cannot reach database")
         assert job.lease_until is not None
         waits.append((job.lease_until - datetime.now(UTC)).total_seconds())
@@ -467,14 +380,12 @@ def test_a_database_that_is_away_for_a_moment_fails_no_job(database: Database) -
     away = False
     assert work().ended["done"] == 1
     job = schedules.history(database)[0].job
-    assert job is not None
     assert (job.state, job.attempt, job.error, job.result) == ("done", 3, None, {"ok": True})
     schedules.tick(database, T0 + 2 * HOUR)
     away = True
     for ending in ("released", "released", "failed"):
         assert work().ended[ending] == 1
         job = schedules.history(database)[0].job
-        assert job is not None
         if job.state == "queued":
             expire(database, job)
     assert (job.state, job.attempt, job.error) == ("failed", 3, "cannot reach database")
@@ -584,7 +495,6 @@ def test_a_lease_further_than_any_could_be_is_no_lease(database: Database, caplo
     hourly(database)
     schedules.tick(database, T0 + HOUR)
     first = claims.claim(database, "a", lease_s=60)
-    assert first is not None
 
     def lease(seconds: float) -> None:
         with database.write() as session:
@@ -595,7 +505,6 @@ def test_a_lease_further_than_any_could_be_is_no_lease(database: Database, caplo
     assert claims.claim(database, "b", lease_s=60) is None
     lease(400 * 86_400)
     second = claims.claim(database, "b", lease_s=60)
-    assert second is not None
     assert (second.id, second.attempt) == (first.id, 2)
     assert f"job {first.id}: leased until" in caplog.text
     assert "clock" in caplog.text

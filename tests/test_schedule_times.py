@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from itertools import islice, pairwise
 
 import pytest
 
 from spectune.optimizer.schedule import ScheduleError, Timing, format_duration, parse_duration
 from spectune.optimizer.schedule.times import MAX_BACKLOG, utc
-
-EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 def instant(text: str) -> int:
@@ -151,21 +149,13 @@ def test_bad_durations_are_refused_by_name(text: str) -> None:
     ("when", "message"),
     [
         ({"cron": "61 * * * *"}, "bad minute in cron expression '61 \\* \\* \\* \\*'"),
-        ({"cron": "0 25 * * *"}, "bad hour"),
-        ({"cron": "0 3 * * FUN"}, "bad day-of-week"),
         ({"cron": "0 0 30 2 *"}, "bad day-of-month"),
         ({"cron": "* * * *"}, "must have five fields"),
-        ({"cron": "0 0 3 * * *"}, "must have five fields"),
-        ({"cron": "@often"}, "must have five fields"),
-        ({"cron": ""}, "must have five fields"),
         ({"every": "0h"}, "more than 0"),
         ({"every": "soon"}, "'soon' is not a duration; write for example 30m, 6h or 1d12h"),
-        ({"every": 0}, "more than 0"),
         ({}, "either a cron expression"),
         ({"cron": "0 3 * * *", "every": "6h"}, "and not both"),
         ({"every": "6h", "tz": "Europe/Berln"}, "unknown time zone 'Europe/Berln'; did you mean Europe/Berlin\\?"),
-        ({"every": "6h", "tz": "../etc"}, "unknown time zone"),
-        ({"every": "6h", "tz": ""}, "unknown time zone"),
     ],
 )
 def test_bad_timings_are_refused_with_one_line(when: dict[str, str | int], message: str) -> None:
@@ -173,7 +163,3 @@ def test_bad_timings_are_refused_with_one_line(when: dict[str, str | int], messa
     with pytest.raises(ScheduleError, match=message) as caught:
         Timing.parse(**arguments)  # type: ignore[arg-type]  # assembled from the table
     assert "\n" not in str(caught.value)
-
-
-def test_instants_are_utc() -> None:
-    assert utc(0) == EPOCH - timedelta(days=20454)

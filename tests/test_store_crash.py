@@ -177,41 +177,10 @@ def test_a_slow_database_drops_and_never_blocks(store: TraceStore, served: str) 
     assert len(store.recorded_ordinals(served)) == taken
 
 
-def test_a_database_that_goes_away_is_retried(store: TraceStore, served: str) -> None:
-    gate = Gate(store.database)
-    gate.open.set()
-    writer = TrafficWriter(gate, served, flush_s=0.01)
-    gate.failing.set()
-    writer.put(a_trajectory(0))
-    deadline = time.monotonic() + 60
-    while writer.status.error is None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert writer.status.error == "cannot reach database x"
-    assert writer.status.pending == 1
-    gate.failing.clear()
-    assert writer.close().written == 1
-
-
 def until(condition: Callable[[], object]) -> None:
     deadline = time.monotonic() + 60
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
-
-
-def test_what_can_never_be_written_is_dropped_and_the_rest_goes_on(store: TraceStore, served: str) -> None:
-    gate = Gate(store.database)
-    gate.open.set()
-    with TrafficWriter(gate, served, flush_s=0.01) as writer:
-        object.__setattr__(gate, "failure", RecursionError("nested"))
-        gate.failing.set()
-        writer.put(a_trajectory(0))
-        until(lambda: writer.status.dropped)
-        assert (writer.status.dropped, writer.status.pending, writer.status.error) == (1, 0, "RecursionError: nested")
-        gate.failing.clear()
-        writer.put(a_trajectory(1))
-        until(lambda: writer.status.written)
-    assert (writer.status.written, writer.status.dropped) == (1, 1)
-    assert store.recorded_ordinals(served) == {0}
 
 
 def test_a_request_that_the_database_refuses_costs_no_other(store: TraceStore, served: str, monkeypatch: pytest.MonkeyPatch) -> None:

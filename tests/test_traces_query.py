@@ -122,11 +122,6 @@ def test_executed_rounds_have_their_own_statistics(store: TraceStore) -> None:
     assert of_run.survival == step_survival(steps_of(a_trajectory(0)))
 
 
-def test_statistics_of_nothing_are_empty(store: TraceStore) -> None:
-    assert acceptance_stats(store.database) == executed_stats(store.database) == list_recordings(store.database) == ()
-    assert list(request_rows(store.database)) == []
-
-
 # --- exports
 
 
@@ -258,7 +253,6 @@ def test_unfinished_recordings_are_pruned_by_age_once_nobody_writes_to_them(stor
     schedules.add_schedule(store.database, "nightly", every="1h", now=now)
     schedules.tick(store.database, now + timedelta(hours=1))
     job = claims.claim(store.database, "a", lease_s=60)
-    assert job is not None
     of_job = [begun(40, last=39, options={name: job.idempotency_key}) for name in ("slot", "gathered")]
     assert prune(store.database, keep_last=1).removed == (), "how many to keep is said of finished ones"
     report = prune(store.database, before=now - 30 * DAY, keep_last=1)

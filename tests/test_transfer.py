@@ -150,34 +150,24 @@ def test_the_hash_of_a_policy_is_of_its_document_as_stored() -> None:
     "statement",
     [
         "UPDATE recording SET sampling = '{\"temperature\": []}'",
-        "UPDATE recording SET sampling = '{'",
         "UPDATE recording SET options = '" + "[" * 50_000 + "'",
         "UPDATE recording SET created_at = 'yesterday'",
         "UPDATE recording SET state = 'other'",
         "UPDATE recording SET pair_id = 'none'",
-        "UPDATE recording SET max_new_tokens = 'many'",
         "UPDATE pair SET document = '7'",
         "UPDATE pair SET name = CAST(x'610062' AS TEXT)",
-        "UPDATE pair SET created_at = 5",
-        "UPDATE trajectory SET stop_strings = '{}'",
         "UPDATE trajectory SET finish = 'never'",
         "UPDATE trajectory SET n_output = 7",
         "UPDATE trajectory SET seconds = 9e999",
-        "UPDATE trajectory SET rounds = 1099511627776",
-        "UPDATE trajectory SET sha256 = 'text'",
         "UPDATE trajectory SET category = hex(zeroblob(5000))",
         "DELETE FROM trajectory WHERE ordinal = 1",
         "UPDATE step_chunk SET policies = '[{}]'",
-        "UPDATE step_chunk SET policies = '[]'",
         "UPDATE step_chunk SET at_risk = '[[]]'",
-        "UPDATE step_chunk SET ordinal = ordinal + 100",
         "UPDATE panorama_chunk SET draft = 'other'",
-        "UPDATE panorama_chunk SET kind = 'other' WHERE kind = 'tree'",
         "UPDATE panorama_chunk SET gamma_max = 99",
         "UPDATE panorama_chunk SET covers = '[\"everything\"]' WHERE kind = 'tree'",
         "UPDATE panorama_chunk SET survived = 'null'",
         "DELETE FROM pair",
-        "DELETE FROM workload",
         "DROP TABLE workload",
         "ALTER TABLE trajectory DROP COLUMN finish",
         "DELETE FROM spectune_schema",
@@ -262,13 +252,6 @@ def test_a_file_that_is_no_database_is_one_line(empty: Database, tmp_path: Path,
     assert "\n" not in str(refusal.value)
 
 
-def test_a_name_that_no_file_can_have_is_one_line(empty: Database) -> None:
-    with pytest.raises(TraceError, match=r"there is no file x+"):
-        import_recordings(empty, "x" * 5_000)
-    with pytest.raises(TraceError, match=r"cannot write x+"):
-        export_recordings(empty, [], "x" * 5_000)
-
-
 # --- a database in use, and processes that are killed
 
 
@@ -306,19 +289,6 @@ def test_an_export_sees_one_moment_of_a_recording_that_is_written_to(
     assert import_recordings(empty, tmp_path / "a.db").added == (recording,)
     assert TraceStore(empty).recorded_ordinals(recording) == {0, 1}
     assert store.recorded_ordinals(recording) == {0, 1, 5}
-
-
-def test_an_error_of_the_file_written_is_not_the_databases(
-    store: TraceStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recording = a_recording(store, n=1)
-
-    def fails(*_: object) -> int:
-        raise ValueError("a fault of ours")
-
-    monkeypatch.setattr(transfer, "insert_absent", fails)
-    with pytest.raises(ValueError, match="a fault of ours"):
-        export_recordings(store.database, [recording], tmp_path / "a.db")
 
 
 def test_an_import_leaves_the_file_and_its_folder_as_they_are(exported: Path, tmp_path: Path, empty: Database) -> None:
@@ -367,5 +337,3 @@ def test_everything_travels_and_is_sound(file: Path, store: TraceStore) -> None:
     assert store.get_policy(POLICY_ID).document == POLICY
     assert store.get_pair(PAIR).name == "demo"
     assert len(store.get_workload("latest").requests) == 3
-
-

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -164,14 +163,6 @@ def test_trees_are_replaced_by_what_holds_more_and_never_narrowed(store: TraceSt
     assert store.load(recording, trees=True).trees("small", "probability") == (by_q,)
 
 
-def test_a_tree_must_fit_its_trajectory(store: TraceStore) -> None:
-    recording = a_recording(store, n=1)
-    with pytest.raises(TraceError, match="61 positions does not fit trajectory 0"):
-        store.put_tree_panoramas(recording, [(0, a_tree(a_trajectory(0, n=61), "small"))])
-    with pytest.raises(NotFoundError, match="no trajectory 5"):
-        store.put_tree_panoramas(recording, [(5, a_tree(a_trajectory(0), "small"))])
-
-
 def test_absent_trees_name_the_command(store: TraceStore) -> None:
     recording = a_recording(store, n=2)
     put_trees(store, recording, 1)
@@ -282,14 +273,3 @@ def test_an_old_database_is_upgraded_with_what_it_holds(kind: str, tmp_path: Pat
         assert loaded.info.trees == {}
         put_trees(store, "rec-000001", 1)
         assert len(store.load("latest", trees=True).trees("small")) == 1
-
-
-def test_an_old_file_is_imported_and_opened_after_a_copy(tmp_path: Path) -> None:
-    old_database(str(tmp_path / "old.db"))
-    with open_database(str(tmp_path / "new.db")) as database:
-        assert import_recordings(database, tmp_path / "old.db").added == ("rec-000001",)
-        assert TraceStore(database).load("latest").panoramas("small") == (a_panorama(a_trajectory(0), "small"),)
-    with open_database(str(tmp_path / "old.db")):
-        assert (tmp_path / "old.db.before-0001").is_file()
-    with sqlite3.connect(tmp_path / "old.db") as connection:
-        assert connection.execute("SELECT width, covers FROM panorama_chunk").fetchall() == [(0, "[]")]
