@@ -19,7 +19,10 @@ if TYPE_CHECKING:  # torch is imported by those tests alone that need it
     from spectune.runtime.loading import LoadedPair
 
 TEMPLATE = "spectune_template"
-SLOWEST = ("parity", "tree_parity", "cli_flow", "shortlists", "hot_reload", "shortlist_replay", "frequency_ranks", "kill")
+SLOWEST = (
+    *("cli_flow", "kill", "parity", "hot_reload", "schedule_workers", "head_drafting", "tree_parity", "shortlists", "record_trees"),
+    *("schedule_retries", "frequency_ranks", "shortlist_replay", "routing"),
+)
 """Test files that take longest, the slowest first: begun last, one of them would keep a single worker busy at the end."""
 
 

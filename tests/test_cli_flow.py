@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from doors import USAGE, Door, lines, one_object, put_profile, write_workload
+from synthetic import flat_profile
 from test_policies import CONTRACT
 
 import spectune.runtime.profiling
@@ -109,7 +110,9 @@ def test_simulate_and_run_agree_on_every_round(
     assert lines(texts) == outputs  # whatever the policy
 
 
-def test_profile(door: Door, tmp_path: Path) -> None:
+def test_profile(door: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the command says, stores and lets others use; :mod:`test_profiling` measures."""
+    monkeypatch.setattr(spectune.runtime.profiling, "measure_profile", lambda pair, **_: flat_profile(pair.id, pair.drafts))
     other = Door(str(tmp_path / "other.db"), door.pair)
     measured = other.call("profile", "--pair", other.pair, "--gamma-max", 1, "--contexts", "16", "--repeats", 1, "--json")
     assert measured.exit_code == 0

@@ -64,6 +64,7 @@ def work(store: TraceStore, pair: LoadedPair, hours: int, *, dies_in: str = "", 
     return schedules.run_once(store.database, tuning_job(store, load=load, progress=progress), clock=lambda: T0 + hours * HOUR)
 
 
+@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
 def test_attempts_of_a_slot_share_its_recording_and_profile_and_the_next_slot_begins_anew(
     store: TraceStore, pair: LoadedPair, hourly: str
 ) -> None:
