@@ -103,8 +103,8 @@ def on_every_core(
             while waiting and waiting[0].done():
                 yield waiting.popleft().result()
         while waiting:
-            if shared is not None and not waiting[0].done():
-                shared.help(pair)
+            while shared is not None and not waiting[0].done() and shared.help(pair):
+                pass
             yield waiting.popleft().result()
     finally:
         if shared is not None:
@@ -128,13 +128,14 @@ class _Shared(Generic[Item, Result]):
             self._hand_over()
         return into
 
-    def help(self, pair: LoadedPair) -> None:
-        """Does the next item here, if there is one."""
+    def help(self, pair: LoadedPair) -> bool:
+        """Does the next item here, if there is one; whether there was."""
         with self._lock:
             if not self._todo:
-                return
+                return False
             item, into = self._todo.popleft()
         into.set_result(self._work(pair, item))
+        return True
 
     def forget(self) -> None:
         """Leaves what is not begun."""
