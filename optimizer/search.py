@@ -341,7 +341,7 @@ def finalists(study: Study, count: int = 4) -> list[Trial]:
     return chosen
 
 
-def rivals(study: Study, chosen: Iterable[AnyPolicy], count: int = 6) -> list[Trial]:
+def rivals(study: Study, chosen: Iterable[AnyPolicy], count: int = 3) -> list[Trial]:
     """Fixed windows that prediction cannot tell from the best of them, fastest first, beside those that are chosen already."""
     fixed = [t for t in study.trials if is_fixed(t.policy)]
     have = {p.id for p in chosen}

@@ -64,7 +64,7 @@ class TuneOptions:
     trials: int = 400
     seed: int = 0
     finalists: int = 4
-    rivals: int = 6
+    rivals: int = 3
     passes: int = 8
     budget_s: float = 80.0
     fresh: bool = False
