@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -22,6 +22,7 @@ from typing import Any, Generic, TypeVar
 
 from spectune.runtime.loading import SMALL, LoadedPair, load_pair
 from spectune.runtime.pair import PairSpec
+from spectune.traces.errors import SpectuneError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -43,18 +44,30 @@ class _Helpers:
     def of(self, pair: LoadedPair, wait_s: float) -> ProcessPoolExecutor | None:
         """Those of a pair; None where they could not help, or are not there and would not be worth it for so long a wait."""
         dtype = str(pair.target.dtype).removeprefix("torch.")
-        if (pair.id, dtype) not in self._pools:
-            # A small pair on a CPU computes on one thread; others use every core as they are.
-            small = pair.device.type == "cpu" and pair.target.num_parameters < SMALL
-            if not (small and self.count and wait_s > PATIENCE_S):
-                return None
-            self._pools[pair.id, dtype] = ProcessPoolExecutor(self.count, get_context("spawn"), _begin, (pair.spec, dtype))
-        return self._pools[pair.id, dtype]
+        pool = self._pools.get((pair.id, dtype))
+        if pool is not None and _works(pool):
+            return pool
+        # A small pair on a CPU computes on one thread; others use every core as they are.
+        small = pair.device.type == "cpu" and pair.target.num_parameters < SMALL
+        if not (small and self.count and wait_s > PATIENCE_S):
+            return None
+        pool = ProcessPoolExecutor(self.count, get_context("spawn"), _begin, (pair.spec, dtype))
+        self._pools[pair.id, dtype] = pool
+        return pool
 
     def end(self) -> None:
         """Ends them; what they are at is lost."""
         for pool in self._pools.values():
             pool.shutdown(cancel_futures=True)
+
+
+def _works(pool: ProcessPoolExecutor) -> bool:
+    """Whether a pool takes work: not once one of its processes was killed, idle or not."""
+    try:
+        pool.submit(os.getpid)
+    except RuntimeError:
+        return False
+    return True
 
 
 _kept: ContextVar[_Helpers | None] = ContextVar("_kept", default=None)
@@ -148,18 +161,26 @@ class _Shared(Generic[Item, Result]):
             self._free -= 1
             try:
                 self._pool.submit(_apply, self._work, item).add_done_callback(partial(self._done, into))
-            except RuntimeError as error:  # the helpers are gone
-                into.set_exception(error)
+            except Exception as error:  # the helpers are gone, or no process can be started
+                into.set_exception(_explained(error))
 
     def _done(self, into: Future[Result], ran: Future[Result]) -> None:
-        error = ran.exception() if not ran.cancelled() else RuntimeError("the helpers ended")
+        error = RuntimeError("the helpers ended") if ran.cancelled() else ran.exception()
+        if error is not None:
+            into.set_exception(_explained(error))
+            return  # a pool that breaks calls this with its own lock held: hand nothing over
+        into.set_result(ran.result())
         with self._lock:
             self._free += 1
             self._hand_over()
-        if error is None:
-            into.set_result(ran.result())
-        else:
-            into.set_exception(error)
+
+
+def _explained(error: BaseException) -> BaseException:
+    if not isinstance(error, BrokenExecutor):
+        return error
+    made = SpectuneError("a helper process was killed (is memory short?); what was stored is kept, run the command again")
+    made.__cause__ = error
+    return made
 
 
 def _begin(spec: PairSpec, dtype: str) -> None:

@@ -320,8 +320,9 @@ def _parts(trace: ReplayTrace, policy: Policy, limit: ShortlistLimit | None) -> 
 
 def finalists(study: Study, count: int = 4) -> list[Trial]:
     """The policies worth executing, ``count`` of them: the tie-broken best, then the best that draft
-    in another way, then the best of other windows and stops, fastest first. The best of every draft
-    is added that prediction cannot rule out (:data:`RULED_OUT`)."""
+    in another way and that prediction cannot rule out (:data:`RULED_OUT`), then the best of other
+    windows and stops, fastest first. Beyond ``count``, the best of every draft that it cannot rule
+    out."""
     first = study.best()
     if first is None:
         return []
@@ -329,7 +330,7 @@ def finalists(study: Study, count: int = 4) -> list[Trial]:
     close = [t for t in trials if t.value >= (1 - RULED_OUT) * study.trials[0].value]
     chosen = [first]
     for among, kind, most in (
-        (trials, _drafting, count),
+        (close, _drafting, count),
         (trials, _family, count),
         (close, lambda policy: policy.draft, len(trials)),
     ):

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from multiprocessing import parent_process
 
 import pytest
 from pairs import make_pair
@@ -14,6 +15,7 @@ from spectune.optimizer import processes
 from spectune.optimizer.processes import kept_helpers, on_every_core
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.pair import read_pair
+from spectune.traces.errors import SpectuneError
 
 
 @pytest.fixture(scope="module")
@@ -60,3 +62,22 @@ def test_errors_arrive_and_what_is_left_early_is_dropped(pair: LoadedPair, monke
     with closing(on_every_core(pair, squared, range(10_000), 10_000)) as results:
         assert [next(results)[0] for _ in range(3)] == [0, 1, 4]
     assert time.monotonic() - began < 100, "ten thousand take 100 s on two cores"
+
+
+def killed(pair: LoadedPair, item: int) -> int:
+    """Ends a helper that works on it, as a lack of memory does."""
+    if parent_process() is not None:
+        os._exit(1)
+    time.sleep(0.02)
+    return item
+
+
+def test_a_killed_helper_is_said_and_replaced(pair: LoadedPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line while it worked; one that was idle is no loss."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    monkeypatch.setattr(processes, "PATIENCE_S", 0.0)
+    with kept_helpers():
+        with pytest.raises(SpectuneError, match="a helper process was killed"):
+            list(on_every_core(pair, killed, range(2000), 2000))
+        again = list(on_every_core(pair, squared, range(300), 300))
+    assert [value for value, _ in again] == [n * n for n in range(300)]

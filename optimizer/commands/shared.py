@@ -127,7 +127,11 @@ search_options = together(
         help="Levels of the deepest trees, HeteroSpec's extension included.",
     ),
     click.option(
-        "--finalists", type=click.IntRange(1, 16), default=4, show_default=True, help="Policies executed beside the baselines."
+        "--finalists",
+        type=click.IntRange(1, 16),
+        default=4,
+        show_default=True,
+        help="Policies executed beside the baselines, and beside drafts that may be as fast.",
     ),
 )
 
