@@ -24,7 +24,7 @@ from spectune.optimizer.inputs import load_workload
 from spectune.optimizer.profiles import profile_for
 from spectune.optimizer.record import Look, RecordRequest, cover_of, look_around, record
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
-from spectune.optimizer.simulate.trace import open_trace
+from spectune.optimizer.simulate.trace import Grown, open_trace
 from spectune.optimizer.spaces import ShortlistLimit, TreeLimit, with_shortlist
 from spectune.runtime.decoder import Decoded
 from spectune.runtime.loading import LoadedPair, load_pair
@@ -173,8 +173,8 @@ class Lab:
     def trace(self) -> ReplayTrace:
         """All that was recorded and ranked."""
         ranks = ranks_for(self.store, self.pair, self.recording, self.shortlists)
-        grown = [(draft, "coupled") for draft in self.pair.models]
-        return open_trace(self.store, self.recording, chains=self.pair.chain_drafts, trees=grown, ranks=ranks).trace  # type: ignore[arg-type]
+        grown: list[Grown] = [(draft, "coupled") for draft in self.pair.models]
+        return open_trace(self.store, self.recording, chains=self.pair.chain_drafts, trees=grown, ranks=ranks).trace
 
     def encoded(self, limit: int | None = None) -> Encoded:
         return encode(self.pair, replace(self.workload, requests=self.workload.requests[:limit]), self.options)

@@ -161,7 +161,7 @@ class _Shared(Generic[Item, Result]):
             self._free -= 1
             try:
                 self._pool.submit(_apply, self._work, item).add_done_callback(partial(self._done, into))
-            except Exception as error:  # the helpers are gone, or no process can be started
+            except (RuntimeError, OSError) as error:  # the helpers are gone, or no process can be started
                 into.set_exception(_explained(error))
 
     def _done(self, into: Future[Result], ran: Future[Result]) -> None:

@@ -9,18 +9,20 @@ from contextlib import closing
 from multiprocessing import parent_process
 
 import pytest
-from pairs import make_pair
 
 from spectune.optimizer import processes
 from spectune.optimizer.processes import kept_helpers, on_every_core
-from spectune.runtime.loading import LoadedPair, load_pair
-from spectune.runtime.pair import read_pair
+from spectune.runtime.loading import LoadedPair
 from spectune.traces.errors import SpectuneError
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> LoadedPair:
-    return load_pair(read_pair(str(make_pair(tmp_path_factory.mktemp("pair")))), device="cpu")
+@pytest.fixture(scope="module", autouse=True)
+def two_cores() -> Iterator[None]:
+    """One helper beside this process, kept for all tests: to start one takes seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+        with kept_helpers():
+            yield
 
 
 def squared(pair: LoadedPair, item: int) -> tuple[int, int]:
@@ -32,7 +34,6 @@ def squared(pair: LoadedPair, item: int) -> tuple[int, int]:
 
 def test_results_come_in_order_from_this_process_and_others(pair: LoadedPair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Little work stays here. Much is shared, also while items are still made, and helpers stay where they are kept."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
     assert {who for _, who in on_every_core(pair, squared, range(4), 4)} == {os.getpid()}
     monkeypatch.setattr(processes, "PATIENCE_S", 0.01)
     drawn: list[int] = []
@@ -42,9 +43,8 @@ def test_results_come_in_order_from_this_process_and_others(pair: LoadedPair, mo
             drawn.append(item)
             yield item
 
-    with kept_helpers():
-        first = list(on_every_core(pair, squared, made(400), 400))
-        second = list(on_every_core(pair, squared, made(40), 40))
+    first = list(on_every_core(pair, squared, made(400), 400))
+    second = list(on_every_core(pair, squared, made(40), 40))
     for found in (first, second):
         assert [value for value, _ in found] == [n * n for n in range(len(found))]
     assert drawn == [*range(400), *range(40)]
@@ -54,7 +54,6 @@ def test_results_come_in_order_from_this_process_and_others(pair: LoadedPair, mo
 
 
 def test_errors_arrive_and_what_is_left_early_is_dropped(pair: LoadedPair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
     monkeypatch.setattr(processes, "PATIENCE_S", 0.0)
     with pytest.raises(ValueError, match="below zero"):
         list(on_every_core(pair, squared, [1, 2, -1, 3, 4], 5))
@@ -74,10 +73,8 @@ def killed(pair: LoadedPair, item: int) -> int:
 
 def test_a_killed_helper_is_said_and_replaced(pair: LoadedPair, monkeypatch: pytest.MonkeyPatch) -> None:
     """One line while it worked; one that was idle is no loss."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
     monkeypatch.setattr(processes, "PATIENCE_S", 0.0)
-    with kept_helpers():
-        with pytest.raises(SpectuneError, match="a helper process was killed"):
-            list(on_every_core(pair, killed, range(2000), 2000))
-        again = list(on_every_core(pair, squared, range(300), 300))
+    with pytest.raises(SpectuneError, match="a helper process was killed"):
+        list(on_every_core(pair, killed, range(2000), 2000))
+    again = list(on_every_core(pair, squared, range(300), 300))
     assert [value for value, _ in again] == [n * n for n in range(300)]

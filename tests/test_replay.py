@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from synthetic import flat_profile, with_terms
 
-from spectune.optimizer.simulate.replay import replay, replay_many, run_replay
+from spectune.optimizer.simulate.replay import replay, run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.runtime.costs import RoundKind, middles, round_costs, round_seconds
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
@@ -325,17 +325,6 @@ def test_sessions_continue_from_a_state() -> None:
     assert np.array_equal(second.state.learner.q, whole.state.learner.q)
     assert np.array_equal(first.state.learner.q, before)
     assert whole.state.learner.q.any()
-
-
-def test_many_threads_agree_with_one() -> None:
-    rng = np.random.default_rng(9)
-    trace = toy_trace(Toy(9, 0.8))
-    policies = [random_policy(rng) for _ in range(60)]
-    together = replay_many(trace, policies, PROFILE, workers=4)
-    for policy, got in zip(policies, together, strict=True):
-        alone = run_replay(trace, policy, PROFILE)
-        assert np.array_equal(got.counts, alone.counts)
-        assert np.array_equal(got.seconds, alone.seconds)
 
 
 def test_what_was_not_recorded_is_refused_with_the_remedy() -> None:

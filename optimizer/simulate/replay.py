@@ -8,9 +8,6 @@ a trace.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
 import numpy.typing as npt
 
@@ -125,11 +122,3 @@ def _run_trees(
         return Replay(policy, trace, sums.counts, sums.seconds, state, missing=missing)
     rounds, round_s = sums.rounds[:used].copy(), sums.round_s[:used].copy()
     return Replay(policy, trace, sums.counts, sums.seconds, state, rounds, round_s, missing)
-
-
-def replay_many(
-    trace: ReplayTrace, policies: Iterable[AnyPolicy], profile: LatencyProfile | None = None, *, workers: int = 2
-) -> list[Replay]:
-    """:func:`run_replay` of many policies on ``workers`` threads, in order. The first error ends it."""
-    with ThreadPoolExecutor(max_workers=workers) as pool:
-        return list(pool.map(lambda policy: run_replay(trace, policy, profile), policies))

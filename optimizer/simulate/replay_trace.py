@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,30 +50,24 @@ Made = TypeVar("Made")
 
 
 class Memo(Generic[Made]):
-    """The ``limit`` results that were asked for last, by key. Safe to share between threads, which
-    may make the same one twice."""
+    """The ``limit`` results that were asked for last, by key."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._lock = threading.Lock()
         self._kept: OrderedDict[Hashable, Made] = OrderedDict()
 
     def get(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """The result kept under ``key``, or else what ``make`` returns."""
-        with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-                return self._kept[key]
-        made = make()
-        with self._lock:
-            self._kept[key] = made
-            while len(self._kept) > self.limit:
+        if key not in self._kept:
+            self._kept[key] = make()
+            if len(self._kept) > self.limit:
                 self._kept.popitem(last=False)
-        return made
+        self._kept.move_to_end(key)
+        return self._kept[key]
 
 
 class ReplayTrace:
-    """Trajectories and panoramas as flat arrays, with what has been tabulated from them. Safe to share between threads.
+    """Trajectories and panoramas as flat arrays, with what has been tabulated from them.
 
     ``panoramas`` maps each draft to its panoramas, one per trajectory in the same order. Requests are replayed in order,
     which matters only to windows that carry their state from one to the next. ``seed`` chooses the draws of requests decoded
