@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from lab import GAMMA, GREEDY, Lab, compare, demo, fixed, gpt2, laboratory, requests, spread_over, stored
+from lab import GAMMA, GREEDY, Lab, compare, demo, fixed, gpt2, laboratory, measured, requests, spread_over, stored
 from scipy.stats import kendalltau
 
 from spectune.optimizer.execute import Comparison, DecodeOptions
@@ -16,38 +17,48 @@ from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.tune import TuneOptions, tune
 from spectune.runtime.policies.document import Policy, parse_policy
 
+PASSES = 2
+"""Of a measurement."""
 KINDS = {"chains": 16, "trees": 14, "shortlists": 10}
 """How many policies of each kind are executed."""
 
 
 def check(state: Path, quick: bool = False) -> dict[str, Any]:
-    """Predicted against executed tokens/s: 40 policies of every kind in three interleaved passes, and the final tables of `tune`.
+    """Predicted against executed tokens/s: 40 policies of every kind, interleaved, and the final tables of `tune`.
 
-    A request counts with its median over the passes. As in `tune`, one factor brings the profile to the pace of the executions.
+    All are executed twice over, in two passes each time; a request counts with its mean. Predictions are held against the first
+    measurement, and so is the second: what measuring again differs by is the bar where it is larger than 3% (90th percentile: 6%).
+    As in `tune`, one factor brings the profile to the pace of the executions.
     """
     lab = laboratory(state, "demo", GREEDY, quick)
+    if not quick:  # the laboratory's may be of a time when the machine ran at another pace
+        lab = replace(lab, profile=measured(lab.store, lab.pair, lab.recording))
     of = {"chains": lab.chains(), "trees": lab.grown(), "shortlists": lab.listed()}
     policies = {kind: spread_over(of[kind], 2 if quick else count) for kind, count in KINDS.items()}
     every = [p for found in policies.values() for p in found]
     trace, limit = lab.trace(), 3 if quick else 6
     expected = expected_seconds(trace, range(limit), every, lab.profile, lab.find)
     how = {"profile": lab.profile, "artifacts": lab.find, "expected": expected}
-    compared = compare(lab.pair, every, lab.encoded(limit), passes=2 if quick else 3, **how)
+    compared = compare(lab.pair, every, lab.encoded(limit), passes=2 * PASSES, **how)
     rows = [
         row for kind, found in policies.items() for row in executed(lab, trace.select(range(limit)), kind, found, compared)
     ]
-    errors = np.abs([r["error"] for r in rows])
+    exact = [r for r in rows if r["kind"] != "shortlists"]  # whose rounds are replayed exactly
+    errors, again = (np.quantile(np.abs([r[name] for r in exact]), (0.5, 0.9)).tolist() for name in ("error", "repeat_error"))
     tables = [_tuned(state, name, quick) for name in (("gpt2",) if quick else ("demo", "gpt2"))]
-    median, p90, table = float(np.median(errors)), float(np.quantile(errors, 0.9)), max(t["median_error"] for t in tables)
+    table, tau = max(t["median_error"] for t in tables), _agreement(rows)
     return {
-        "holds": median <= 0.03 and p90 <= max(0.06, _repeat_error(rows)) and table <= 0.05,
-        "summary": f"median {100 * median:.1f}%, 90th percentile {100 * p90:.1f}% over {len(rows)} policies; tables of tune within "
-        f"{100 * table:.1f}% in the median",
-        "median_error": median,
-        "p90_error": p90,
+        "holds": errors[0] <= max(0.03, again[0]) and errors[1] <= max(0.06, again[1]) and table <= 0.05,
+        "summary": f"chains and trees: median {100 * errors[0]:.1f}%, 90th percentile {100 * errors[1]:.1f}% over {len(exact)} policies "
+        f"(measuring again: {100 * again[0]:.1f}%, {100 * again[1]:.1f}%), Kendall tau {tau['kendall_tau']:.2f} "
+        f"({tau['kendall_tau_measured_again']:.2f}); final tables of `tune`: "
+        + ", ".join(f"{100 * t['median_error']:.1f}%" for t in tables),
+        "median_error": errors[0],
+        "p90_error": errors[1],
+        "median_repeat_error": again[0],
+        "p90_repeat_error": again[1],
         "by_kind": {kind: float(np.median([abs(r["error"]) for r in rows if r["kind"] == kind])) for kind in policies},
-        **_agreement(rows),
-        "repeat_error": _repeat_error(rows),
+        **tau,
         "tau_by_gamma": {draft: _taus(trace, draft) for draft in lab.pair.chain_drafts},
         "texts_differ": compared.texts_differ,
         "tables": tables,
@@ -57,22 +68,30 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
 
 def executed(lab: Lab, trace: ReplayTrace, kind: str, policies: list[Policy], compared: Comparison) -> list[dict[str, Any]]:
     """A row of each policy: what replay says of the executed requests, at their pace, and what they took."""
-    profile = at_pace_of(lab.profile, compared.timings)
+    timings = compared.timings
+    first, again = (
+        {p: s[:, part].mean(1) for p, s in timings.seconds.items()} for part in (slice(PASSES), slice(PASSES, None))
+    )
+    profile = at_pace_of(lab.profile, replace(timings, seconds={p: s[:, None] for p, s in first.items()}))
+    pace = float(np.median([again[p].sum() / first[p].sum() for p in first]))
     rows = []
     for policy in policies:
         predicted = run_replay(trace, policy, profile, artifacts=lab.find, approximate=True).total
-        measured = compared.outcomes[policy.id].total
-        seconds = compared.timings.seconds[policy.id]
+        tokens = compared.outcomes[policy.id].total.emitted_tokens
+        measured = tokens / first[policy.id].sum()
+        repeated = pace * tokens / again[policy.id].sum()
         rows.append(
             {
                 "kind": kind,
                 "id": policy.id,
                 "policy": policy.label(),
-                "tau": measured.mean_accepted_length,
+                "tau": compared.outcomes[policy.id].total.mean_accepted_length,
                 "predicted_tokens_per_s": predicted.tokens_per_s,
-                "measured_tokens_per_s": measured.tokens_per_s,
-                "passes_tokens_per_s": (measured.emitted_tokens / seconds.sum(0)).tolist(),
-                "error": predicted.tokens_per_s / measured.tokens_per_s - 1,
+                "measured_tokens_per_s": float(measured),
+                "repeated_tokens_per_s": float(repeated),
+                "passes_tokens_per_s": (tokens / timings.seconds[policy.id].sum(0)).tolist(),
+                "error": float(predicted.tokens_per_s / measured - 1),
+                "repeat_error": float(repeated / measured - 1),
             }
         )
     return rows
@@ -85,20 +104,12 @@ def _taus(trace: ReplayTrace, draft: str) -> list[float]:
 
 
 def _agreement(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Kendall's tau of prediction and execution, and of two passes."""
-    predicted, measured = ([r[f"{name}_tokens_per_s"] for r in rows] for name in ("predicted", "measured"))
-    passes = np.array([r["passes_tokens_per_s"] for r in rows])
+    """Kendall's tau of prediction and execution, and of two measurements."""
+    predicted, measured, again = ([r[f"{name}_tokens_per_s"] for r in rows] for name in ("predicted", "measured", "repeated"))
     return {
         "kendall_tau": float(kendalltau(predicted, measured).statistic),
-        "kendall_tau_measured_again": float(kendalltau(passes[:, 0], passes[:, 1]).statistic),
+        "kendall_tau_measured_again": float(kendalltau(measured, again).statistic),
     }
-
-
-def _repeat_error(rows: list[dict[str, Any]]) -> float:
-    """90th percentile of the difference of two passes, each at its own pace."""
-    first, again = np.array([r["passes_tokens_per_s"][:2] for r in rows]).T
-    ratio = first / again
-    return float(np.quantile(np.abs(ratio / np.median(ratio) - 1), 0.9))
 
 
 def _tuned(state: Path, name: str, quick: bool) -> dict[str, Any]:

@@ -227,8 +227,13 @@ def _profile(store: TraceStore, pair: LoadedPair, recording: str, name: str, qui
         for draft, model in pair.models.items():
             made = with_heads(made, [draft], model.output.rows)
         return made
+    return measured(store, pair, recording)
+
+
+def measured(store: TraceStore, pair: LoadedPair, recording: str) -> LatencyProfile:
+    """A new profile on the recording's texts."""
     texts = store.load(recording, []).trajectories
-    return profile_for(store, pair, tuple(pair.draft_names), gamma_max=GAMMA, trajectories=texts).profile
+    return profile_for(store, pair, tuple(pair.draft_names), gamma_max=GAMMA, trajectories=texts, fresh=True).profile
 
 
 def _cover(lab: Lab) -> None:
