@@ -255,14 +255,18 @@ class StudyRow(Packed, Base):
 
 
 class PublicationRow(Base):
-    """A policy put in force for a pair on a class of device. Rows are only ever added; the largest id is in force."""
+    """A policy put in force in a deployment, for a pair on a class of device. Rows are only ever
+    added; of each deployment, pair and device the largest id is in force. ``sampling`` is what it
+    was tuned for."""
 
     __tablename__ = "publication"
 
     id: Mapped[int] = mapped_column(primary_key=True)
+    deployment: Mapped[str] = mapped_column(String(100), default="default", server_default="default")
     pair_id: Mapped[str] = mapped_column(ForeignKey("pair.id"))
     device: Mapped[str] = mapped_column(Text)
     policy_id: Mapped[str] = mapped_column(ForeignKey("policy.id"))
+    sampling: Mapped[Any] = mapped_column(OutsideJson(none_as_null=True), nullable=True)
     supersedes: Mapped[int | None] = mapped_column(ForeignKey("publication.id"))
     evidence: Mapped[Any] = mapped_column(OutsideJson)
     actor: Mapped[str] = mapped_column(Text)
@@ -271,7 +275,7 @@ class PublicationRow(Base):
     created_at: Mapped[datetime] = mapped_column(UtcDateTime)
 
     # Without AUTOINCREMENT SQLite may hand out a deleted row's number again, and a watcher would miss the newer one.
-    __table_args__ = (Index("ix_publication_of", "pair_id", "device", "id"), {"sqlite_autoincrement": True})
+    __table_args__ = (Index("ix_publication_of", "deployment", "pair_id", "device", "id"), {"sqlite_autoincrement": True})
 
 
 class AcknowledgementRow(Base):

@@ -92,6 +92,8 @@ def test_an_old_database_migrates_and_holds_what_it_held(old_url: str) -> None:
         assert [parse_policy(p.document).id for p in policies] == [p.id for p in policies]
         active = store.active_publication(PAIR, "cpu")
         assert (active.version, active.supersedes, active.reason, active.document["draft"]) == (3, 2, "better", "near")
+        assert (active.deployment, active.sampling) == ("default", None)
+        assert store.active_publication(PAIR, "cpu", "canary") is None
         assert store.get_publication(1).evidence["winner"]["label"] == "autoregressive"
         assert len(store.get_study("latest").trials) == 635
         run = store.get_run("latest")
@@ -105,6 +107,7 @@ def test_an_old_database_migrates_and_holds_what_it_held(old_url: str) -> None:
 def test_an_old_recording_replays_as_it_did(old_url: str) -> None:
     """Rounds and tokens exactly; seconds roughly: this profile has passes of 1e-7 s beside others of 1e-2, and a sum of terms cannot."""
     door = Door(old_url)
+    assert door.call("db", "upgrade").exit_code == 0
     names = ("rounds", "drafted_tokens", "accepted_tokens", "verified_tokens")
     for policy, counts, seconds in REPLAYS:
         found = door.json("simulate", "--policy", json.dumps(policy))

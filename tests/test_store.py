@@ -241,6 +241,22 @@ def test_the_newest_publication_of_a_device_is_in_force(store: TraceStore) -> No
         store.get_publication(99)
 
 
+def test_each_deployment_has_a_policy_of_its_own_in_force(store: TraceStore) -> None:
+    publish = published(store)
+    hot = {"temperature": 0.7, "top_k": 0, "top_p": 1.0, "verifier": "coupled"}
+    first, tried = publish("a"), publish("b", deployment="canary", sampling=hot, expected=0)
+    assert store.active_version(PAIR, "cpu") == first
+    assert store.active_version(PAIR, "cpu", "canary") == tried
+    assert store.active_version(PAIR, "cpu", "nobody") == 0
+    canary = store.active_publication(PAIR, "cpu", "canary")
+    assert canary is not None
+    assert (canary.deployment, canary.sampling, canary.supersedes) == ("canary", hot, None)
+    assert [p.sampling for p in store.list_publications(PAIR, deployment="default")] == [None]
+    assert [p.version for p in store.list_publications(PAIR)] == [tried, first]
+    with pytest.raises(StaleVersionError, match=f"publication {tried} is in force"):
+        publish("a", deployment="canary", expected=first)
+
+
 def test_publishing_with_a_key_happens_once(store: TraceStore) -> None:
     publish = published(store)
     first = publish("a", idempotency_key="job-1")

@@ -1,11 +1,12 @@
-"""Policies in force: an append-only list per pair and class of device, and what each node did with its entries."""
+"""Policies in force: an append-only list per deployment, pair and class of device, and what each node
+did with its entries."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
@@ -16,11 +17,14 @@ from spectune.traces.schema import policy_id
 from spectune.traces.store.rows import Storage, is_stored, readable
 
 AckStatus = Literal["applied", "refused"]
+DEFAULT_DEPLOYMENT: Final = "default"
 
 
 @dataclass(frozen=True)
 class Publication:
-    """A policy put in force. ``version`` grows; the largest of a pair and device is in force.
+    """A policy put in force. ``version`` grows; the largest of a deployment, pair and device is in
+    force. ``sampling`` is what it was tuned for (``temperature``, ``top_k``, ``top_p``, ``verifier``),
+    None where nobody knows.
 
     ``document`` is the policy's, whatever JSON value stands there, and None where it cannot be read; ``problem`` says why it is not to be
     used: it cannot be read, or is not what the policy's id is the hash of. ``evidence`` is empty where it cannot be read.
@@ -39,6 +43,8 @@ class Publication:
     idempotency_key: str | None
     created_at: datetime
     problem: str = ""
+    deployment: str = DEFAULT_DEPLOYMENT
+    sampling: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -62,13 +68,15 @@ class Publications(Storage):
         policy_id: str,
         *,
         actor: str,
+        deployment: str = DEFAULT_DEPLOYMENT,
+        sampling: Mapping[str, Any] | None = None,
         evidence: Mapping[str, Any] | None = None,
         reason: str = "",
         idempotency_key: str | None = None,
         expected: int | None = None,
         guard: Callable[[Session], None] | None = None,
     ) -> Publication:
-        """Puts a stored policy in force for a pair on a device.
+        """Puts a stored policy in force in a deployment, for a pair on a device.
 
         ``guard`` is called first, in the transaction that publishes; what it raises is passed on, and nothing is published. With an
         ``idempotency_key`` seen before, the publication made then is returned and nothing is added, whatever else is
@@ -77,7 +85,7 @@ class Publications(Storage):
         """
         with self.database.write() as session:
             # On PostgreSQL writers run side by side: without the lock two of them could both find `expected` in force.
-            self.database.lock(session, f"publish {pair_id} {device}")
+            self.database.lock(session, f"publish {deployment} {pair_id} {device}")
             if guard is not None:
                 guard(session)
             if idempotency_key is not None:
@@ -89,12 +97,14 @@ class Publications(Storage):
                 raise NotFoundError(f"there is no pair {pair_id!r}; store it before publishing for it")
             if not is_stored(session, PolicyRow.id, policy_id):
                 raise NotFoundError(f"there is no policy {policy_id!r}; store it before publishing it")
-            current = _version(session, pair_id, device)
+            current = _version(session, pair_id, device, deployment)
             if expected is not None and expected != current:
                 raise StaleVersionError(
                     f"publication {current} is in force, not {expected} as expected; look at it and publish again"
                 )
             row = PublicationRow(
+                deployment=deployment,
+                sampling=None if sampling is None else dict(sampling),
                 pair_id=pair_id,
                 device=device,
                 policy_id=policy_id,
@@ -109,14 +119,18 @@ class Publications(Storage):
             session.flush()
             return _publication(row, session.get_one(PolicyRow, policy_id))
 
-    def active_version(self, pair_id: str, device: str) -> int:
+    def active_version(
+        self, pair_id: str, device: str, deployment: str = DEFAULT_DEPLOYMENT
+    ) -> int:
         """The version in force, 0 if none: the cheap question a watcher polls."""
         with self.database.read() as session:
-            return _version(session, pair_id, device)
+            return _version(session, pair_id, device, deployment)
 
-    def active_publication(self, pair_id: str, device: str) -> Publication | None:
-        """The publication in force for a pair on a device, or None."""
-        found = self.list_publications(pair_id, device, limit=1)
+    def active_publication(
+        self, pair_id: str, device: str, deployment: str = DEFAULT_DEPLOYMENT
+    ) -> Publication | None:
+        """The publication in force in a deployment, for a pair on a device, or None."""
+        found = self.list_publications(pair_id, device, deployment, limit=1)
         return found[0] if found else None
 
     def get_publication(self, version: int) -> Publication:
@@ -134,10 +148,19 @@ class Publications(Storage):
             return None if row is None else _publication(*row)
 
     def list_publications(
-        self, pair_id: str | None = None, device: str | None = None, *, limit: int | None = None
+        self,
+        pair_id: str | None = None,
+        device: str | None = None,
+        deployment: str | None = None,
+        *,
+        limit: int | None = None,
     ) -> tuple[Publication, ...]:
-        """Publications of a pair and device (each optional), newest first."""
-        wanted = {PublicationRow.pair_id: pair_id, PublicationRow.device: device}
+        """Publications of a pair, device and deployment (each optional), newest first."""
+        wanted = {
+            PublicationRow.pair_id: pair_id,
+            PublicationRow.device: device,
+            PublicationRow.deployment: deployment,
+        }
         query = _publications().where(*(column == value for column, value in wanted.items() if value is not None))
         with self.database.read() as session:
             return tuple(_publication(*row) for row in session.execute(query.order_by(PublicationRow.id.desc()).limit(limit)))
@@ -167,8 +190,12 @@ def _publications() -> Any:  # Select's parameters differ between SQLAlchemy 2.0
     return select(PublicationRow, PolicyRow).join(PolicyRow, PolicyRow.id == PublicationRow.policy_id)
 
 
-def _version(session: Session, pair_id: str, device: str) -> int:
-    of = (PublicationRow.pair_id == pair_id, PublicationRow.device == device)
+def _version(session: Session, pair_id: str, device: str, deployment: str) -> int:
+    of = (
+        PublicationRow.deployment == deployment,
+        PublicationRow.pair_id == pair_id,
+        PublicationRow.device == device,
+    )
     return int(session.scalar(select(func.max(PublicationRow.id)).where(*of)) or 0)
 
 
@@ -190,4 +217,6 @@ def _publication(row: PublicationRow, policy: PolicyRow) -> Publication:
         idempotency_key=row.idempotency_key,
         created_at=row.created_at,
         problem=problem,
+        deployment=row.deployment,
+        sampling=row.sampling if isinstance(row.sampling, Mapping) else None,
     )
