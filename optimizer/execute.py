@@ -56,6 +56,11 @@ def counts_of(steps: Sequence[Step], seconds: float) -> Counts:
     )
 
 
+def first_token_s(steps: Sequence[Step], seconds: float) -> float:
+    """Seconds until one request's first tokens are there: all but those of its later rounds."""
+    return seconds - sum(s.round_s for s in steps[1:])
+
+
 @dataclass(frozen=True)
 class Encoded:
     """A workload with its prompts as token ids, checked against the pair's context before anything is decoded."""
@@ -130,7 +135,12 @@ def outcome(policy: str, decoded: Sequence[Decoded]) -> Outcome:
     return Outcome(
         policy,
         "executed",
-        tuple(RequestOutcome(d.trajectory.request_id, d.trajectory.category, counts_of(d.steps, d.seconds)) for d in decoded),
+        tuple(
+            RequestOutcome(
+                d.trajectory.request_id, d.trajectory.category, counts_of(d.steps, d.seconds), first_token_s(d.steps, d.seconds)
+            )
+            for d in decoded
+        ),
     )
 
 
@@ -280,6 +290,7 @@ def race(
     unique = {p.id: p for p in policies}
     decoders = decoders_for(pair, list(unique.values()), encoded, profile, artifacts, clock)
     counts: dict[str, dict[int, Counts]] = {p: {} for p in unique}
+    first: dict[str, dict[int, list[float]]] = {p: {} for p in unique}
     texts: list[set[tuple[int, ...]]] = [set() for _ in encoded.items]
 
     def execute(policy_id: str, n: int) -> float:
@@ -287,6 +298,7 @@ def race(
         decoded = decoders[policy_id].decode(request, item.category, encoded.options.stop_strings)
         texts[n].add(tuple(decoded.trajectory.output_ids.tolist()))
         counts[policy_id].setdefault(n, counts_of(decoded.steps, decoded.seconds))
+        first[policy_id].setdefault(n, []).append(first_token_s(decoded.steps, decoded.seconds))
         return decoded.seconds
 
     timings, survivors = eliminate(
@@ -307,7 +319,8 @@ def race(
         for n, found in sorted(counts[policy_id].items()):
             item, _ = encoded.items[n]
             typical = float(np.nanmedian(timings.seconds[policy_id][n]))
-            rows.append(RequestOutcome(item.id, item.category, replace(found, seconds=typical)))
+            to_first = float(np.median(first[policy_id][n]))
+            rows.append(RequestOutcome(item.id, item.category, replace(found, seconds=typical), to_first))
         outcomes[policy_id] = Outcome(policy.label(), "executed", tuple(rows))
     return Comparison(outcomes, unique, sum(len(t) > 1 for t in texts), timings, survivors)
 

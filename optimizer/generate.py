@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from spectune.optimizer.execute import DecodeOptions, counts_of
+from spectune.optimizer.execute import DecodeOptions, counts_of, first_token_s
 from spectune.optimizer.report.drawn_trees import ACCEPTED, OWN, tree_json, tree_view
 from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair
@@ -33,7 +33,8 @@ def generate(
     """Streams the continuation of ``prompt``: drafted and accepted tokens in green, the target's own in yellow. Where trees were drafted
     the last one is drawn below, or with ``show_trees`` every one.
 
-    Returns ``text``, ``token_ids``, ``rounds``, ``tau``, ``tokens_per_s`` and, with ``compare``, ``autoregressive_tokens_per_s`` and
+    Returns ``text``, ``token_ids``, ``rounds``, ``tau``, ``tokens_per_s``,
+    ``time_to_first_token_s`` and, with ``compare``, ``autoregressive_tokens_per_s`` and
     whether the texts are equal; where trees were drafted also ``trees``, one per round
     (:func:`optimizer.report.drawn_trees.tree_json`). Raises
     WorkloadError when the prompt does not fit.
@@ -46,7 +47,8 @@ def generate(
     _touch(pair, prepared, item, ids, options)
     rounds, seconds = _stream(decoder, request, console)
     output = [token for r in rounds for token in r.tokens]
-    counts = counts_of([r.step for r in rounds], seconds)
+    steps = [r.step for r in rounds]
+    counts, first_s = counts_of(steps, seconds), first_token_s(steps, seconds)
     result: dict[str, Any] = {
         "text": pair.text(output),
         "token_ids": output,
@@ -56,6 +58,7 @@ def generate(
         "drafted_tokens": counts.drafted_tokens,
         "accepted_tokens": counts.accepted_tokens,
         "tokens_per_s": counts.tokens_per_s,
+        "time_to_first_token_s": first_s,
     }
     console.print()
     grown = [i for i, r in enumerate(rounds) if r.tree is not None]
@@ -68,7 +71,7 @@ def generate(
         Text.assemble(("accepted draft tokens", ACCEPTED), "  ", ("the target's own", OWN), f"   policy: {prepared.label}")
     )
     line = f"{counts.emitted_tokens} tokens in {counts.rounds} rounds, tau {counts.mean_accepted_length:.2f}, "
-    line += f"{counts.tokens_per_s:.1f} tokens/s"
+    line += f"first token after {first_s * 1e3:.0f} ms, {counts.tokens_per_s:.1f} tokens/s"
     if compare and any(plan.policy.speculates for plan in prepared.candidates):
         plain = Decoder(pair, StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names)), options.verifier)
         again = plain.decode(request)

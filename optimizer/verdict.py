@@ -44,6 +44,7 @@ class Candidate:
             "measured_tokens_per_s": self.executed.total.tokens_per_s,
             "measured_interval": list(self.executed.tokens_per_s_interval()),
             "mean_accepted_length": self.executed.total.mean_accepted_length,
+            "latency": self.executed.latency(),
             "ratio_to_incumbent": self.ratio[0],
             "ratio_interval": finite(self.ratio[1:]),
             "ratio_to_autoregressive": self.over_plain[0],

@@ -72,7 +72,7 @@ def tuned(door: Door, workload: tuple[object, ...], recording: str, profile: str
 
 def counts(outcome: Mapping[str, Any]) -> dict[str, Any]:
     """An outcome's figures that do not depend on time."""
-    timed = {"seconds", "tokens_per_s", "tokens_per_s_interval", "by_category", "kind"}
+    timed = {"seconds", "tokens_per_s", "tokens_per_s_interval", "by_category", "kind", "latency"}
     by_category = {name: counts({"by_category": {}, **c}) for name, c in outcome.get("by_category", {}).items()}
     return {k: v for k, v in outcome.items() if k not in timed} | {"by_category": by_category}
 
@@ -99,6 +99,10 @@ def test_simulate_and_run_agree_on_every_round(
     assert [r["request"] for r in rounds] == sorted((r["request"] for r in rounds), key=lambda i: int(i[1:]))
     assert executed["emitted_tokens"] == executed["rounds"] + executed["accepted_tokens"]
     assert executed["seconds"] > 0
+    assert "latency" not in simulated
+    first = executed["latency"]["time_to_first_token_s"]
+    assert 0 < first["p50"] <= first["p95"] <= first["p99"] < executed["seconds"]
+    assert executed["latency"]["requests"] == 6
     assert simulated["seconds"] > 0
     assert set(executed["by_category"]) == {"a", "b"}
     outputs = lines(folder / "o.jsonl")
@@ -152,6 +156,9 @@ def test_tune_prints_the_evidence(door: Door, tuned: dict[str, Any], recording: 
     assert tuned["recording"] == recording  # found, not decoded again
     assert tuned["published"]["policy"] == tuned["winner"]["id"]
     assert tuned["texts_differ"] == 0
+    for candidate in tuned["candidates"]:
+        assert candidate["latency"]["requests"] == candidate["executed_requests"]
+        assert candidate["latency"]["time_per_output_token_s"]["p99"] > 0
 
 
 def test_policies_from_publication_to_rollback(door: Door, folder: Path, tuned: dict[str, Any]) -> None:

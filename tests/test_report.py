@@ -63,6 +63,20 @@ def test_the_evidence_is_silent_on_who_was_dropped_where_nobody_was() -> None:
     assert any(line.rstrip(" │").endswith("0.500") for line in lines if "autoregressive" in line and line.startswith("│"))
 
 
+def test_latency_is_measured_to_the_first_token_and_per_later_one() -> None:
+    """Two requests of 11 and 21 tokens, one of a single token, and one whose rounds were not timed."""
+    rows = [(11, 1.5, 0.5), (21, 2.0, 1.0), (1, 3.0, 3.0), (9, 9.0, 0.0)]
+    outcome = Outcome("p", "executed", tuple(RequestOutcome("r", "c", Counts(1, 1, n, seconds=s), first) for n, s, first in rows))
+    latency = outcome.latency()
+    assert latency is not None
+    assert latency["requests"] == 3
+    assert latency["time_to_first_token_s"] == {"mean": 1.5, "p50": 1.0, "p95": pytest.approx(2.8), "p99": pytest.approx(2.96)}
+    assert latency["time_per_output_token_s"]["p50"] == pytest.approx(0.075)
+    assert latency == outcome.to_json()["latency"]
+    assert "time to first token: p50 1000.0, p95 2800.0, p99 2960.0 ms" in printed(outcome_table(outcome))
+    assert Outcome("p", "replayed", outcome.per_request[3:]).latency() is None
+
+
 HOSTILE = "[/b][math] :smile: \x1b[31m\x9b2J\x07\nsecond\u202e"
 ESCAPED = "[/b][math] :smile: \\x1b[31m\\x9b2J\\x07\\nsecond\\u202e"
 

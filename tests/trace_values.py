@@ -146,7 +146,8 @@ def a_profile(scale: float, *, device: str = "cpu") -> LatencyProfile:
 def an_outcome(n: int = 3) -> Outcome:
     """Executed counts of ``n`` requests."""
     counts = [Counts(1, 10 + i, 30 + i, 20, 40, 40, 50, 0.125 * (i + 1)) for i in range(n)]
-    return Outcome(POLICY_ID, "executed", tuple(RequestOutcome(f"r{i}", CATEGORIES[i % 3], c) for i, c in enumerate(counts)))
+    rows = (RequestOutcome(f"r{i}", CATEGORIES[i % 3], c, c.seconds / 8) for i, c in enumerate(counts))
+    return Outcome(POLICY_ID, "executed", tuple(rows))
 
 
 def a_recording(store: TraceStore, *, n: int = 6, drafts: tuple[str, ...] = ("small",), verifier: Verifier = "coupled") -> str:

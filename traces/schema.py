@@ -355,11 +355,13 @@ class Counts:
 
 @dataclass(frozen=True)
 class RequestOutcome:
-    """What one request cost and yielded under one policy."""
+    """What one request cost and yielded under one policy. ``first_s``: seconds from its beginning
+    to the end of its first round, 0 where that was not measured."""
 
     request_id: str
     category: str
     counts: Counts
+    first_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -396,12 +398,40 @@ class Outcome:
         low, high = np.quantile(rates, [(1 - level) / 2, (1 + level) / 2])
         return (float(low), float(high))
 
+    def latency(self) -> dict[str, Any] | None:
+        """What a user waits for: mean and quantiles over requests of the seconds to the first token
+        and of the seconds per later one (of requests of two tokens or more). JSON-ready; None where
+        it was not measured.
+
+        A round yields its tokens at once: the first is there when its round ends, and a later one
+        counts with its share of the rest, as servers count.
+        """
+        timed = [(r.first_s, r.counts) for r in self.per_request if r.first_s > 0]
+        if not timed:
+            return None
+        later = [(c.seconds - first) / (c.emitted_tokens - 1) for first, c in timed if c.emitted_tokens > 1]
+        return {
+            "requests": len(timed),
+            "time_to_first_token_s": _quantiles([first for first, _ in timed]),
+            "time_per_output_token_s": _quantiles(later),
+        }
+
     def to_json(self) -> dict[str, Any]:
-        """The command-line contract's keys: ``policy``, the totals, ``tokens_per_s_interval`` and ``by_category``."""
+        """The command-line contract's keys: ``policy``, the totals, ``tokens_per_s_interval`` and
+        ``by_category``; ``latency`` where it was measured."""
+        latency = self.latency()
         return {
             "policy": self.policy,
             "kind": self.kind,
             **self.total.to_json(),
             "tokens_per_s_interval": list(self.tokens_per_s_interval()),
             "by_category": {k: v.to_json() for k, v in self.by_category.items()},
+            **({} if latency is None else {"latency": latency}),
         }
+
+
+def _quantiles(values: list[float]) -> dict[str, float] | None:
+    if not values:
+        return None
+    p50, p95, p99 = np.quantile(values, (0.5, 0.95, 0.99)).tolist()
+    return {"mean": float(np.mean(values)), "p50": p50, "p95": p95, "p99": p99}

@@ -43,8 +43,19 @@ def outcome_table(outcome: Outcome) -> RenderableType:
     row("all", outcome.total, "bold")
     low, high = outcome.tokens_per_s_interval()
     if high:
-        return Group(table, _note(f"95% interval over requests: {low:.1f} to {high:.1f} tokens/s"))
+        said = [f"95% interval over requests: {low:.1f} to {high:.1f} tokens/s", *latency_lines(outcome.latency())]
+        return Group(table, _note("\n".join(said)))
     return table
+
+
+def latency_lines(latency: Mapping[str, Any] | None) -> list[str]:
+    """What a user waits for, in milliseconds; nothing where it was not measured."""
+    names = {"time_to_first_token_s": "time to first token", "time_per_output_token_s": "time per output token"}
+    return [
+        f"{name}: p50 {found['p50'] * 1e3:.1f}, p95 {found['p95'] * 1e3:.1f}, p99 {found['p99'] * 1e3:.1f} ms"
+        for key, name in names.items()
+        if (found := (latency or {}).get(key))
+    ]
 
 
 def evidence_table(tuned: Tuned) -> RenderableType:
@@ -88,6 +99,7 @@ def evidence_table(tuned: Tuned) -> RenderableType:
         f"{tuned.trials} policies replayed on {tuned.search_requests} requests, {len(unique)} executed on {tuned.test_requests} others; "
         f"requests whose text differed between policies: {tuned.texts_differ}",
         *([f"dropped early, behind beyond noise: {fewer}; the last column is what compares them"] if fewer else []),
+        *latency_lines(tuned.winner.executed.latency()),
         f"{tuned.reason}; {done}",
         *_not_tried(tuned),
         "seconds: " + ", ".join(f"{k} {v:.0f}" for k, v in tuned.seconds.items()),

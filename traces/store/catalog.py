@@ -384,12 +384,18 @@ class Catalog(Storage):
 def outcome_document(outcome: Outcome) -> dict[str, Any]:
     """An outcome per request, JSON-ready, with its totals for SQL; :func:`outcome_of` is the inverse."""
     per_request = [[r.request_id, r.category, *asdict(r.counts).values()] for r in outcome.per_request]
-    return {"policy": outcome.policy, "kind": outcome.kind, "total": outcome.total.to_json(), "per_request": per_request}
+    document = {"policy": outcome.policy, "kind": outcome.kind, "total": outcome.total.to_json(), "per_request": per_request}
+    first = [r.first_s for r in outcome.per_request]
+    return {**document, "first_s": first} if any(first) else document
 
 
 def outcome_of(document: Document) -> Outcome:
     """The outcome that :func:`outcome_document` wrote."""
-    per_request = tuple(RequestOutcome(name, category, Counts(*counts)) for name, category, *counts in document["per_request"])
+    rows = document["per_request"]
+    first = document.get("first_s") or [0.0] * len(rows)
+    per_request = tuple(
+        RequestOutcome(name, category, Counts(*counts), s) for (name, category, *counts), s in zip(rows, first, strict=True)
+    )
     return Outcome(document["policy"], document["kind"], per_request)
 
 
