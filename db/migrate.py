@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from alembic import command
-from alembic.config import Config
-from alembic.migration import MigrationContext
-from alembic.script import ScriptDirectory
-from sqlalchemy import Connection, inspect
+from sqlalchemy import Connection, inspect, text
 
 from spectune.db.tables import metadata
+
+if TYPE_CHECKING:  # alembic is imported by what migrates alone
+    from alembic.config import Config
 
 VERSION_TABLE = "spectune_schema"
 _FOLDER = Path(__file__).with_name("migrations")
@@ -20,6 +20,8 @@ _ALEMBIC = threading.Lock()
 
 
 def _config() -> Config:
+    from alembic.config import Config
+
     config = Config()
     config.set_main_option("script_location", str(_FOLDER).replace("%", "%%"))
     config.set_main_option("path_separator", "os")
@@ -27,9 +29,8 @@ def _config() -> Config:
 
 
 def revisions() -> tuple[str, ...]:
-    """Every revision this program knows, oldest first."""
-    script = ScriptDirectory.from_config(_config())
-    return tuple(reversed([r.revision for r in script.walk_revisions()]))
+    """Every revision this program knows, oldest first: what the names of their files begin with."""
+    return tuple(sorted(file.name.partition("_")[0] for file in (_FOLDER / "versions").glob("[0-9]*_*.py")))
 
 
 def head() -> str:
@@ -39,7 +40,10 @@ def head() -> str:
 
 def current(connection: Connection) -> str | None:
     """The revision a database has, or None if it never had one."""
-    return MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE}).get_current_revision()
+    if not inspect(connection).has_table(VERSION_TABLE):
+        return None
+    found: str | None = connection.execute(text(f"SELECT version_num FROM {VERSION_TABLE}")).scalar()
+    return found
 
 
 def foreign_tables(connection: Connection) -> list[str]:
@@ -50,6 +54,8 @@ def foreign_tables(connection: Connection) -> list[str]:
 
 def migrate(connection: Connection, to: str = "head") -> None:
     """Upgrades inside the caller's transaction, so that a crash leaves the old schema whole."""
+    from alembic import command
+
     config = _config()
     config.attributes["connection"] = connection
     with _ALEMBIC:
@@ -58,6 +64,8 @@ def migrate(connection: Connection, to: str = "head") -> None:
 
 def new_revision(connection: Connection, message: str, revision_id: str) -> None:
     """Writes a migration from the difference between ``connection`` and the tables (a developer's tool)."""
+    from alembic import command
+
     config = _config()
     config.attributes["connection"] = connection
     with _ALEMBIC:

@@ -183,7 +183,7 @@ def test_an_edit_in_a_called_module_reaches_cached_kernels(tmp_path: Path) -> No
     (tmp_path / "kernel.py").write_text(
         "import middle\nfrom middle import outer\nfrom runtime.policies.jit import compiled\n"
         "@compiled(middle)\ndef run(x): return outer(x)\n"
-        "print(run(1), sum(run.stats.cache_hits.values()))\n"
+        "print(run(1), sum(run.dispatcher.stats.cache_hits.values()))\n"
     )
     root = Path(__file__).parent.parent
     env = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{tmp_path}", "NUMBA_CACHE_DIR": str(tmp_path / "cache")}

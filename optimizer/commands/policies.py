@@ -45,9 +45,9 @@ def _device(kw: dict[str, Any]) -> str:
     wanted = str(kw.pop("device"))
     if wanted != "auto":
         return wanted
-    from spectune.runtime.models import pick_device
+    from spectune.runtime.cuda.found import sees_cuda
 
-    return pick_device("auto").type
+    return "cuda" if sees_cuda() else "cpu"
 
 
 on_device = click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from spectune.optimizer.verdict import Tuned, finite
-from spectune.runtime.policies.document import parse_policy
 from spectune.traces.schema import TREE_SCALE, Counts, LatencyProfile, Outcome
 from spectune.traces.text import printable
+
+if TYPE_CHECKING:
+    from spectune.optimizer.verdict import Tuned
 
 
 def outcome_table(outcome: Outcome) -> RenderableType:
@@ -61,6 +62,8 @@ def latency_lines(latency: Mapping[str, Any] | None) -> list[str]:
 def evidence_table(tuned: Tuned) -> RenderableType:
     """What a tuning executed, fastest first by what tells policies apart that were not executed on the same requests: the speed over the
     race's leader, projected to the workload. Prediction beside measurement; on how many requests tells whom the race dropped."""
+    from spectune.optimizer.verdict import finite
+
     table = _table("Executed on requests the search has not seen")
     for column in (
         "role",
@@ -226,6 +229,8 @@ def static_tree_table(fitted: Mapping[str, Any]) -> RenderableType:
 
 def chooser_table(fitted: Mapping[str, Any]) -> RenderableType:
     """A chooser of drafts as fitted: its candidates, and what choosing is worth on the requests held out."""
+    from spectune.runtime.policies.document import parse_policy
+
     scores = fitted["metrics"].get("held_out") or fitted["metrics"]["fit"]
     kept = "chooses" if fitted["chooses"] else f"keeps to {fitted['single']}"
     table = _table(f"{kept}: {fitted['reason']}")

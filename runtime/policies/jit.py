@@ -1,17 +1,18 @@
 """One decorator for everything that numba compiles: typed, cached on disk, never stale, free of reference counts.
 
 numba keys its disk cache on the file that holds the function, so a kernel that inlines a function of another module would
-outlive an edit there. :func:`compiled` adds the other files' stamps to the key.
+outlive an edit there. :func:`compiled` adds the other files' stamps to the key. numba itself is imported by the first call: reading a
+policy document takes none.
 """
 
 from __future__ import annotations
 
+import functools
 import os
+import threading
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, TypeVar, cast
-
-import numba
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -32,17 +33,53 @@ def compiled(*depends_on: ModuleType, inline: bool = False) -> Callable[[F], F]:
     def decorate(function: F) -> F:
         source = function.__code__.co_filename
         _depends.setdefault(source, {__file__}).update(m.__file__ for m in depends_on if m.__file__ is not None)
-        options = {"nogil": True, "error_model": "numpy", "forceinline": inline}
-        try:
-            # Counting references to arrays passed between functions takes longer than a whole round; nothing here allocates.
-            dispatcher = numba.njit(cache=True, _nrt=False, **options)(function)
-            index = dispatcher._cache._cache_file  # numba has no public way to say what a function depends on
-            index._source_stamp = (index._source_stamp, *(_stamp(path) for path in sorted(_closure(source))))
-        except (RuntimeError, AttributeError, KeyError):
-            dispatcher = numba.njit(**options)(function)
-        return cast(F, dispatcher)
+        stamps = tuple(_stamp(path) for path in (source, *sorted(_closure(source))))
+        return cast(F, Compiled(function, stamps, inline))
 
     return decorate
+
+
+class Compiled:
+    """A function that numba takes over at its first call, from Python or from compiled code.
+
+    ``stamps`` are of the sources as they were imported: what is edited before that call is not taken for it.
+    """
+
+    _making = threading.Lock()  # two threads must not make two of one function
+
+    def __init__(self, function: Callable[..., Any], stamps: tuple[Any, ...], inline: bool) -> None:
+        functools.update_wrapper(self, function)
+        self._function, self._stamps, self._inline = function, stamps, inline
+        self._made: Any = None
+
+    def __call__(self, *arguments: Any) -> Any:
+        return (self._made or self.dispatcher)(*arguments)
+
+    @property
+    def _numba_type_(self) -> Any:
+        """What numba asks of a value that compiled code refers to."""
+        return self.dispatcher._numba_type_
+
+    @property
+    def dispatcher(self) -> Any:
+        """numba's own object."""
+        with self._making:
+            if self._made is None:
+                self._made = self._make()
+            return self._made
+
+    def _make(self) -> Any:
+        import numba
+
+        options = {"nogil": True, "error_model": "numpy", "forceinline": self._inline}
+        try:
+            # Counting references to arrays passed between functions takes longer than a whole round; nothing here allocates.
+            made = numba.njit(cache=True, _nrt=False, **options)(self._function)
+            index = made._cache._cache_file  # numba has no public way to say what a function depends on
+            index._source_stamp = (index._source_stamp, *self._stamps)
+        except (RuntimeError, AttributeError, KeyError):
+            made = numba.njit(**options)(self._function)
+        return made
 
 
 def _closure(source: str) -> set[str]:

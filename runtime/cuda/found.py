@@ -1,0 +1,49 @@
+"""Whether torch finds a CUDA device, told without importing it: that takes seconds."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+
+def sees_cuda() -> bool:
+    """What ``torch.cuda.is_available()`` says; False where no torch is installed."""
+    built_for = _built_for() if "torch" not in sys.modules else "?"
+    if built_for.isdigit():
+        return _shows_devices(int(built_for))
+    if not built_for:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _built_for() -> str:
+    """The major version of CUDA that the installed torch was built for, as its version file says: "" is for CPUs alone, or no torch;
+    "?" something else."""
+    found = PathFinder.find_spec("torch")
+    if found is None or not found.submodule_search_locations:
+        return "" if found is None else "?"
+    file = Path(next(iter(found.submodule_search_locations))) / "version.py"
+    spec = spec_from_file_location("torch_version", file)
+    if spec is None or spec.loader is None or not file.is_file():
+        return "?"
+    version = module_from_spec(spec)
+    spec.loader.exec_module(version)
+    if getattr(version, "hip", None):
+        return "?"
+    return str(getattr(version, "cuda", "?") or "").partition(".")[0]
+
+
+def _shows_devices(major: int) -> bool:
+    """Whether there is a driver for this version of CUDA, and shows a device to this process."""
+    try:
+        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError:
+        return False
+    version, count = ctypes.c_int(), ctypes.c_int()
+    failed = driver.cuInit(0) or driver.cuDriverGetVersion(ctypes.byref(version)) or driver.cuDeviceGetCount(ctypes.byref(count))
+    return not failed and version.value >= 1000 * major and count.value > 0
