@@ -10,7 +10,8 @@ from spectune.runtime.policies.document import BUILT_IN, AnyPolicy, parse_policy
 from spectune.traces.errors import PolicyError, WorkloadError
 from spectune.traces.files import is_file, parse_json, read_json
 from spectune.traces.schema import Workload
-from spectune.traces.workloads import Turns, make_workload, read_workload, take
+from spectune.traces.workload_files import read_workload
+from spectune.traces.workloads import Line, Turns, make_workload, take
 
 if TYPE_CHECKING:
     from spectune.traces.store.catalog import StoredPolicy
@@ -18,25 +19,32 @@ if TYPE_CHECKING:
 
 
 def load_workload(
-    names: Sequence[str], *, turns: Turns | None = None, limit: int | None = None, categories: Sequence[str] = ()
+    names: Sequence[str],
+    *,
+    turns: Turns | None = None,
+    limit: int | None = None,
+    categories: Sequence[str] = (),
+    column: str | None = None,
+    limit_seed: int = 0,
 ) -> Workload:
-    """``demo``, or JSONL files read as one workload; ``turns`` says what is made of requests that have several.
+    """``demo``, or files and data sets read as one workload; ``turns`` says what is made of requests that have several, ``column``
+    where the prompts are. Of ``limit`` requests :func:`traces.workloads.take` says which.
 
     Raises WorkloadError when malformed, empty, nothing is left of it, or a request has several turns and ``turns`` is None.
     """
     if list(names) == ["demo"] or not names:
-        workload = make_workload("demo", ((f"demo:{i}", line) for i, line in enumerate(demo_workload())))
+        workload = make_workload("demo", (Line(f"demo:{i}", line) for i, line in enumerate(demo_workload())))
     elif "demo" in names:
         raise WorkloadError("--workload demo cannot be mixed with files; record them apart")
     else:
-        workload = read_workload(names, turns=turns)
+        workload = read_workload(names, turns=turns, column=column)
     if categories:
         kept = tuple(r for r in workload.requests if r.category in categories)
         if not kept:
             known = ", ".join(sorted({r.category for r in workload.requests}))
             raise WorkloadError(f"--category {', '.join(categories)}: no such category in {workload.name}; it has: {known}")
         workload = Workload(workload.name, kept)
-    return take(workload, limit)
+    return take(workload, limit, seed=limit_seed)
 
 
 def read_policy_file(path: str) -> AnyPolicy:

@@ -11,6 +11,7 @@ import numpy as np
 
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.inputs import load_workload
+from spectune.optimizer.overlong import made_to_fit
 from spectune.optimizer.record import recording_options
 from spectune.optimizer.schedule import Execute, Job, JobContext, ScheduleError, parse_duration
 from spectune.optimizer.tune import Progress, TuneOptions, tune, tune_recording
@@ -25,7 +26,8 @@ from spectune.traces.workloads import Turns
 
 SEARCHED = ("trials", "gamma_max", "tree_width", "tree_depth", "finalists")
 KEYS = {
-    "pair", "workload", "categories", "limit", "turns", "all_turns", "recorded", "device", "dtype", "threads", "temperature",
+    "pair", "workload", "column", "categories", "limit", "limit_seed", "overlong", "turns", "all_turns", "recorded",
+    "device", "dtype", "threads", "temperature",
     "top_k", "top_p", "seed", "max_new_tokens", "verifier", "stop_strings", "chat", "fresh", "sample", *SEARCHED,
 }  # fmt: skip
 SAMPLE = 200
@@ -64,6 +66,8 @@ def tuning_workload(payload: Mapping[str, Any]) -> Workload:
         turns=turns_asked(payload),
         limit=payload.get("limit"),
         categories=tuple(payload.get("categories", ())),
+        column=payload.get("column"),
+        limit_seed=payload.get("limit_seed", 0),
     )
 
 
@@ -141,7 +145,8 @@ def _tune(store: TraceStore, pair: LoadedPair, payload: Mapping[str, Any], conte
         window = timedelta(seconds=parse_duration(str(payload["recorded"])))
         recording = gather(store, pair, window, int(payload.get("sample", SAMPLE)), key=context.idempotency_key)
         return tune_recording(store, pair, recording, _within(wanted, context), progress=progress)
-    return tune(store, pair, tuning_workload(payload), _within(wanted, context), progress=progress)
+    workload, _ = made_to_fit(pair, tuning_workload(payload), wanted.options, payload.get("overlong", "error"))
+    return tune(store, pair, workload, _within(wanted, context), progress=progress)
 
 
 def _within(wanted: TuneOptions, context: JobContext) -> TuneOptions:

@@ -17,7 +17,7 @@ from spectune.runtime.drafts.eagle_head import EagleHead
 from spectune.runtime.generation_settings import Process, Settings, processor
 from spectune.runtime.models import CausalModel, load_model, pick_device, pick_dtype
 from spectune.runtime.pair import PairSpec, check_threads, expanded, is_head, is_local, translated
-from spectune.traces.errors import PairError
+from spectune.traces.errors import PairError, WorkloadError
 from spectune.traces.schema import Request
 
 
@@ -81,15 +81,23 @@ class LoadedPair:
         return list(self.tokenizer(text)["input_ids"])
 
     def encode_request(self, request: Request, *, chat: bool) -> list[int]:
-        """Token ids of a request's first turn, in the chat template when the tokenizer has one and ``chat`` is set."""
-        text = request.turns[0]
+        """Token ids of a request's first turn or conversation, in the chat template when the tokenizer has one and ``chat`` is set.
+
+        Without ``chat`` a conversation's texts stand one after the other, a blank line between them. Raises WorkloadError for one
+        where ``chat`` is set and there is no template.
+        """
+        texts, roles = (request.turns, request.roles) if request.roles else (request.turns[:1], ("user",))
         if chat and getattr(self.tokenizer, "chat_template", None):
-            with translated("the target's chat template (--no-chat leaves it out)"):
-                out = self.tokenizer.apply_chat_template(
-                    [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=True
-                )
+            messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+            with translated(f"request {request.id}: the target's chat template (--no-chat leaves it out)"):
+                out = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
             return list(out["input_ids"])
-        return self.encode(text)
+        if chat and len(texts) > 1:
+            raise WorkloadError(
+                f"request {request.id}: a conversation of {len(texts)} messages needs a chat template, and the target's tokenizer "
+                "has none; --no-chat puts a blank line between its messages instead"
+            )
+        return self.encode("\n\n".join(texts))
 
     def text(self, ids: Collection[int]) -> str:
         """Decoded text, special tokens left out."""

@@ -87,10 +87,10 @@ def test_malformed_json_names_file_and_line(door: Door, command: str) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (b'{"turns": ["x"]}', "bad.jsonl:1: key 'id' is missing"),
+        (b'{"id": "a", "text": "x"}', "bad.jsonl:1: no prompt among its keys ('id', 'text')"),
         (b'{"id": "a", "turns": []}', "bad.jsonl:1: 'turns' must be a list of at least one string"),
         (b'{"id": "a", "turns": [" "]}', "bad.jsonl:1: turn 0 is empty"),
-        (b'["a", "x"]', "bad.jsonl:1: expected an object"),
+        (b'["a", "x"]', "bad.jsonl: item 1: expected an object"),
         (b'{"id": "a", "turns": ["x"]}\n{"id": "a", "turns": ["y"]}', "bad.jsonl:2: the id 'a' was used at bad.jsonl:1"),
         (b'{"id": "a", "turns": ["\\ud800"]}', "bad.jsonl:1: half of a surrogate pair"),
         (b"", "the workload is empty"),

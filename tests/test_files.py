@@ -22,7 +22,8 @@ from spectune.traces.schema import Sampling
 from spectune.traces.store import TraceStore
 from spectune.traces.store.export import export_rows, write_rows
 from spectune.traces.store.query import RequestRow
-from spectune.traces.workloads import make_workload, read_workload
+from spectune.traces.workload_files import read_workload
+from spectune.traces.workloads import Line, make_workload
 
 NESTED = "[" * 50_000
 LONG = "x" * 5_000
@@ -68,7 +69,7 @@ def test_text_that_no_database_keeps_is_refused_where_it_is_read(door: Door, wor
         Path("bad.jsonl").write_text('{"id": "first", "turns": ["x"]}\n' + line)
         assert "bad.jsonl:2: " in door.refused("record", "--pair", door.pair, "--workload", "bad.jsonl")
         with pytest.raises(WorkloadError, match=r"somewhere: .* which is no text"):
-            make_workload("w", [("somewhere", json.loads(line))])
+            make_workload("w", [Line("somewhere", json.loads(line))])
 
 
 def test_a_workload_keeps_what_every_database_keeps(store: TraceStore, tmp_path: Path) -> None:

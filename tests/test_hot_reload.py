@@ -263,8 +263,9 @@ def test_swaps_across_two_processes(serving: Any, tiny_pair: Path, tmp_path: Pat
     assert amid, "each of the three swaps came between two texts"
 
     until = max(int(request[1:]) for request in amid) + 1
+    (tmp_path / "first.jsonl").write_text("".join(workload.read_text().splitlines(keepends=True)[:until]))
     door.json(
-        *("run", "--pair", tiny_pair, "--workload", workload, "--limit", until, "--policy", "autoregressive", "--no-store"),
+        *("run", "--pair", tiny_pair, "--workload", tmp_path / "first.jsonl", "--policy", "autoregressive", "--no-store"),
         *("--max-new-tokens", 400, "--outputs", tmp_path / "plain.jsonl", "--device", "cpu"),
     )
     assert lines(tmp_path / "plain.jsonl") == lines(tmp_path / "texts.jsonl")[:until]

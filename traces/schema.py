@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import numpy as np
@@ -59,11 +59,17 @@ def _content_eq(left: object, right: object) -> bool:
 
 @dataclass(frozen=True)
 class Request:
-    """One line of a workload: an id unique in it, a category, and the user's turns (at least one)."""
+    """One prompt of a workload: an id unique in it, a category, and its texts (at least one).
+
+    Without ``roles`` the first text is the prompt. With them, one each, the texts are a conversation's messages, the last of them the
+    user's: together they are the prompt. ``source`` is the file it was read from, no part of its content.
+    """
 
     id: str
     category: str
     turns: tuple[str, ...]
+    roles: tuple[str, ...] = ()
+    source: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -75,16 +81,19 @@ class Workload:
 
     def to_json(self) -> list[list[Any]]:
         """The requests, JSON-ready; :meth:`from_json` is its inverse."""
-        return [[r.id, r.category, list(r.turns)] for r in self.requests]
+        return [[r.id, r.category, list(r.turns), *([list(r.roles)] if r.roles else [])] for r in self.requests]
 
     @classmethod
     def from_json(cls, name: str, content: Any) -> Workload:
         """Rebuilds a workload from :meth:`to_json`. Raises ValueError or TypeError on anything else."""
         requests = []
-        for name_of, category, turns in content:
-            if not isinstance(turns, list) or not all(isinstance(text, str) for text in (name_of, category, *turns)):
+        for name_of, category, turns, *more in content:
+            roles = more[0] if more else []
+            if not isinstance(turns, list) or not isinstance(roles, list) or len(more) > 1 or len(roles) not in (0, len(turns)):
+                raise TypeError("a request is [id, category, turns], or with as many roles as turns")
+            if not all(isinstance(text, str) for text in (name_of, category, *turns, *roles)):
                 raise TypeError("a request is [id, category, turns], all of them texts")
-            requests.append(Request(name_of, category, tuple(turns)))
+            requests.append(Request(name_of, category, tuple(turns), tuple(roles)))
         return cls(name, tuple(requests))
 
     def digest(self) -> str:

@@ -11,6 +11,7 @@ from spectune.optimizer.commands.shared import (
     decode_options,
     decoding_options,
     emit,
+    fit_to,
     json_option,
     load,
     open_store,
@@ -80,8 +81,6 @@ def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     """
     options = decode_options(kw)
     workload = None if kw["resumed_id"] else workload_of(kw)
-    for key in ("workloads", "all_turns", "first_turn", "limit", "categories"):
-        kw.pop(key, None)
     with open_store(ctx) as store:
         pair = load(kw, store)
         from spectune.optimizer.record import Look, RecordRequest, begun_as, look_around
@@ -101,6 +100,8 @@ def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
                 look_around(store, pair, recording, look, progress=meter)
                 info = store.get_recording(recording)
             else:
+                if begun is None:
+                    workload = fit_to(pair, workload, options, kw["overlong"])
                 trees = _trees(store, pair, kw, sampled=not options.sampling.greedy)
                 source = _source(store, pair, kw["policy_name"], options)
                 wanted = RecordRequest(workload, options, pair.draft_names, kw["gamma_max"], **trees)

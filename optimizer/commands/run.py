@@ -15,6 +15,7 @@ from spectune.optimizer.commands.shared import (
     decoding_options,
     dtype_of,
     emit,
+    fit_to,
     json_option,
     load,
     open_store,
@@ -76,6 +77,7 @@ def run(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         from spectune.optimizer.record import record_served
         from spectune.optimizer.report.tables import outcome_table
 
+        workload = fit_to(pair, workload, options, kw["overlong"])
         encoded = encode(pair, workload, options)
         _, found = profile_of(store, kw["profile_id"], pair.id, pair.device.type)
         recording = record_served(store, pair, options) if kw["keep_texts"] else nullcontext()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from spectune.optimizer.commands.shared import (
+    DRAWN,
     Meter,
     Whole,
     device_options,
@@ -88,11 +89,14 @@ def schedule_add(ctx: click.Context, as_json: bool, name: str, **kw: Any) -> Non
         from spectune.optimizer.inputs import load_workload
 
         turns = turns_of(kw)
-        load_workload(kw["workloads"], turns=turns, limit=kw["limit"], categories=kw["categories"])
+        load_workload(kw["workloads"], turns=turns, **{key: kw[key] for key in DRAWN})
         payload |= {
-            "workload": [w if w == "demo" else str(Path(w).resolve()) for w in kw["workloads"]] or ["demo"],
+            "workload": [w if w == "demo" or w.startswith("hf:") else str(Path(w).resolve()) for w in kw["workloads"]] or ["demo"],
             "categories": list(kw["categories"]),
             "limit": kw["limit"],
+            "limit_seed": kw["limit_seed"],
+            "column": kw["column"],
+            "overlong": kw["overlong"],
             "turns": turns,
             "fresh": True,
         }

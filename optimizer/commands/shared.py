@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from spectune.optimizer.execute import DecodeOptions
+    from spectune.optimizer.overlong import Overlong
     from spectune.runtime.loading import LoadedPair
     from spectune.runtime.pair import PairSpec
     from spectune.runtime.policies.document import AnyPolicy
@@ -89,11 +90,25 @@ device_options = together(
     click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", show_default=True),
 )
 workload_options = together(
-    click.option("--workload", "workloads", multiple=True, help="'demo' (default), or JSONL files; repeatable."),
+    click.option(
+        "--workload",
+        "workloads",
+        multiple=True,
+        help="'demo' (default), files (JSONL, JSON, CSV, Parquet), or hf:NAME, a Hugging Face data set; repeatable.",
+    ),
+    click.option("--column", help="The column, or key, that holds the prompts."),
     click.option("--category", "categories", multiple=True, help="Only requests of this category; repeatable."),
-    click.option("--all-turns", is_flag=True, help="Of requests with several turns, each as a prompt of its own."),
-    click.option("--first-turn", is_flag=True, help="Of requests with several turns, the first alone."),
-    click.option("--limit", type=Whole(1), help="Only the first N requests."),
+    click.option("--all-turns", is_flag=True, help="Of several turns, each as a prompt (in a conversation with what was said before)."),
+    click.option("--first-turn", is_flag=True, help="Of several turns, the first alone."),
+    click.option("--limit", type=Whole(1), help="N requests, drawn from every file and category in proportion."),
+    click.option("--limit-seed", type=SEED, default=0, show_default=True, help="Another seed, other requests."),
+    click.option(
+        "--overlong",
+        type=click.Choice(["error", "skip", "truncate"]),
+        default="error",
+        show_default=True,
+        help="Prompts beyond the context: refuse, leave out, or cut their beginning.",
+    ),
 )
 sampling_options = together(
     click.option("--max-new-tokens", type=Whole(1), default=128, show_default=True),
@@ -202,7 +217,21 @@ def workload_of(kw: dict[str, Any]) -> Workload:
     """Reads what :data:`workload_options` say, taken out of ``kw``. Raises WorkloadError."""
     from spectune.optimizer.inputs import load_workload
 
-    return load_workload(kw.pop("workloads"), turns=turns_of(kw), limit=kw.pop("limit"), categories=kw.pop("categories"))
+    return load_workload(kw.pop("workloads"), turns=turns_of(kw), **{key: kw.pop(key) for key in DRAWN})
+
+
+DRAWN: Final = ("limit", "categories", "column", "limit_seed")
+"""Options of a workload that :func:`optimizer.inputs.load_workload` takes as they are."""
+
+
+def fit_to(pair: LoadedPair, workload: Workload, options: DecodeOptions, overlong: Overlong) -> Workload:
+    """The workload with its prompts in the pair's context (:func:`optimizer.overlong.made_to_fit`); what was done is said."""
+    from spectune.optimizer.overlong import made_to_fit
+
+    kept, done = made_to_fit(pair, workload, options, overlong)
+    if done:
+        say(done, err=True)
+    return kept
 
 
 def turns_of(kw: dict[str, Any]) -> Turns | None:

@@ -13,6 +13,7 @@ from spectune.optimizer.commands.shared import (
     decode_options,
     decoding_options,
     emit,
+    fit_to,
     json_option,
     load,
     open_store,
@@ -52,6 +53,7 @@ def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     workload = None if kw["recording_id"] else workload_of(kw)
     with open_store(ctx) as store:
         pair = load(kw, store)
+        workload = workload and fit_to(pair, workload, options, kw["overlong"])
         from spectune.optimizer.report.tables import evidence_table
         from spectune.optimizer.tune import TuneOptions, tune_recording
         from spectune.optimizer.tune import tune as do_tune

@@ -1,0 +1,230 @@
+"""Workloads as people have them: formats, what conversations become, which requests a limit takes, prompts that are too long."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from spectune.optimizer.execute import DecodeOptions
+from spectune.optimizer.inputs import load_workload
+from spectune.optimizer.overlong import made_to_fit
+from spectune.runtime.loading import LoadedPair
+from spectune.traces.errors import WorkloadError
+from spectune.traces.schema import Request, Workload
+from spectune.traces.workload_files import read_workload
+from spectune.traces.workloads import take
+
+TALK = [("system", "Be kind."), ("user", "One?"), ("assistant", "1."), ("user", "Two?"), ("assistant", "2.")]
+OPENAI = [{"role": role, "content": text} for role, text in TALK]
+SHAREGPT = [{"from": {"user": "human", "assistant": "gpt"}.get(role, role), "value": text} for role, text in TALK]
+SO_FAR = Request("w:1", "all", ("Be kind.", "One?", "1.", "Two?"), ("system", "user", "assistant", "user"))
+CSV = 'id,question,category\n7,"Why, ""here""?\nSay.",b\n8,Who?,\n'
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def read(content: Any, name: str = "w", **how: Any) -> tuple[Request, ...]:
+    Path(name).write_text(content if isinstance(content, str) else json.dumps(content))
+    return read_workload([name], **how).requests
+
+
+@pytest.mark.parametrize(
+    ("content", "made"),
+    [
+        ({"prompt": "Why?"}, Request("w:1", "all", ("Why?",))),
+        ({"id": 3, "category": "c", "prompt": "Why?"}, Request("3", "c", ("Why?",))),
+        ({"turns": ["Why?"], "category": None}, Request("w:1", "all", ("Why?",))),
+        ({"messages": OPENAI}, SO_FAR),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "Why?"}]}]}, Request("w:1", "all", ("Why?",))),
+        ({"custom_id": "x", "method": "POST", "body": {"model": "m", "messages": OPENAI}}, replace(SO_FAR, id="x")),
+        ({"id": "s", "conversations": SHAREGPT}, replace(SO_FAR, id="s")),
+        ([{"conversations": [{"from": "gpt", "value": "Hello."}, *SHAREGPT[1:2]]}], Request("w:1", "all", ("One?",))),
+    ],
+)
+def test_a_prompt_is_taken_from_what_people_have(content: Any, made: Request) -> None:
+    assert read(content) == (made,)
+    kept = Workload("w", (made,))
+    assert Workload.from_json("w", kept.to_json()) == kept
+
+
+def test_a_conversation_is_cut_where_its_turns_are_asked_for() -> None:
+    first = replace(SO_FAR, turns=SO_FAR.turns[:2], roles=SO_FAR.roles[:2])
+    assert read({"messages": OPENAI}, turns="first") == (first,)
+    assert read({"conversations": SHAREGPT}, turns="all") == (first, replace(SO_FAR, id="w:1/1"))
+    assert read({"messages": OPENAI[1:]}, turns="first") == (Request("w:1", "all", ("One?",)),)
+
+
+def test_tables_have_a_column_of_prompts() -> None:
+    asked = (Request("7", "b", ('Why, "here"?\nSay.',)), Request("8", "all", ("Who?",)))
+    assert read(CSV, "w.csv", column="question") == asked
+    assert read("prompt\tn\nWhy?\t1\n", "w.tsv") == (Request("w.tsv:2", "all", ("Why?",)),)
+    assert read({"question": "Why?"}, column="question") == (Request("w:1", "all", ("Why?",)),)
+    columns = {"id": [1, 2], "messages": [OPENAI, OPENAI[1:2]], "question": ["Why?", "Who?"]}
+    pyarrow.parquet.write_table(pyarrow.table(columns), "w.parquet")
+    typed = read_workload(["w.parquet"]).requests
+    assert typed == (replace(SO_FAR, id="1"), Request("2", "all", ("One?",)))
+    assert [r.turns for r in read_workload(["w.parquet"], column="question").requests] == [("Why?",), ("Who?",)]
+
+
+def test_data_sets_are_read_where_the_package_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A double of the package: what it is called with, and what it answers."""
+    rows = [{"text": "Why?", "n": 1}]
+    one = type("Split", (list,), {"column_names": ["text", "n"]})(rows)
+    splits = {"org/one": {"train": one}, "org/two": {"train": one, "test": one}}
+
+    def load(name: str, config: str | None, split: str | None) -> Any:
+        if config == "wrong":
+            raise ValueError("Unknown\nconfig")
+        return splits[name][split] if split else splits[name]
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load, load_from_disk=lambda path: one))
+    for name in ("hf:org/one", "hf:org/two,main:test"):
+        assert [r.turns for r in read_workload([name], column="text").requests] == [("Why?",)]
+    Path("kept").mkdir()
+    Path("kept/state.json").touch()
+    assert read_workload(["hf:kept"], column="text").requests[0].turns == ("Why?",)
+    for name, says in (
+        ("hf:org/two", "splits train, test; write hf:org/two:SPLIT"),
+        ("hf:org/one,wrong", "cannot be loaded .ValueError: Unknown config"),
+        ("hf:org/one", "name the column .* it has: text, n"),
+    ):
+        with pytest.raises(WorkloadError, match=f"--workload hf:.*{says}"):
+            read_workload([name])
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(WorkloadError, match=r"--workload hf:org/one: .*`pip install datasets`"):
+        read_workload(["hf:org/one"])
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    Path("w.parquet").write_bytes(b"PAR1")
+    with pytest.raises(WorkloadError, match=r"w.parquet: .*`pip install pyarrow`"):
+        read_workload(["w.parquet"])
+
+
+BROKEN = {
+    "prompt": [
+        ('{"prompt": "x"\n', "w:1: not JSON"),
+        ("Write a poem.\n", 'w:1: not JSON .{"prompt"}.* ShareGPT .*ends in .csv'),
+        ({"prompt": 5}, "w:1: 'prompt' must be a string"),
+        ('\n{"prompt": " "}', "w:2: the prompt is empty"),
+        ({"question": "x", "n": 1}, "w:1: no prompt among its keys .'question', 'n'.; expected .*--column"),
+    ],
+    "messages": [
+        ({"messages": []}, "w:1: 'messages' must be a list of at least one message"),
+        ({"messages": [{"role": "user"}]}, 'w:1: message 0 must be {"role", "content"}'),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "w:1: message 0: 'role' is 'tool'; known are user"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "w:1: message 0 is no text; pictures"),
+        ({"messages": [*OPENAI[:3], {"role": "user", "content": ""}]}, "w:1: message 3 is empty"),
+    ],
+    "conversations": [
+        ({"conversations": "x"}, "w:1: 'conversations' must be a list"),
+        ({"conversations": ["x"]}, 'w:1: message 0 must be .*{"from", "value"}'),
+        ({"conversations": [{"from": "human", "value": None}]}, "w:1: message 0 is no text"),
+        ([{"conversations": SHAREGPT}, {"conversations": [{"from": "gpt", "value": "x"}]}], "w: item 2: .* no message of a user"),
+        ("[1, 2", "w:1: not JSON"),
+    ],
+    "csv": [
+        ("a,b\n1,2\n", "w.csv:1: name the column that holds the prompts by --column .*it has: a, b"),
+        ("prompt,b\n1\n", "w.csv:2: 1 fields, the first line has 2"),
+        ('prompt\n"x"y\n', "w.csv:2: not CSV"),
+        ("prompt\n \n", "w.csv:2: the prompt is empty"),
+        ("", "w.csv:1: name the column .*it has: none"),
+    ],
+    "parquet": [("PAR1" + "x" * 40, "w: not Parquet")],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        pytest.param("w.csv" if format == "csv" else "w", content, says, id=f"{format}-{n}")
+        for format, broken in BROKEN.items()
+        for n, (content, says) in enumerate(broken)
+    ],
+)
+def test_what_is_broken_is_named_by_file_and_line(name: str, content: Any, says: str) -> None:
+    with pytest.raises(WorkloadError, match=f"^{says}"):
+        read(content, name)
+    with pytest.raises(WorkloadError, match=r"w: no 'q' .--column|no column 'q'|w:\d.*|w: .*"):
+        read(content, name, column="q")
+
+
+# ------------------------------------------------------------------------------------------------------------- limits
+
+
+def test_a_limit_draws_from_every_file_and_category_in_proportion() -> None:
+    for name, counts in (("long", {"a": 60, "b": 30}), ("short", {"a": 9, "rare": 1})):
+        lines = [{"id": f"{name}-{c}-{n}", "category": c, "prompt": "x"} for c, count in counts.items() for n in range(count)]
+        Path(name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    drawn = load_workload(["long", "short"], limit=20)
+    assert Counter((r.source, r.category) for r in drawn.requests) == {
+        ("long", "a"): 11, ("long", "b"): 6, ("short", "a"): 2, ("short", "rare"): 1
+    }  # fmt: skip
+    whole = load_workload(["long", "short"])
+    places = [whole.requests.index(r) for r in drawn.requests]
+    assert places == sorted(places), "in the workload's order"
+    assert places[:11] != list(range(11)), "not the first ones"
+    sets = [set(take(whole, n).requests) for n in range(1, 101)]
+    assert all(less < more for less, more in itertools.pairwise(sets)), "a larger limit adds"
+    assert {r.category for r in sets[3]} == {"a", "b", "rare"}
+    assert load_workload(["long", "short"], limit=20) == drawn
+    other = load_workload(["long", "short"], limit=20, limit_seed=1)
+    assert other != drawn
+    assert len(other.requests) == 20
+
+
+# ----------------------------------------------------------------------------------------- templates and long prompts
+
+
+@pytest.fixture
+def chatting(pair: LoadedPair) -> LoadedPair:
+    """The tiny pair with a chat template."""
+    tokenizer = copy.deepcopy(pair.tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    return replace(pair, tokenizer=tokenizer)
+
+
+def test_a_conversation_goes_through_the_chat_template(pair: LoadedPair, chatting: LoadedPair) -> None:
+    shown = "system: Be kind.\nuser: One?\nassistant: 1.\nuser: Two?\nassistant:"
+    assert chatting.encode_request(SO_FAR, chat=True) == pair.encode(shown)
+    plain = pair.encode("\n\n".join(SO_FAR.turns))
+    assert pair.encode_request(SO_FAR, chat=False) == chatting.encode_request(SO_FAR, chat=False) == plain
+    with pytest.raises(WorkloadError, match=r"request w:1: a conversation of 4 messages needs a chat template.*--no-chat"):
+        pair.encode_request(SO_FAR, chat=True)
+
+
+def test_prompts_beyond_the_context_are_left_out_or_cut_and_counted(pair: LoadedPair, chatting: LoadedPair) -> None:
+    options = DecodeOptions(max_new_tokens=32)
+    room = pair.max_positions - 32
+    words = " ".join(f"word{n}" for n in range(400))
+    short, long = Request("a", "c", ("x",)), Request("b", "c", (words,))
+    talk = Request("t", "c", ("Be kind.", words, "Yes.", "And then?"), SO_FAR.roles)
+    workload = Workload("w", (short, long, talk))
+    with pytest.raises(WorkloadError, match=r"request b: .*exceed the context of 512, as in 2 of 3 prompts; .*--overlong skip"):
+        made_to_fit(chatting, workload, options, "error")
+    kept, said = made_to_fit(chatting, workload, options, "skip")
+    assert (kept.requests, said) == ((short,), f"2 of 3 prompts were longer than {room} tokens and were left out")
+    kept, said = made_to_fit(chatting, workload, options, "truncate")
+    assert said == f"2 of 3 prompts were longer than {room} tokens and were cut at their beginning"
+    assert kept.requests[0] == short
+    cut = kept.requests[1].turns[0]
+    assert words.endswith(cut)
+    assert room - 8 < len(chatting.encode_request(kept.requests[1], chat=True)) <= room
+    assert kept.requests[2] == replace(talk, turns=("Be kind.", "And then?"), roles=("system", "user"))
+    assert made_to_fit(pair, Workload("w", (short,)), options, "error") == (Workload("w", (short,)), "")
+    with pytest.raises(WorkloadError, match="--overlong skip: nothing is left"):
+        made_to_fit(pair, Workload("w", (long,)), options, "skip")
