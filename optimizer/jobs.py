@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from spectune.optimizer.deployment import check_deployment
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.inputs import load_workload
 from spectune.optimizer.overlong import made_to_fit
@@ -21,6 +22,7 @@ from spectune.runtime.pair import PairSpec
 from spectune.traces.errors import TraceError
 from spectune.traces.schema import Sampling, Workload
 from spectune.traces.store import TraceStore
+from spectune.traces.store.publications import DEFAULT_DEPLOYMENT
 from spectune.traces.store.recordings import Appended
 from spectune.traces.workloads import Turns
 
@@ -28,14 +30,15 @@ SEARCHED = ("trials", "gamma_max", "tree_width", "tree_depth", "finalists")
 KEYS = {
     "pair", "workload", "column", "categories", "limit", "limit_seed", "overlong", "turns", "all_turns", "recorded",
     "device", "dtype", "threads", "temperature",
-    "top_k", "top_p", "seed", "max_new_tokens", "verifier", "stop_strings", "chat", "fresh", "sample", *SEARCHED,
+    "top_k", "top_p", "seed", "max_new_tokens", "verifier", "stop_strings", "chat", "fresh", "sample", "deployment", *SEARCHED,
 }  # fmt: skip
 SAMPLE = 200
 """Requests taken of recorded traffic unless the payload says otherwise."""
 
 
 def check_payload(payload: Mapping[str, Any]) -> None:
-    """Raises ScheduleError for a payload that no job could run."""
+    """Raises ScheduleError for a payload that no job could run, PolicyError for a deployment that has no
+    name."""
     unknown = sorted(set(payload) - KEYS)
     if unknown:
         raise ScheduleError(f"unknown key {unknown[0]!r} in the schedule's payload; known keys: {', '.join(sorted(KEYS))}")
@@ -44,6 +47,7 @@ def check_payload(payload: Mapping[str, Any]) -> None:
     if payload.get("recorded"):
         parse_duration(str(payload["recorded"]))
     turns_asked(payload)
+    check_deployment(str(payload.get("deployment", DEFAULT_DEPLOYMENT)))
 
 
 def turns_asked(payload: Mapping[str, Any]) -> Turns | None:
@@ -131,7 +135,9 @@ def tuning_options(payload: Mapping[str, Any]) -> TuneOptions:
         bool(payload.get("chat", True)),
     )
     searched: dict[str, Any] = {name: int(payload[name]) for name in SEARCHED if name in payload}
-    return TuneOptions(options=options, fresh=bool(payload.get("fresh", False)), **searched)
+    deployment = str(payload.get("deployment", DEFAULT_DEPLOYMENT))
+    fresh = bool(payload.get("fresh", False))
+    return TuneOptions(options=options, fresh=fresh, deployment=deployment, **searched)
 
 
 def _tune(store: TraceStore, pair: LoadedPair, payload: Mapping[str, Any], context: JobContext, progress: Progress) -> Tuned:

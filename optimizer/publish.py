@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from sqlalchemy.orm import Session
 
@@ -51,11 +52,14 @@ def publish(
     tuned: Tuned,
     *,
     over: Publication | None,
+    deployment: str,
+    sampling: Mapping[str, Any] | None,
     actor: str,
     idempotency_key: str | None = None,
     guard: Callable[[Session], None] | None = None,
 ) -> Tuned:
-    """Puts the winner in force with its evidence, once per idempotency key, in place of ``over`` (None: of nothing).
+    """Puts the winner in force in a deployment with its evidence and the sampling it was tuned for,
+    once per idempotency key, in place of ``over`` (None: of nothing).
 
     Where another version came into force meanwhile nothing is published, and the reason says so. Raises what ``guard`` raises.
     """
@@ -67,6 +71,8 @@ def publish(
             pair.device.type,
             policy.id,
             actor=actor,
+            deployment=deployment,
+            sampling=sampling,
             evidence=tuned.to_json(),
             reason=tuned.reason,
             idempotency_key=idempotency_key,
@@ -74,7 +80,7 @@ def publish(
             guard=guard,
         )
     except StaleVersionError:
-        now = store.active_version(pair.id, pair.device.type)
+        now = store.active_version(pair.id, pair.device.type, deployment)
         reason = f"version {now} came into force meanwhile and was not compared, so it stays"
         return replace(tuned, reason=f"{reason}; `tune --recording {tuned.recording}` compares with it")
     return replace(tuned, published=published)

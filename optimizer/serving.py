@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from spectune.db.errors import DatabaseError, NotFoundError, UnavailableError
 from spectune.optimizer.artifacts import fitted
+from spectune.optimizer.deployment import other_sampling
 from spectune.optimizer.inputs import published_policy
 from spectune.runtime.decoder import prepare_for
 from spectune.runtime.loading import LoadedPair
@@ -19,7 +21,9 @@ from spectune.runtime.policies.prepared_chooser import AnyPlan
 from spectune.runtime.reload import Published, Status, WatchedSource
 from spectune.traces.errors import PolicyError
 from spectune.traces.schema import LatencyProfile, Sampling, Verifier
-from spectune.traces.store import TraceStore
+from spectune.traces.store import Publication, TraceStore
+from spectune.traces.store.publications import DEFAULT_DEPLOYMENT
+from spectune.traces.text import printable
 
 
 def node_name() -> str:
@@ -33,10 +37,11 @@ def last_good(
     profile: LatencyProfile | None,
     verifier: Verifier = "coupled",
     sampling: Sampling | None = None,
+    deployment: str = DEFAULT_DEPLOYMENT,
 ) -> AnyPlan:
-    """The newest publication for this pair and device that this runtime can execute, or autoregression when there is none. Raises
-    DatabaseError alone."""
-    for publication in store.list_publications(pair.id, pair.device.type):
+    """The deployment's newest publication for this pair and device that this runtime can execute, or
+    autoregression when there is none. Raises DatabaseError alone."""
+    for publication in store.list_publications(pair.id, pair.device.type, deployment):
         try:
             return _checked(_prepared(store, pair, published_policy(publication), profile, sampling), verifier, sampling)
         except DatabaseError:
@@ -78,6 +83,10 @@ def _checked(prepared: AnyPlan, verifier: Verifier, sampling: Sampling | None) -
     return prepared
 
 
+def _to_stderr(line: str) -> None:
+    print(printable(line), file=sys.stderr)
+
+
 @contextmanager
 def watch(
     store: TraceStore,
@@ -85,36 +94,44 @@ def watch(
     initial: AnyPolicy | None,
     profile: LatencyProfile | None,
     *,
+    deployment: str = DEFAULT_DEPLOYMENT,
     verifier: Verifier = "coupled",
     sampling: Sampling | None = None,
     interval_s: float = 1.0,
     node: str | None = None,
+    warn: Callable[[str], None] = _to_stderr,
 ) -> Iterator[WatchedSource]:
-    """A policy source that follows the publications for this pair and device.
+    """A policy source that follows a deployment's publications for this pair and device.
 
     ``initial`` (None: the last good publication) is in force until the first look, which happens before this returns. A publication
     that is no policy, cannot be prepared (an unknown draft, a window that needs costs and has none) or that ``verifier`` would make lossy
-    is acknowledged as refused. Raises PolicyError when ``initial`` cannot run.
+    is acknowledged as refused. ``warn`` is told of one that was tuned for another sampling, as it comes
+    into force. Raises PolicyError when ``initial`` cannot run.
     """
     device, who = pair.device.type, node or node_name()
+    newest: list[Publication] = []  # what was fetched last
 
     def latest_profile() -> LatencyProfile | None:
         found = store.latest_profile(pair.id, device)
         return found.profile if found is not None else profile
 
     def fetch() -> Published | None:
-        if store.active_version(pair.id, device) == source_version():
+        if store.active_version(pair.id, device, deployment) == source_version():
             return None
-        active = store.active_publication(pair.id, device)
+        active = store.active_publication(pair.id, device, deployment)
         if active is None:
             return None
+        newest[:] = [active]
         try:
             return Published(active.version, published_policy(active))
         except PolicyError as error:
             return Published(active.version, None, str(error))
 
     def ready(policy: AnyPolicy, version: int) -> AnyPlan:
-        return _checked(_prepared(store, pair, policy, latest_profile(), sampling, version), verifier, sampling)
+        plan = _checked(_prepared(store, pair, policy, latest_profile(), sampling, version), verifier, sampling)
+        if warning := other_sampling(newest[0], sampling or Sampling(), verifier):
+            warn(f"warning: {warning}")
+        return plan
 
     def acknowledge(version: int, status: Status, reason: str) -> None:
         with suppress(NotFoundError):  # a publication that is gone needs no answer
@@ -124,7 +141,7 @@ def watch(
         return source.seen
 
     source = WatchedSource(
-        last_good(store, pair, profile, verifier, sampling)
+        last_good(store, pair, profile, verifier, sampling, deployment)
         if initial is None
         else _prepared(store, pair, initial, profile, sampling),
         fetch,

@@ -18,6 +18,7 @@ from sqlalchemy.orm import Session
 
 from spectune.db.errors import CorruptedChunkError
 from spectune.optimizer.artifacts import fitted
+from spectune.optimizer.deployment import sampling_of
 from spectune.optimizer.execute import Comparison, DecodeOptions, encode_recorded, race
 from spectune.optimizer.fit.chooser_fits import fit_chooser_artifact
 from spectune.optimizer.fit.on_the_fly import read_prompts
@@ -43,6 +44,7 @@ from spectune.runtime.recording.trees import Cover
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.schema import Trajectory, Workload
 from spectune.traces.store import Publication, StoredProfile, TraceStore
+from spectune.traces.store.publications import DEFAULT_DEPLOYMENT
 
 MOST_COVERS = 4
 """Growths of one draft beyond the recording that are recorded as well; each makes every tree larger."""
@@ -56,7 +58,8 @@ class TuneOptions:
     different kinds and ``rivals``
     (fixed windows too close for prediction) race against the baselines, in at most ``passes`` and about ``budget_s``. ``fresh`` uses
     nothing that was stored before, but what was made under the same ``idempotency_key``. ``guard`` is called in the transaction that
-    publishes, and raises where the caller may not; ``publishing`` is entered around it, with what is published."""
+    publishes, and raises where the caller may not; ``publishing`` is entered around it, with what is published. What is in force
+    in the ``deployment`` is the incumbent, and is what is replaced."""
 
     options: DecodeOptions = field(default_factory=DecodeOptions)
     drafts: tuple[str, ...] = ()
@@ -69,6 +72,7 @@ class TuneOptions:
     budget_s: float = 80.0
     fresh: bool = False
     publish: bool = True
+    deployment: str = DEFAULT_DEPLOYMENT
     actor: str = "tune"
     idempotency_key: str | None = None
     guard: Callable[[Session], None] | None = None
@@ -147,6 +151,8 @@ def tune_recording(
             pair,
             tuned,
             over=tuning.active,
+            deployment=wanted.deployment,
+            sampling=sampling_of(tuning.trace.trajectories),
             actor=wanted.actor,
             idempotency_key=wanted.idempotency_key,
             guard=wanted.guard,
@@ -258,7 +264,9 @@ def _profile(tuning: Tuning) -> None:
         own_since=began,
         progress=tuning.progress,
     )
-    tuning.active = store.active_publication(pair.id, pair.device.type)
+    tuning.active = store.active_publication(
+        pair.id, pair.device.type, tuning.wanted.deployment
+    )
     tuning.incumbent, tuning.unusable = incumbent_of(store, pair, tuning.active, tuning.profile.profile)
     tuning.artifacts = _artifacts(store, pair, tuning.incumbent, tuning.trace.trajectories)
 

@@ -91,7 +91,11 @@ class Tuned:
             "ratio_to_incumbent": finite(self.winner.ratio),
             "published": None
             if self.published is None
-            else {"version": self.published.version, "policy": self.published.policy_id},
+            else {
+                "version": self.published.version,
+                "policy": self.published.policy_id,
+                "deployment": self.published.deployment,
+            },
             "reason": self.reason,
             "recording": self.recording,
             "profile": self.profile,

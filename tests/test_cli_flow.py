@@ -155,6 +155,9 @@ def test_tune_prints_the_evidence(door: Door, tuned: dict[str, Any], recording: 
     assert {"autoregressive", "best fixed gamma", "transformers heuristic", "incumbent"} <= tuned["baselines"].keys()
     assert tuned["recording"] == recording  # found, not decoded again
     assert tuned["published"]["policy"] == tuned["winner"]["id"]
+    assert tuned["published"]["deployment"] == "default"
+    (only,) = door.json("policies", "list", "--pair", door.pair)["publications"]
+    assert only["sampling"] == {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "verifier": "coupled"}
     assert tuned["texts_differ"] == 0
     for candidate in tuned["candidates"]:
         assert candidate["latency"]["requests"] == candidate["executed_requests"]

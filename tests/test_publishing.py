@@ -84,7 +84,10 @@ def test_the_version_compared_with_is_the_one_replaced(store: TraceStore, pair: 
         if phase == "decode" and todo:
             todo.pop()()
 
+    store.put_policy("b" * 12, {}, "of another deployment")
+    other = store.publish(pair.id, "cpu", "b" * 12, actor="operator", deployment="canary").version
     tuned = tune(store, pair, WORKLOAD, QUICK, progress=progress)
+    assert store.active_version(pair.id, "cpu", "canary") == other
     assert tuned.incumbent.policy == CHOSEN
     newest = store.list_publications(pair.id)[0]
     assert (tuned.published is None) == (newest.policy_id == CHOSEN.id)

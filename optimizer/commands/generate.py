@@ -9,6 +9,7 @@ import click
 from spectune.optimizer.commands.shared import (
     console_for,
     decode_options,
+    deployment_option,
     device_options,
     emit,
     json_option,
@@ -27,6 +28,7 @@ from spectune.optimizer.commands.shared import (
 @pair_options
 @sampling_options
 @device_options
+@deployment_option
 @click.option("--policy", "policy_name", default="active", show_default=True)
 @click.option("--no-compare", is_flag=True, help="Do not decode again autoregressively for comparison.")
 @click.option("--show-trees", is_flag=True, help="Draw the tree of every round, not of the last alone.")
@@ -54,7 +56,7 @@ def generate(ctx: click.Context, as_json: bool, prompt: str, **kw: Any) -> None:
         # What does not fit is refused before anything else is said.
         encode(pair, Workload("prompt", (Request("prompt", "prompt", (prompt,)),)), options)
         _, found = profile_of(store, None, pair.id, pair.device.type)
-        plan = prepared(store, pair, kw["policy_name"], options.sampling, found)
+        plan = prepared(store, pair, kw["policy_name"], options, found, kw["deployment"])
     console = console_for(stderr=as_json)
     console.width = 10_000 if not console.is_terminal else console.width
     result = do_generate(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from spectune.optimizer.commands.shared import (
     Whole,
+    deployment_option,
     emit,
     json_option,
     open_store,
@@ -56,10 +58,15 @@ on_device = click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]),
 @policies.command("list")
 @pair_options
 @on_device
+@click.option(
+    "--deployment", envvar="SPECTUNE_DEPLOYMENT", help="Only publications of this one; default: of all."
+)
 @json_option
 @with_context
-def policies_list(ctx: click.Context, as_json: bool, **kw: Any) -> None:
+def policies_list(ctx: click.Context, as_json: bool, deployment: str | None, **kw: Any) -> None:
     """Publications for a pair and device, newest first, and what runtimes acknowledged.
+
+    In each deployment the newest is in force (active).
 
     \b
     Example:  cli.py policies list
@@ -67,35 +74,49 @@ def policies_list(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     spec, device = _spec(kw), _device(kw)
     with open_store(ctx) as store:
         say_former(store, spec)
-        found = store.list_publications(spec.id, device)
-        rows = []
-        for i, p in enumerate(found):
-            acks = store.acknowledgements(p.version)
-            rows.append(
-                {
-                    "version": p.version,
-                    "active": i == 0,
-                    "policy": p.policy_id,
-                    "label": p.label,
-                    "created_at": p.created_at.isoformat(),
-                    "actor": p.actor,
-                    "reason": p.reason,
-                    "applied": sum(a.status == "applied" for a in acks),
-                    "refused": [f"{a.node}: {a.reason}" for a in acks if a.status == "refused"],
-                }
-            )
+        found = store.list_publications(spec.id, device, deployment)
+        rows = _listed(store, found)
         known = [{"policy": p.id, "label": p.label, "created_at": p.created_at.isoformat()} for p in store.list_policies()]
     from spectune.optimizer.report.tables import rows_table
 
-    columns = ("version", "active", "policy", "label", "created_at", "actor", "applied", "refused", "reason")
+    columns = (
+        *("version", "deployment", "active", "policy", "label", "temperature", "created_at"),
+        *("actor", "applied", "refused", "reason"),
+    )
     data = {"pair": spec.id, "device": device, "publications": rows, "policies": known}
     emit(as_json, data, lambda: rows_table(rows, columns, f"publications for pair {spec.id} on {device}"))
+
+
+def _listed(store: TraceStore, found: Iterable[Publication]) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    seen: set[str] = set()
+    for p in found:
+        acks = store.acknowledgements(p.version)
+        rows.append(
+            {
+                "version": p.version,
+                "deployment": p.deployment,
+                "active": p.deployment not in seen,
+                "policy": p.policy_id,
+                "label": p.label,
+                "temperature": p.sampling.get("temperature") if p.sampling else None,
+                "sampling": p.sampling,
+                "created_at": p.created_at.isoformat(),
+                "actor": p.actor,
+                "reason": p.reason,
+                "applied": sum(a.status == "applied" for a in acks),
+                "refused": [f"{a.node}: {a.reason}" for a in acks if a.status == "refused"],
+            }
+        )
+        seen.add(p.deployment)
+    return rows
 
 
 @policies.command("show")
 @click.argument("policy_name", metavar="POLICY", default="active")
 @pair_options
 @on_device
+@deployment_option
 @json_option
 @with_context
 def policies_show(ctx: click.Context, as_json: bool, policy_name: str, **kw: Any) -> None:
@@ -107,12 +128,15 @@ def policies_show(ctx: click.Context, as_json: bool, policy_name: str, **kw: Any
     """
     pair_id, device = _pair_id(kw), _device(kw)
     with open_store(ctx) as store:
-        policy = policy_named(store, policy_name, pair_id, device)
-        published = [p for p in store.list_publications(pair_id, device) if p.policy_id == policy.id]
+        policy = policy_named(store, policy_name, pair_id, device, kw["deployment"])
+        every = store.list_publications(pair_id, device, kw["deployment"])
+        published = [p for p in every if p.policy_id == policy.id]
     data: dict[str, Any] = {"id": policy.id, "label": policy.label(), "policy": policy.spelled_out()}
     if published:
         data["publication"] = {
             "version": published[0].version,
+            "deployment": published[0].deployment,
+            "sampling": published[0].sampling,
             "reason": published[0].reason,
             "created_at": published[0].created_at.isoformat(),
             "evidence": dict(published[0].evidence),
@@ -123,8 +147,10 @@ def policies_show(ctx: click.Context, as_json: bool, policy_name: str, **kw: Any
         say(f"{policy.id}  {policy.label()}")
         click.echo(json.dumps(policy.spelled_out(), indent=2))
         if published:
+            newest = published[0]
             say(
-                f"published as version {published[0].version} ({published[0].created_at:%Y-%m-%d %H:%M} UTC): {published[0].reason}"
+                f"published as version {newest.version} in deployment {newest.deployment} "
+                f"({newest.created_at:%Y-%m-%d %H:%M} UTC): {newest.reason}"
             )
 
 
@@ -133,6 +159,7 @@ def policies_show(ctx: click.Context, as_json: bool, policy_name: str, **kw: Any
 @click.argument("right", default="active")
 @pair_options
 @on_device
+@deployment_option
 @json_option
 @with_context
 def policies_diff(ctx: click.Context, as_json: bool, left: str, right: str, **kw: Any) -> None:
@@ -143,7 +170,9 @@ def policies_diff(ctx: click.Context, as_json: bool, left: str, right: str, **kw
     """
     pair_id, device = _pair_id(kw), _device(kw)
     with open_store(ctx) as store:
-        one, other = (policy_named(store, name, pair_id, device) for name in (left, right))
+        one, other = (
+            policy_named(store, name, pair_id, device, kw["deployment"]) for name in (left, right)
+        )
     from spectune.optimizer.report.tables import rows_table
     from spectune.runtime.policies.document import differences
 
@@ -157,27 +186,62 @@ def policies_diff(ctx: click.Context, as_json: bool, left: str, right: str, **kw
 
 @policies.command("activate")
 @click.argument("policy_name", metavar="POLICY")
-@click.option("--reason", default="activated by hand", show_default=True)
+@click.option("--reason", help="Kept with it; default: activated by hand, or what was promoted.")
+@click.option(
+    "--from", "source", metavar="DEPLOYMENT", help="Where `active` is looked up: promotes that to --deployment."
+)
 @pair_options
 @on_device
+@deployment_option
 @json_option
 @with_context
-def policies_activate(ctx: click.Context, as_json: bool, policy_name: str, reason: str, **kw: Any) -> None:
-    """Publish a policy: running decoders take it up between two rounds.
+def policies_activate(
+    ctx: click.Context, as_json: bool, policy_name: str, reason: str | None, source: str | None, **kw: Any
+) -> None:
+    """Publish a policy: running decoders of the deployment take it up between two rounds.
+
+    A policy that was tuned keeps what sampling it was tuned for.
 
     \b
     Example:  cli.py policies activate policy.json --reason "trying a longer window"
+              cli.py policies activate policy.json --deployment canary
+              cli.py policies activate active --from canary
     """
-    spec, device = _spec(kw), _device(kw)
+    spec, device, deployment = _spec(kw), _device(kw), kw["deployment"]
     with open_store(ctx) as store:
-        policy = policy_named(store, policy_name, spec.id, device)
+        if source is not None and store.active_publication(spec.id, device, source) is None:
+            raise click.UsageError(
+                f"--from {source}: nothing is in force there for pair {spec.id} on {device} "
+                "(see `policies list`)"
+            )
+        policy = policy_named(store, policy_name, spec.id, device, source or deployment)
         _check_runs(store, policy, spec.id, spec.draft_names, device)
         store.put_pair(spec.id, spec.name, spec.to_json())
         store.put_policy(policy.id, policy.spelled_out(), policy.label())
-        published = store.publish(spec.id, device, policy.id, actor="cli", reason=reason)
-    emit(
-        as_json, {"version": published.version, "policy": policy.id}, f"version {published.version}: {policy.label()} is in force"
-    )
+        before = store.list_publications(spec.id, deployment=source)
+        tuned = (p.sampling for p in before if p.policy_id == policy.id and p.sampling is not None)
+        published = store.publish(
+            spec.id,
+            device,
+            policy.id,
+            actor="cli",
+            deployment=deployment,
+            sampling=next(tuned, None),
+            reason=reason or (f"promoted from {source}" if source else "activated by hand"),
+        )
+    emit(as_json, _told(published), _in_force(published, "is in force"))
+
+
+def _told(published: Publication) -> dict[str, Any]:
+    return {
+        "version": published.version,
+        "policy": published.policy_id,
+        "deployment": published.deployment,
+    }
+
+
+def _in_force(published: Publication, verb: str) -> str:
+    return f"version {published.version}: {published.label} {verb} in deployment {published.deployment}"
 
 
 def _check_runs(store: TraceStore, policy: AnyPolicy, pair_id: str, drafts: tuple[str, ...], device: str) -> None:
@@ -204,10 +268,12 @@ def _holds_a_policy(publication: Publication) -> bool:
 @click.option("--to", type=Whole(1), help="Version to go back to; default: the one before the active.")
 @pair_options
 @on_device
+@deployment_option
 @json_option
 @with_context
 def policies_rollback(ctx: click.Context, as_json: bool, to: int | None, **kw: Any) -> None:
-    """Publish an earlier policy again. Nothing is erased: the rollback is a new version. Publications that hold no policy are passed over.
+    """Publish an earlier policy of the deployment again. Nothing is erased: the rollback is a new version. Publications that hold no
+    policy are passed over.
 
     \b
     Example:  cli.py policies rollback
@@ -217,7 +283,7 @@ def policies_rollback(ctx: click.Context, as_json: bool, to: int | None, **kw: A
 
     pair_id, device = _pair_id(kw), _device(kw)
     with open_store(ctx) as store:
-        found = store.list_publications(pair_id, device)
+        found = store.list_publications(pair_id, device, kw["deployment"])
         active = found[0] if found else None
         if to is None:
             earlier = next((p for p in found[1:] if active and p.policy_id != active.policy_id and _holds_a_policy(p)), None)
@@ -227,23 +293,22 @@ def policies_rollback(ctx: click.Context, as_json: bool, to: int | None, **kw: A
                 published_policy(earlier)  # refused here as every runtime would
         if active is None or earlier is None:
             raise PolicyError(
-                f"no earlier policy to go back to for pair {pair_id} on {device}"
+                f"deployment {kw['deployment']} has no earlier policy to go back to for pair {pair_id} on {device}"
                 if to is None
-                else f"--to {to}: pair {pair_id} has no such version on {device} (see `policies list`)"
+                else f"--to {to}: deployment {kw['deployment']} has no such version for pair {pair_id} on {device} "
+                "(see `policies list`)"
             )
         published = store.publish(
             pair_id,
             device,
             earlier.policy_id,
             actor="cli",
+            deployment=active.deployment,
+            sampling=earlier.sampling,
             reason=f"rollback of version {active.version} to {earlier.version}",
             expected=active.version,
         )
-    emit(
-        as_json,
-        {"version": published.version, "policy": published.policy_id},
-        f"version {published.version}: {published.label} is in force again",
-    )
+    emit(as_json, _told(published), _in_force(published, "is in force again"))
 
 
 @policies.command("export")
@@ -253,6 +318,7 @@ def policies_rollback(ctx: click.Context, as_json: bool, to: int | None, **kw: A
 )
 @pair_options
 @on_device
+@deployment_option
 @json_option
 @with_context
 def policies_export(ctx: click.Context, as_json: bool, policy_name: str, engine: str, **kw: Any) -> None:
@@ -264,7 +330,7 @@ def policies_export(ctx: click.Context, as_json: bool, policy_name: str, engine:
     """
     spec, device = _spec(kw), _device(kw)
     with open_store(ctx) as store:
-        policy = policy_named(store, policy_name, spec.id, device)
+        policy = policy_named(store, policy_name, spec.id, device, kw["deployment"])
     from spectune.optimizer.export import engine_settings
 
     data = policy.spelled_out() if engine == "spectune" else engine_settings(policy, spec, engine)

@@ -10,6 +10,7 @@ from spectune.optimizer.commands.shared import (
     Meter,
     decode_options,
     decoding_options,
+    deployment_option,
     emit,
     fit_to,
     json_option,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @decoding_options
+@deployment_option
 @click.option(
     "--gamma-max", type=click.IntRange(2, 64), default=16, show_default=True, help="Longest window the panorama holds."
 )
@@ -103,7 +105,7 @@ def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
                 if begun is None:
                     workload = fit_to(pair, workload, options, kw["overlong"])
                 trees = _trees(store, pair, kw, sampled=not options.sampling.greedy)
-                source = _source(store, pair, kw["policy_name"], options)
+                source = _source(store, pair, kw["policy_name"], options, kw["deployment"])
                 wanted = RecordRequest(workload, options, pair.draft_names, kw["gamma_max"], **trees)
                 info = do_record(store, pair, wanted, source, fresh=kw["fresh"], begun=begun, progress=meter)
     data = {"recording": info.id, "pair": info.pair_id, **info.to_json()}
@@ -115,15 +117,17 @@ def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     )
 
 
-def _source(store: TraceStore, pair: LoadedPair, name: str, options: DecodeOptions) -> PolicySource:
+def _source(
+    store: TraceStore, pair: LoadedPair, name: str, options: DecodeOptions, deployment: str
+) -> PolicySource:
     """The policy to decode by; for ``active`` the newest publication that can run here."""
     from spectune.optimizer.serving import last_good
     from spectune.runtime.loop import StaticSource
 
     _, profile = profile_of(store, None, pair.id, pair.device.type)
     if name == "active":
-        return StaticSource(last_good(store, pair, profile, options.verifier, options.sampling))
-    return StaticSource(prepared(store, pair, name, options.sampling, profile))
+        return StaticSource(last_good(store, pair, profile, options.verifier, options.sampling, deployment))
+    return StaticSource(prepared(store, pair, name, options, profile))
 
 
 def _trees(store: TraceStore, pair: LoadedPair, kw: dict[str, Any], *, sampled: bool) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from spectune.optimizer.commands.shared import (
     Meter,
     decode_options,
     decoding_options,
+    deployment_option,
     dtype_of,
     emit,
     fit_to,
@@ -24,6 +25,7 @@ from spectune.optimizer.commands.shared import (
     profile_of,
     rounds_of,
     say,
+    say_unpublished,
     with_context,
     workload_of,
 )
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     help="FILE, inline JSON, ID, active, or autoregressive.",
 )
 @decoding_options
+@deployment_option
 @click.option("--profile", "profile_id", help="Profile for windows that need costs; default: the latest.")
 @click.option("--outputs", type=click.Path(dir_okay=False), help="Write the texts, one JSON line per request.")
 @click.option("--per-round", type=click.Path(dir_okay=False), help="Write one JSON line per round.")
@@ -82,7 +85,7 @@ def run(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         _, found = profile_of(store, kw["profile_id"], pair.id, pair.device.type)
         recording = record_served(store, pair, options) if kw["keep_texts"] else nullcontext()
         decoded: list[Decoded] = []
-        with _source(store, pair, kw["policy_name"], found, options) as source, recording as writer, Meter() as meter:
+        with _source(store, pair, kw, found, options) as source, recording as writer, Meter() as meter:
             if writer is not None:
                 click.echo(f"recording {writer.recording}", err=True)
             for done in execute(pair, source, encoded):
@@ -152,21 +155,33 @@ def _keep_run(
 
 @contextmanager
 def _source(
-    store: TraceStore, pair: LoadedPair, name: str, profile: LatencyProfile | None, options: DecodeOptions
+    store: TraceStore,
+    pair: LoadedPair,
+    kw: dict[str, Any],
+    profile: LatencyProfile | None,
+    options: DecodeOptions,
 ) -> Iterator[PolicySource]:
-    """A policy source: the policy named for ever, or for ``active`` whatever is published, now and later."""
+    """A policy source: the policy named for ever, or for ``active`` whatever is published in the
+    deployment, now and later."""
+    name, deployment = kw["policy_name"], kw["deployment"]
     from spectune.runtime.loop import StaticSource
 
     if name != "active":
-        yield StaticSource(prepared(store, pair, name, options.sampling, profile))
+        yield StaticSource(prepared(store, pair, name, options, profile))
         return
     from spectune.optimizer.serving import watch
 
-    if not store.active_version(pair.id, pair.device.type):
-        click.echo(
-            f"no policy is published for pair {pair.id} on {pair.device.type}; decoding autoregressively", err=True
-        )
-    with watch(store, pair, None, profile, verifier=options.verifier, sampling=options.sampling) as source:
+    if not store.active_version(pair.id, pair.device.type, deployment):
+        say_unpublished(pair.id, pair.device.type, deployment)
+    with watch(
+        store,
+        pair,
+        None,
+        profile,
+        deployment=deployment,
+        verifier=options.verifier,
+        sampling=options.sampling,
+    ) as source:
         if source.last_error:
             say(f"publication {source.seen} is refused: {source.last_error}; using {source.current().label}", err=True)
         yield source

@@ -13,6 +13,7 @@ from spectune.optimizer.commands.shared import (
     DRAWN,
     Meter,
     Whole,
+    deployment_option,
     device_options,
     emit,
     json_option,
@@ -52,6 +53,7 @@ def schedule() -> None:
 @workload_options
 @sampling_options
 @device_options
+@deployment_option
 @json_option
 @with_context
 def schedule_add(ctx: click.Context, as_json: bool, name: str, **kw: Any) -> None:
@@ -81,6 +83,7 @@ def schedule_add(ctx: click.Context, as_json: bool, name: str, **kw: Any) -> Non
         "verifier": kw["verifier"],
         "stop_strings": list(kw["stop_strings"]),
         "chat": not kw["no_chat"],
+        "deployment": kw["deployment"],
         **search_asked(kw),
     }
     if kw["recorded"]:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from spectune.runtime.pair import PairSpec
     from spectune.runtime.policies.document import AnyPolicy
     from spectune.runtime.policies.prepared_chooser import AnyPlan
-    from spectune.traces.schema import LatencyProfile, Outcome, Sampling, Step, Workload
-    from spectune.traces.store import TraceStore
+    from spectune.traces.schema import LatencyProfile, Outcome, Step, Workload
+    from spectune.traces.store import Publication, TraceStore
     from spectune.traces.workloads import Turns
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -79,6 +79,20 @@ def _threads(_ctx: click.Context, _param: click.Parameter, threads: int | None) 
     return threads
 
 
+def _deployment(_ctx: click.Context, _param: click.Parameter, name: str | None) -> str | None:
+    from spectune.optimizer.deployment import check_deployment
+
+    return None if name is None else check_deployment(name)
+
+
+deployment_option = click.option(
+    "--deployment",
+    envvar="SPECTUNE_DEPLOYMENT",
+    default="default",
+    show_default=True,
+    callback=_deployment,
+    help="Name under which a policy is in force; each has one.",
+)
 device_options = together(
     click.option(
         "--threads",
@@ -319,8 +333,18 @@ class Meter:
         self._progress.update(self._tasks[key], completed=done, total=total, description=phase)
 
 
-def policy_named(store: TraceStore, name: str, pair_id: str, device: str, *, option: str = "--policy") -> AnyPolicy:
-    """A policy by built-in name, file, inline JSON, id, or ``active``. Raises PolicyError."""
+def policy_named(
+    store: TraceStore,
+    name: str,
+    pair_id: str,
+    device: str,
+    deployment: str = "default",
+    *,
+    option: str = "--policy",
+    warns: Callable[[Publication], str] = lambda active: "",
+) -> AnyPolicy:
+    """A policy by built-in name, file, inline JSON, id, or ``active``; what ``warns`` says of the
+    publication in force goes to stderr. Raises PolicyError."""
     from spectune.db.errors import NotFoundError
     from spectune.optimizer.inputs import named_policy, published_policy, stored_policy
     from spectune.runtime.policies.document import AUTOREGRESSIVE
@@ -331,11 +355,14 @@ def policy_named(store: TraceStore, name: str, pair_id: str, device: str, *, opt
     if found is not None:
         return found
     if name == "active":
-        active = store.active_publication(pair_id, device)
+        active = store.active_publication(pair_id, device, deployment)
         if active is None:
-            click.echo(f"no policy is published for pair {pair_id} on {device}; decoding autoregressively", err=True)
+            say_unpublished(pair_id, device, deployment)
             return AUTOREGRESSIVE
-        return published_policy(active)
+        policy = published_policy(active)
+        if warning := warns(active):
+            say(f"warning: {warning}", err=True)
+        return policy
     try:
         stored = store.get_policy(name)
     except NotFoundError as error:
@@ -346,9 +373,35 @@ def policy_named(store: TraceStore, name: str, pair_id: str, device: str, *, opt
     return stored_policy(stored)
 
 
-def prepared(store: TraceStore, pair: LoadedPair, name: str, sampling: Sampling, profile: LatencyProfile | None) -> AnyPlan:
-    """A policy by name (:func:`policy_named`), ready to decode with a loaded pair. Raises PolicyError."""
-    policy = policy_named(store, name, pair.id, pair.device.type)
+def say_unpublished(pair_id: str, device: str, deployment: str) -> None:
+    click.echo(
+        f"no policy is published for pair {pair_id} on {device} in deployment {deployment}; "
+        "decoding autoregressively",
+        err=True,
+    )
+
+
+def prepared(
+    store: TraceStore,
+    pair: LoadedPair,
+    name: str,
+    options: DecodeOptions,
+    profile: LatencyProfile | None,
+    deployment: str = "default",
+) -> AnyPlan:
+    """A policy by name (:func:`policy_named`), ready to decode with a loaded pair. Says on stderr
+    where it was tuned for another sampling. Raises PolicyError."""
+    from spectune.optimizer.deployment import other_sampling
+
+    sampling = options.sampling
+    policy = policy_named(
+        store,
+        name,
+        pair.id,
+        pair.device.type,
+        deployment,
+        warns=lambda active: other_sampling(active, sampling, options.verifier),
+    )
     from spectune.optimizer.artifacts import fitted
     from spectune.runtime.decoder import prepare_for
 

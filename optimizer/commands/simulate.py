@@ -10,6 +10,7 @@ import click
 from spectune.optimizer.commands.outputs import check_writable, kept_unless_stored, write_rounds
 from spectune.optimizer.commands.shared import (
     Whole,
+    deployment_option,
     emit,
     json_option,
     open_store,
@@ -26,6 +27,7 @@ from spectune.optimizer.commands.shared import (
 @click.option("--recording", default="latest", show_default=True)
 @click.option("--profile", "profile_id", help="Profile id; default: the latest of the recording's pair and device.")
 @click.option("--device", "on", help="Device whose profile is taken; default: the recording's.")
+@deployment_option
 @click.option("--limit", type=Whole(1), help="Only the first N requests.")
 @click.option("--per-round", type=click.Path(dir_okay=False), help="Write one JSON line per round.")
 @click.option("--skip-corrupted", is_flag=True, help="Leave damaged chunks out instead of stopping at the first.")
@@ -44,7 +46,7 @@ def simulate(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     with open_store(ctx, create=False) as store:
         info = store.get_recording(kw["recording"])
         device = kw["on"] or str(info.options.get("device", "cpu"))
-        policy = policy_named(store, kw["policy_name"], info.pair_id, device)
+        policy = policy_named(store, kw["policy_name"], info.pair_id, device, kw["deployment"])
         _, found = profile_of(store, kw["profile_id"], info.pair_id, device)
         from spectune.optimizer.artifacts import keep_q_table, q_table
         from spectune.optimizer.report.tables import outcome_table

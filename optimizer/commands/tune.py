@@ -12,6 +12,7 @@ from spectune.optimizer.commands.shared import (
     Meter,
     decode_options,
     decoding_options,
+    deployment_option,
     emit,
     fit_to,
     json_option,
@@ -27,6 +28,7 @@ from spectune.optimizer.commands.shared import (
 
 @click.command()
 @decoding_options
+@deployment_option
 @search_options
 @click.option("--budget", default="80s", show_default=True, help="Time for the executed comparison, e.g. 90s, 10m.")
 @click.option("--search-seed", type=SEED, default=0, show_default=True)
@@ -64,6 +66,7 @@ def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
             budget_s=budget_s,
             fresh=kw["fresh"],
             publish=not kw["no_publish"],
+            deployment=kw["deployment"],
             publishing=lambda tuned: kept_unless_stored(ctx, "tune", tuned.to_json),
             **searched,
         )

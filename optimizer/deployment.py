@@ -1,0 +1,66 @@
+"""A deployment: a name under which one policy is in force for a pair and device, and the sampling it was
+tuned for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from spectune.traces.errors import PolicyError
+from spectune.traces.text import shortened
+
+if TYPE_CHECKING:
+    from spectune.traces.schema import Sampling, Trajectory, Verifier
+    from spectune.traces.store import Publication
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+def check_deployment(name: str) -> str:
+    """The name. Raises PolicyError where it cannot be one."""
+    if not _NAME.fullmatch(name):
+        raise PolicyError(
+            f"{shortened(name)!r} cannot name a deployment; use letters, digits, dots, dashes and "
+            "underscores, at most 100"
+        )
+    return name
+
+
+def tuned_for(sampling: Sampling, verifier: Verifier) -> dict[str, Any]:
+    """What a publication says of the sampling that it was tuned for: all but the seed."""
+    return {
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "verifier": verifier,
+    }
+
+
+def sampling_of(trajectories: Iterable[Trajectory]) -> dict[str, Any] | None:
+    """What all of some texts were sampled with (:func:`tuned_for`); None where they differ."""
+    found = [tuned_for(t.sampling, t.verifier) for t in trajectories]
+    return found[0] if found and all(one == found[0] for one in found) else None
+
+
+def other_sampling(publication: Publication, sampling: Sampling, verifier: Verifier) -> str:
+    """A line on a policy that is used under another sampling than it was tuned for; empty where it is
+    not, or nobody knows. At temperature 0 nothing else of the sampling matters."""
+    now, then = tuned_for(sampling, verifier), publication.sampling
+    if then is None or now["temperature"] == then.get("temperature") == 0:
+        return ""
+    changed = [key for key, value in now.items() if key in then and then[key] != value]
+    if not changed:
+        return ""
+
+    def told(values: Any, keys: Iterable[str], before: str = "") -> str:
+        return ", ".join(f"{before}{key.replace('_', '-')} {values[key]}" for key in keys)
+
+    plain = {"top_k": 0, "top_p": 1.0, "verifier": "coupled"}
+    asked = [key for key in now if now[key] != plain.get(key)]
+    flags = told({**now, "deployment": publication.deployment}, [*asked, "deployment"], "--")
+    return (
+        f"version {publication.version} of deployment {publication.deployment} was tuned at "
+        f"{told(then, changed)} and is used at {told(now, changed)}; "
+        f"`tune {flags.replace(',', '')}` tunes for that"
+    )

@@ -1,0 +1,136 @@
+"""Deployments: each has one policy in force for a pair and device, with the sampling it was tuned for."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from doors import Door
+
+from spectune.db import open_database
+from spectune.optimizer.deployment import other_sampling, sampling_of, tuned_for
+from spectune.optimizer.jobs import tuning_options
+from spectune.optimizer.serving import watch
+from spectune.runtime.loading import LoadedPair
+from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
+from spectune.traces.schema import Sampling, Trajectory
+from spectune.traces.store import Publication, TraceStore
+
+HOT = ("--temperature", 0.7, "--seed", 3)
+SHORT = ("--max-new-tokens", 4, "--no-compare")
+
+
+def fixed(gamma: int) -> Policy:
+    return Policy.model_validate({"draft": "near", "window": {"kind": "fixed", "gamma": gamma}})
+
+
+def publish(store: TraceStore, pair: LoadedPair, policy: Policy, temperature: float, deployment: str = "default") -> Publication:
+    """What `tune` publishes, without its work."""
+    store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
+    store.put_policy(policy.id, policy.spelled_out(), policy.label())
+    asked = tuned_for(Sampling(temperature), "coupled")
+    return store.publish(pair.id, "cpu", policy.id, actor="tune", deployment=deployment, sampling=asked)
+
+
+def test_a_deployments_life_at_two_temperatures(url: str, tiny_pair: Path, pair: LoadedPair) -> None:
+    """Tuned cold; a canary tuned hot; a third by hand; promoted, and rolled back."""
+    with open_database(url) as database:
+        cold = publish(TraceStore(database), pair, fixed(2), 0.0)
+        hot = publish(TraceStore(database), pair, fixed(5), 0.7, "canary")
+    door, of = Door(url), ("--pair", tiny_pair, "--device", "cpu")
+
+    def decoded(*asked: object) -> tuple[int, str]:
+        """The window that decodes, and what is warned of."""
+        done = door.call("generate", "def add(", *of, *SHORT, *asked, "--json")
+        assert done.exit_code == 0, done.output
+        warned = [line for line in done.stderr.splitlines() if line.startswith("warning: ")]
+        return json.loads(done.stdout)["policy"]["window"]["gamma"], "".join(warned)
+
+    def active(deployment: str = "default") -> dict[str, Any]:
+        (row,) = [p for p in door.json("policies", "list", *of)["publications"] if p["active"] and p["deployment"] == deployment]
+        return row
+
+    assert decoded() == (2, "")
+    assert decoded("--deployment", "canary", *HOT) == (5, "")
+    line = decoded(*HOT)[1]
+    assert f"version {cold.version} of deployment default was tuned at temperature 0.0 and is used at temperature 0.7" in line
+    assert "`tune --temperature 0.7 --deployment default`" in line
+
+    own = door.json("policies", "activate", json.dumps(fixed(3).spelled_out()), *of, "--deployment", "canary")
+    assert (active()["version"], active("canary")["version"]) == (cold.version, own["version"])
+    back = door.json("policies", "rollback", *of, "--deployment", "canary")
+    assert (back["policy"], back["deployment"], active("canary")["temperature"]) == (fixed(5).id, "canary", 0.7)
+    assert f"no such version for pair {pair.id}" in door.refused("policies", "rollback", *of, "--to", hot.version)
+    assert "has no earlier policy" in door.refused("policies", "rollback", *of)
+
+    promoted = door.json("policies", "activate", "active", "--from", "canary", *of)
+    assert (promoted["policy"], promoted["deployment"]) == (fixed(5).id, "default")
+    assert (active()["temperature"], active()["reason"]) == (0.7, "promoted from canary")
+    assert "tuned at temperature 0.7 and is used at temperature 0.0" in decoded()[1]
+    assert decoded(*HOT) == (5, "")
+    assert door.json("policies", "rollback", *of)["policy"] == fixed(2).id
+    assert active("canary")["policy"] == fixed(5).id
+    shown = door.json("policies", "show", *of, "--deployment", "canary")["publication"]
+    assert (shown["deployment"], shown["sampling"]) == ("canary", tuned_for(Sampling(0.7), "coupled"))
+    listed = door.json("policies", "list", *of, "--deployment", "canary")["publications"]
+    assert {p["deployment"] for p in listed} == {"canary"}
+
+
+def test_the_environment_names_the_deployment(tmp_path: Path, tiny_pair: Path) -> None:
+    door, of = Door(str(tmp_path / "d.db")), ("--pair", str(tiny_pair), "--device", "cpu", "--json")
+    document = json.dumps(fixed(2).spelled_out())
+    made = door.call("policies", "activate", document, *of, env={"SPECTUNE_DEPLOYMENT": "canary"})
+    assert json.loads(made.stdout)["deployment"] == "canary"
+    said = door.call("policies", "show", *of, "--deployment", "other", env={"SPECTUNE_DEPLOYMENT": "canary"})
+    assert "on cpu in deployment other; decoding autoregressively" in said.stderr
+    refused = door.call("policies", "show", *of, "--deployment", "a b")
+    assert refused.exit_code == 2
+    assert "'a b' cannot name a deployment" in refused.stderr
+    assert "--from nobody" in door.call("policies", "activate", "active", "--from", "nobody", *of).stderr
+
+
+def test_hot_reload_follows_its_deployment_and_warns(store: TraceStore, pair: LoadedPair) -> None:
+    said: list[str] = []
+    how: dict[str, Any] = {"deployment": "canary", "interval_s": 60, "warn": said.append}
+    with watch(store, pair, None, None, sampling=Sampling(0.7), **how) as source:
+        publish(store, pair, fixed(2), 0.7)
+        assert not source.poll()
+        assert source.current().policy == AUTOREGRESSIVE
+        publish(store, pair, fixed(3), 0.7, "canary")
+        assert source.poll()
+        assert (source.current().policy, said) == (fixed(3), [])
+        publish(store, pair, fixed(4), 0.0, "canary")
+        assert source.poll()
+    assert [line.split(";")[0].split("canary ")[1] for line in said] == ["was tuned at temperature 0.0 and is used at temperature 0.7"]
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "differs"),
+    [
+        (None, Sampling(0.7), False),
+        (tuned_for(Sampling(0.0, top_k=5), "rejection"), Sampling(0.0), False),
+        (tuned_for(Sampling(0.7, top_p=0.9), "coupled"), Sampling(0.7, top_p=0.9, seed=4), False),
+        (tuned_for(Sampling(0.7, top_p=0.9), "coupled"), Sampling(0.7), True),
+        ({"temperature": "hot"}, Sampling(0.7), True),
+    ],
+)
+def test_what_counts_as_another_sampling(then: Any, now: Sampling, differs: bool) -> None:
+    active = Publication(1, "p", "cpu", "y", "", {}, None, {}, "t", "", None, datetime.now(UTC), sampling=then)
+    assert bool(other_sampling(active, now, "coupled")) == differs
+
+
+def test_texts_of_two_temperatures_are_tuned_for_neither() -> None:
+    ids = np.zeros(3, np.int32)
+    cold, hot = (Trajectory("a", "c", ids, ids, Sampling(t), 3, "length") for t in (0.0, 0.7))
+    assert sampling_of([hot, replace(hot, request_id="b")]) == tuned_for(Sampling(0.7), "coupled")
+    assert sampling_of([hot, cold]) is None
+
+
+def test_a_schedule_tunes_for_its_deployment() -> None:
+    asked = tuning_options({"temperature": 0.7, "deployment": "canary"})
+    assert (asked.deployment, asked.options.sampling.temperature) == ("canary", 0.7)
