@@ -61,7 +61,14 @@ class DistributionRows(NamedTuple):
     unsure_entropy: torch.Tensor | None
 
     def codes(self) -> Codes:
-        return Codes(*(np.ascontiguousarray(x.cpu().numpy()) for x in self[:6] if x is not None))
+        """In the dtypes of a recording, for which functions are compiled then already."""
+        return Codes(
+            *(
+                np.ascontiguousarray(x.cpu().numpy(), np.int32 if x is self.tokens else np.uint8)
+                for x in self[:6]
+                if x is not None
+            )
+        )
 
 
 class LevelRule(NamedTuple):

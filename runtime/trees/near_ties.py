@@ -59,7 +59,7 @@ def open_codes(rows: DistributionRows, *, perturbed: bool, filtered: bool) -> Op
     score; then q may be any where the score holds noise (``perturbed``). A distribution whose children are all marked may, if the
     sampling leaves tokens out (``filtered``), have other children, and any codes.
     """
-    logp, gap, entropy, top_entropy, count = rows.codes()[1:]
+    logp, gap, entropy, top_entropy, count = (x.astype(np.int64) for x in rows.codes()[1:])
     n, k = logp.shape
     near = np.zeros((n, k), dtype=np.bool_) if rows.unsure is None else rows.unsure.cpu().numpy()
     near_entropy = np.zeros(n, dtype=np.bool_) if rows.unsure_entropy is None else rows.unsure_entropy.cpu().numpy()
