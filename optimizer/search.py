@@ -7,16 +7,18 @@ goes to a TPE study in memory, seeded with the incumbents and with the best that
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import optuna
 
 from spectune.optimizer.simulate.replay import replay, run_replay
-from spectune.optimizer.simulate.replay_trace import ReplayTrace
+from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace
 from spectune.optimizer.spaces import (
     ALL_KINDS,
     GROWTH_ORDER,
@@ -58,16 +60,23 @@ that is tried."""
 
 @dataclass(frozen=True)
 class Trial:
-    """One policy tried: its predicted tokens/s on the search split, what proposed it, and the passes of its draft in a predicted second."""
+    """One policy tried: its predicted tokens/s on the search split, what proposed it, and the passes of its draft in a predicted second.
+    ``did`` is a digest of the counts of every request: equal where two policies did the same; empty: not known."""
 
     policy: Policy
     value: float
     origin: str
     passes_per_s: float = 0.0
+    did: bytes = b""
 
     def reach(self, saved_s: float) -> float:
         """Its tokens/s if every pass of its draft took ``saved_s`` seconds less."""
         return self.value / max(LEAST_SHARE, 1.0 - saved_s * self.passes_per_s)
+
+    def same(self, other: Trial) -> bool:
+        """Whether both did the same on every request, at speeds that are predicted within a tie."""
+        tied = min(self.value, other.value) >= max(self.value, other.value) * (1 - TIE)
+        return self.did == other.did != b"" and tied
 
     def to_json(self) -> dict[str, Any]:
         return {"policy": self.policy.spelled_out(), "id": self.policy.id, "value": self.value, "origin": self.origin}
@@ -94,6 +103,21 @@ class Study:
             return None
         top = max(t.value for t in fitting)
         return min((t for t in fitting if t.value >= top * (1 - TIE)), key=lambda t: (complexity(t.policy), -t.value))
+
+    def distinct(self) -> list[Trial]:
+        """The trials worth telling apart, fastest first: of those that did the same on every request, the simplest, and a more
+        elaborate one only where it is predicted to be faster by more than a tie (its passes cost less)."""
+        kept: dict[object, list[Trial]] = {}
+        for trial in sorted(self.trials, key=lambda t: (complexity(t.policy), -t.value)):
+            simpler = kept.setdefault(trial.did or trial.policy.id, [])
+            if not any(trial.same(t) or t.value >= trial.value for t in simpler):
+                simpler.append(trial)
+        return sorted((t for group in kept.values() for t in group), key=lambda t: -t.value)
+
+    def same(self, one: AnyPolicy, other: AnyPolicy) -> bool:
+        """Whether two policies did the same (:meth:`Trial.same`), as far as they were tried."""
+        found = {t.policy.id: t for t in self.trials if t.policy.id in (one.id, other.id)}
+        return len(found) == 2 and found[one.id].same(found[other.id])
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -236,7 +260,8 @@ def search(
     for i in range(trials):
         asked = study.ask()
         policy = space.suggest(asked)
-        study.tell(asked, judge.value(policy, "optuna") if kinds.hold(policy) else 0.0)
+        value = judge.value(policy, "optuna") if kinds.hold(policy) else None
+        study.tell(asked, value, optuna.trial.TrialState.PRUNED if value is None else None)
         progress(tried + i + 1, total, judge.best)
     searched = {draft: limit.kinds for draft, limit in possible.items()}
     beyond = tuple(sorted(judge.beyond.values(), key=lambda t: -t.value))
@@ -263,8 +288,8 @@ class _Judge:
         """Fastest first."""
         return sorted(self.done.values(), key=lambda t: -t.value)
 
-    def value(self, policy: Policy, origin: str) -> float:
-        """Predicted tokens/s; 0 for a policy beyond the recording."""
+    def value(self, policy: Policy, origin: str) -> float | None:
+        """Predicted tokens/s; None for a policy beyond the recording."""
         key = policy.id
         if key not in self.done and key not in self.beyond:
             parts = [
@@ -272,29 +297,40 @@ class _Judge:
                 for part, judged in _parts(self.trace, policy, self.shortlists.get(policy.draft))
             ]
             sums = sum((part.total for part in parts), Counts())
-            trial = Trial(policy, sums.tokens_per_s, origin, sums.draft_steps / sums.seconds if sums.seconds > 0 else 0.0)
+            passes_per_s = sums.draft_steps / sums.seconds if sums.seconds > 0 else 0.0
+            trial = Trial(policy, sums.tokens_per_s, origin, passes_per_s, _did(parts))
             misses = sum(part.missing for part in parts) > MISSING_SHARE * sums.rounds
             (self.beyond if misses else self.done)[key] = trial
             self.best = max(self.best, 0.0 if misses else trial.value)
-        return self.done[key].value if key in self.done else 0.0
+        return self.done[key].value if key in self.done else None
+
+
+def _did(parts: Iterable[Replay]) -> bytes:
+    """A digest of what each request's rounds came to, whatever parts the requests were replayed in."""
+    rows = sorted((r, *c) for part in parts for r, c in zip(part.trace.order.tolist(), part.counts[:, :6].tolist(), strict=True))
+    return hashlib.blake2b(np.array(rows, dtype=np.int64).tobytes(), digest_size=16).digest()
 
 
 def _seeded_study(
     space: Space | ShortlistSpace, ranked: Sequence[Trial], kinds: Kinds, trials: int, seed: int
 ) -> optuna.study.Study:
-    """A study that tries first what was fastest so far, the best of each paper's methods before the others."""
+    """A study that tries first what was fastest so far, the best of each paper's methods before the others; then as many at random
+    (Optuna counts what is enqueued among its start-up trials); then what TPE suggests."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # `group` is marked so
-        sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, group=True, n_startup_trials=40)
-    study = optuna.create_study(direction="maximize", sampler=sampler)
+    study = optuna.create_study(direction="maximize")
+    few = max(10, trials // 10)
     first = {_method(t.policy): t for t in reversed(ranked)}
     for trial in dict.fromkeys([*sorted(first.values(), key=lambda t: -t.value), *ranked]):
         params = space.params(trial.policy) if kinds.hold(trial.policy) else None
         if params is not None:
             study.enqueue_trial(params, skip_if_exists=True)
-        if len(study.trials) >= max(10, trials // 10):
+        if len(study.trials) >= few:
             break
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # `group` is marked so
+        study.sampler = optuna.samplers.TPESampler(
+            seed=seed, multivariate=True, group=True, n_startup_trials=len(study.trials) + few
+        )
     return study
 
 
@@ -326,7 +362,7 @@ def finalists(study: Study, count: int = 4) -> list[Trial]:
     first = study.best()
     if first is None:
         return []
-    trials = [t for t in study.trials if t.policy.speculates]
+    trials = [t for t in study.distinct() if t.policy.speculates]
     close = [t for t in trials if t.value >= (1 - RULED_OUT) * study.trials[0].value]
     chosen = [first]
     for among, kind, most in (
@@ -344,7 +380,7 @@ def finalists(study: Study, count: int = 4) -> list[Trial]:
 
 def rivals(study: Study, chosen: Iterable[AnyPolicy], count: int = 3) -> list[Trial]:
     """Fixed windows that prediction cannot tell from the best of them, fastest first, beside those that are chosen already."""
-    fixed = [t for t in study.trials if is_fixed(t.policy)]
+    fixed = [t for t in study.distinct() if is_fixed(t.policy)]
     have = {p.id for p in chosen}
     close = [t for t in fixed if t.value >= fixed[0].value * (1 - PREDICTION_ERROR)]
     return [t for t in close if t.policy.id not in have][:count]

@@ -206,21 +206,20 @@ class ShortlistLimit:
         )
 
     def block(self, chosen: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The document of a shortlist by its parameters, lowered to what the draft has; None where that is the whole head."""
+        """The document of a shortlist by its parameters, lowered to half of what the draft has (one of more saves little, and a
+        gain predicted for it is mostly the prediction's error); None where that is the whole head."""
         kind = chosen["shortlist"]
         if kind not in self.kinds:
             return None
         if kind == "clusters":
-            k0 = min(chosen["k0"], self.clusters)
+            k0 = min(chosen["k0"], max(1, self.clusters // 2))
             k1 = min(chosen["k1"], k0)
             least = min(chosen["k_min"], k1)
             if least == self.clusters:
                 return None
             return {"kind": kind, "k0": k0, "k1": k1, "k_min": least, "artifact": self.router}
         name = "size" if kind == "frequency" else "k_max"
-        if kind == "frequency" and chosen[name] >= self.rows:
-            return None
-        return {"kind": kind, name: min(chosen[name], self.rows), "artifact": self.frequencies}
+        return {"kind": kind, name: min(chosen[name], max(1, self.rows // 2)), "artifact": self.frequencies}
 
     def judged(self, policy: Policy) -> list[tuple[frozenset[str], Policy]]:
         """For each fold its requests, and a policy with a shortlist of these fits as it would be without them; [] for other policies."""
@@ -475,10 +474,10 @@ class ShortlistSpace:
         }
         rows = max(limit.rows for limit in limits)
         if kind in ("frequency", "position_frequency"):
-            found["size" if kind == "frequency" else "k_max"] = IntDistribution(max(1, rows // 64), rows, log=True)
+            found["size" if kind == "frequency" else "k_max"] = IntDistribution(max(1, rows // 64), max(1, rows // 2), log=True)
         if kind == "clusters":
             most = max(limit.clusters for limit in limits)
-            found |= {name: IntDistribution(1, most, log=True) for name in ("k0", "k1", "k_min")}
+            found |= {name: IntDistribution(1, max(1, most // 2), log=True) for name in ("k0", "k1", "k_min")}
         return found
 
     def suggest(self, trial: optuna.trial.Trial) -> Policy:

@@ -414,8 +414,9 @@ def _roles(
     study: Study, incumbent: AnyPolicy, wanted: TuneOptions, chooser: AnyPolicy | None = None
 ) -> dict[str, AnyPolicy]:
     """Who is executed, by role; a policy that has several roles appears under each."""
-    chosen: list[AnyPolicy] = [trial.policy for trial in finalists(study, wanted.finalists)]
-    chosen += [trial.policy for trial in rivals(study, chosen, wanted.rivals)]
+    best = finalists(study, wanted.finalists)
+    best += rivals(study, [trial.policy for trial in best], wanted.rivals)
+    chosen: list[AnyPolicy] = [incumbent if study.same(t.policy, incumbent) else t.policy for t in best]
     chosen += [chooser] if chooser is not None else []
     roles: dict[str, AnyPolicy] = {f"finalist {i + 1}": policy for i, policy in enumerate(chosen)}
     roles["autoregressive"] = AUTOREGRESSIVE

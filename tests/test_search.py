@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import optuna
 import pytest
 from synthetic import flat_profile
 
 from spectune.optimizer.execute import Comparison, Timings
 from spectune.optimizer.record import split
-from spectune.optimizer.search import TIE, Study, Trial, complexity, finalists, search
+from spectune.optimizer.search import TIE, Study, Trial, _Judge, _seeded_study, complexity, finalists, search
 from spectune.optimizer.simulate.replay import replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
-from spectune.optimizer.spaces import TreeLimit, TreeSpace, enumerated, enumerated_trees
+from spectune.optimizer.spaces import ALL_KINDS, Space, TreeLimit, TreeSpace, enumerated, enumerated_trees
 from spectune.optimizer.verdict import Candidate, fastest_of, verdict
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.traces.schema import (
@@ -190,3 +191,60 @@ def test_every_tree_policy_of_the_enumeration_can_seed_the_sampler() -> None:
     assert {p.stratify.fractions for p in policies if p.stratify} == {(0.3, 0.6, 1.0)}
     assert {p.growth.sharpness for p in policies if p.growth.kind == "top_k" and p.growth.score == "coupled"} == {1.5, 2.4, 3.0}
     assert any(p.growth.kind == "classifier" and p.growth.width == 1 for p in policies), "C2T's chain mode"
+
+
+def test_policies_that_did_the_same_race_once_as_the_simplest() -> None:
+    """A draft that is always right: whatever stops it or adapts it, every window of a length does the same. A stand-in that did
+    the same at a lower cost by more than a tie stays."""
+    recorded, profile = trace(1.0), flat_profile("p", ["near"])
+    fixed = {"kind": "fixed", "gamma": GAMMA_MAX}
+    alike = [
+        parse_policy({"draft": "near", "window": {"kind": "fsm", "gamma_max": GAMMA_MAX, "gamma_min": GAMMA_MAX}}),
+        *(
+            parse_policy({"draft": "near", "window": fixed, "stop": {"kind": "joint_prob", "threshold": t}})
+            for t in (0.001, 0.002, 0.003, 0.004)
+        ),
+    ]
+    study = search(recorded, profile, ["near"], gamma_max=GAMMA_MAX, trials=0, incumbents=alike)
+    (plain,) = (t for t in study.trials if t.policy == parse_policy({"draft": "near", "window": fixed}))
+    same = [t for t in study.trials if t.did == plain.did]
+    assert {p.id for p in alike} < {t.policy.id for t in same}
+    assert [t for t in study.distinct() if t.did == plain.did] == [plain]
+    raced = [t.policy.id for t in finalists(study, 9)]
+    assert plain.policy.id in raced
+    assert not {p.id for p in alike} & set(raced)
+    cheaper = replace(same[1] if same[0] == plain else same[0], value=plain.value * (1 + 2 * TIE))
+    kept = replace(study, trials=(cheaper, *(t for t in study.trials if t.policy != cheaper.policy))).distinct()
+    assert [t for t in kept if t.did == plain.did] == [cheaper, plain]
+    assert study.same(plain.policy, alike[0])
+    assert not study.same(plain.policy, AUTOREGRESSIVE)
+
+
+def test_start_up_trials_are_random_whatever_the_seeds_were_worth() -> None:
+    """What is enqueued fills none of Optuna's start-up: the trials after it do not depend on what was found, those after them do."""
+    space = Space(("near",), GAMMA_MAX)
+    ranked = search(trace(0.7), flat_profile("p", ["near"]), ["near"], gamma_max=GAMMA_MAX, trials=0).trials
+    asked: list[list[Policy]] = []
+    for sign in (1.0, -1.0):
+        study = _seeded_study(space, ranked, ALL_KINDS, 200, 0)
+        asked.append([])
+        for _ in range(60):
+            trial = study.ask()
+            asked[-1].append(space.suggest(trial))
+            study.tell(trial, sign * asked[-1][-1].gamma_max)
+    one, other = asked
+    assert one[:40] == other[:40]
+    assert len({p.label() for p in one[20:40]}) == 20
+    assert one[40:] != other[40:]
+
+
+def test_what_was_not_recorded_is_pruned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not a policy of 0 tokens/s: a study that learns from such figures is told of none."""
+    made: list[optuna.study.Study] = []
+    create = optuna.create_study
+    monkeypatch.setattr(optuna, "create_study", lambda **how: made.append(create(**how)) or made[-1])
+    monkeypatch.setattr(_Judge, "value", lambda self, policy, origin: None if policy.gamma_max > 4 else 100.0)
+    search(trace(0.7), flat_profile("p", ["near"]), ["near"], gamma_max=GAMMA_MAX, trials=30)
+    states = {t.params["gamma"] > 4: t.state.name for t in made[0].trials}
+    assert states == {True: "PRUNED", False: "COMPLETE"}
+    assert {t.value for t in made[0].trials} == {None, 100.0}

@@ -228,6 +228,21 @@ def test_shortlists_are_judged_by_texts_they_were_not_fitted_to(recorded: Record
     assert judged.value < whole.tokens_per_s * 0.99
 
 
+def test_a_longer_window_under_a_router_is_priced_to_its_end(recorded: Recorded) -> None:
+    """Whatever was replayed before it under the same router and profile."""
+    block = recorded.limits["near"].block({"shortlist": "clusters", "k0": 4, "k1": 2, "k_min": 1})
+    short, long = ({"draft": "near", "window": {"kind": "fixed", "gamma": g}, "shortlist": block} for g in (2, GAMMA))
+    seconds = []
+    for before in ([], [short]):
+        profile = priced(flat_profile("p", ["near"]), recorded.limits["near"].rows, 0.9, 0.8)
+        for document in (*before, long):
+            replayed = run_replay(
+                recorded.trace, parse_policy(document), profile, artifacts=fitted(recorded.store), approximate=True
+            )
+        seconds.append(replayed.total.seconds)
+    assert seconds[0] == seconds[1]
+
+
 @pytest.mark.parametrize("saved", [0.9, -0.5], ids=["head dear", "head cheap"])
 def test_tune_fits_and_executes_shortlists_where_they_may_win(recorded: Recorded, tmp_path: Path, saved: float) -> None:
     """With a profile in which the head dominates, a shortlist is among those executed; in one where it does not, nothing is fitted."""

@@ -235,7 +235,9 @@ class ReplayTrace:
         if profile is None:
             return FREE, np.zeros(len(self.trajectories))
         kind = RoundKind.of(plan.policy, tree=growth is not None)
-        key = (id(profile), id(growth), kind, plan.policy.shortlist.model_dump_json())
+        # A router's passes are priced up to the window, so a longer window has a table of its own.
+        reach = plan.policy.gamma_max if kind.routed else 0
+        key = (id(profile), id(growth), kind, plan.policy.shortlist.model_dump_json(), reach)
 
         def make() -> tuple[LatencyProfile, object, RoundCosts, FloatArray]:
             passes, more = self._passes(plan, profile, growth)
