@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shlex
+from collections.abc import Mapping
 from typing import Any
 
 from spectune.runtime.pair import PairSpec, expanded, head_config, is_head
@@ -35,6 +38,20 @@ def engine_settings(policy: AnyPolicy, pair: PairSpec, engine: str) -> dict[str,
             "growth top_k, its score by probability, and no bins"
         )
     return {"vllm": _vllm, "sglang": _sglang, "tensorrt-llm": _tensorrt_llm}[engine](policy, path, algorithm)
+
+
+def engine_line(settings: Mapping[str, Any], pair: PairSpec, engine: str) -> str:
+    """What to type to serve the pair's target with :func:`engine_settings`."""
+    target, document = shlex.quote(pair.target), json.dumps(settings)
+    if engine == "vllm":
+        return f"vllm serve {target}" + (f" --speculative-config {shlex.quote(document)}" if settings else "")
+    if engine == "sglang":
+        flags = (f"--{key.replace('_', '-')} {shlex.quote(str(value))}" for key, value in settings.items())
+        return " ".join([f"python -m sglang.launch_server --model-path {target}", *flags])
+    if not settings:
+        return f"trtllm-serve {target}"
+    written = shlex.quote(json.dumps({"speculative_config": settings}))  # JSON is YAML
+    return f"echo {written} > speculative.yaml && trtllm-serve {target} --extra_llm_api_options speculative.yaml"
 
 
 def _vllm(policy: Policy, path: str | None, algorithm: str | None) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sqlite3
 import time
 from collections.abc import Mapping
@@ -183,6 +184,9 @@ def test_policies_from_publication_to_rollback(door: Door, folder: Path, tuned: 
     assert door.json("policies", "show", exported, *pair)["id"] == second["policy"]
     settings = door.json("policies", "export", "--for", "vllm", *pair)
     assert settings["num_speculative_tokens"] == 3
+    line = door.call("policies", "export", "--for", "vllm", *pair).stderr.splitlines()[-1]
+    assert line.startswith("vllm serve ")
+    assert json.dumps(settings) in line
     back = door.json("policies", "rollback", *pair)
     assert back["version"] > second["version"]
     assert back["policy"] == winner["id"]
@@ -273,9 +277,13 @@ def test_an_unfinished_recording_is_tuned_on_and_said_to_be_one(door: Door, tune
     found = other.call("tune", "--pair", other.pair, "--recording", recording, *QUICK, "--no-publish", "--json")
     assert one_object(found.stdout)["recording"] == recording
     assert f"{recording} was never finished: tuning on the 6 requests it holds (`record --resume {recording}`" in found.stderr
-    whole = door.call("tune", "--pair", door.pair, "--recording", recording, *QUICK, "--no-publish", "--json")
-    assert one_object(whole.stdout)["recording"] == recording
+    whole = door.call("tune", "--pair", door.pair, "--recording", recording, *QUICK, "--no-publish")
     assert "never finished" not in whole.stderr
+    last = whole.stdout[whole.stdout.rindex("\n\n") :].split("\n")
+    assert [line.split("main --db")[0] for line in last if line and not line.startswith("#")] == ["", ""]
+    shown = shlex.split(next(line for line in last if " policies " in line))
+    assert shown[1:3] == ["--db", door.db]
+    assert door.call(*shown[3:]).exit_code == 0, "what is printed can be typed"
 
 
 def test_schedules(door: Door, folder: Path, workload: tuple[object, ...], tuned: dict[str, Any]) -> None:

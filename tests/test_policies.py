@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from spectune.optimizer.export import engine_settings
+from spectune.optimizer.export import engine_line, engine_settings
 from spectune.optimizer.search import complexity
 from spectune.optimizer.spaces import Space, enumerated, transformers_heuristic
 from spectune.runtime.pair import PairSpec, read_pair
@@ -185,6 +188,12 @@ def test_export_to_other_engines() -> None:
     assert engine_settings(fixed, pair, "tensorrt-llm")["max_draft_len"] == 4
     assert engine_settings(AUTOREGRESSIVE, pair, "vllm") == {}
     assert engine_settings(parse_policy(CONTRACT[8]), pair, "vllm")["method"] == "ngram"
+    lines = {engine: engine_line(engine_settings(fixed, pair, engine), pair, engine) for engine in ("vllm", "sglang", "tensorrt-llm")}
+    _, _, target, flag, document = shlex.split(lines["vllm"])
+    assert (target, flag, json.loads(document)) == ("/models/target", "--speculative-config", engine_settings(fixed, pair, "vllm"))
+    assert "--model-path /models/target --speculative-algorithm STANDALONE" in lines["sglang"]
+    assert json.loads(shlex.split(lines["tensorrt-llm"])[1])["speculative_config"]["max_draft_len"] == 4
+    assert engine_line({}, replace(pair, target="my models/t"), "vllm") == "vllm serve 'my models/t'"
     with pytest.raises(PolicyError, match="cannot express"):
         engine_settings(parse_policy(CONTRACT[2]), pair, "vllm")
     demo = read_pair("demo")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import shlex
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -13,6 +14,28 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
+
+SAME = {"pair": "--pair", "target": "--target", "drafts": "--draft", "device": "--device", "deployment": "--deployment"}
+
+
+def to_type(ctx: click.Context, words: str) -> str:
+    """A command with its words, to be pasted: on the database, pair, device and deployment that the
+    command line of this one named."""
+    from spectune.db.urls import parse_url, shown
+
+    root = ctx.find_root()
+    name = root.info_name or "spectune"
+    parts = ["python", "cli.py"] if name.endswith(".py") else [name]
+    if root.get_parameter_source("db_url") is ParameterSource.COMMANDLINE:
+        url = str(root.params["db_url"])
+        parts += ["--db", shown(parse_url(url)) if "://" in url else url]
+    parts += words.split()
+    for key, flag in SAME.items():
+        if ctx.get_parameter_source(key) is ParameterSource.COMMANDLINE:
+            value = ctx.params[key]
+            parts += [word for one in (value if isinstance(value, tuple) else (value,)) for word in (flag, str(one))]
+    return shlex.join(parts)
 
 
 def write_rounds(path: str, rows: Iterable[dict[str, Any]]) -> None:

@@ -322,7 +322,8 @@ def policies_rollback(ctx: click.Context, as_json: bool, to: int | None, **kw: A
 @json_option
 @with_context
 def policies_export(ctx: click.Context, as_json: bool, policy_name: str, engine: str, **kw: Any) -> None:
-    """Print a policy as a document, or as another engine's settings where they can say the same (JSON either way).
+    """Print a policy as a document, or as another engine's settings where they can say the same: JSON
+    on stdout, and on stderr the line that serves with them.
 
     \b
     Example:  cli.py policies export active > policy.json
@@ -331,7 +332,9 @@ def policies_export(ctx: click.Context, as_json: bool, policy_name: str, engine:
     spec, device = _spec(kw), _device(kw)
     with open_store(ctx) as store:
         policy = policy_named(store, policy_name, spec.id, device, kw["deployment"])
-    from spectune.optimizer.export import engine_settings
+    from spectune.optimizer.export import engine_line, engine_settings
 
     data = policy.spelled_out() if engine == "spectune" else engine_settings(policy, spec, engine)
     click.echo(json.dumps(data, indent=None if as_json else 2))
+    if engine != "spectune" and not as_json:
+        say(engine_line(data, spec, engine), err=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from spectune.optimizer.commands.outputs import kept_unless_stored
+from spectune.optimizer.commands.outputs import kept_unless_stored, to_type
 from spectune.optimizer.commands.shared import (
     SEED,
     Meter,
@@ -19,6 +19,7 @@ from spectune.optimizer.commands.shared import (
     load,
     open_store,
     same_pair,
+    say,
     search_asked,
     search_options,
     with_context,
@@ -57,6 +58,7 @@ def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         pair = load(kw, store)
         workload = workload and fit_to(pair, workload, options, kw["overlong"])
         from spectune.optimizer.report.tables import evidence_table
+        from spectune.optimizer.report.words import closing
         from spectune.optimizer.tune import TuneOptions, tune_recording
         from spectune.optimizer.tune import tune as do_tune
 
@@ -84,4 +86,19 @@ def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
                 tuned = tune_recording(store, pair, recording, wanted, progress=meter)
             else:
                 tuned = do_tune(store, pair, workload, wanted, progress=meter)
-    emit(as_json, tuned.to_json(), lambda: evidence_table(tuned))
+    found = tuned.to_json()
+    emit(as_json, found, lambda: evidence_table(tuned))
+    if not as_json:
+        where = f"in deployment {kw['deployment']}, for pair {pair.spec.name} on {pair.device.type}"
+        say(closing(found, where, _next(ctx, found)))
+
+
+def _next(ctx: click.Context, tuned: dict[str, Any]) -> list[tuple[str, str]]:
+    """What to type after a tuning, and what it is for."""
+    winner = tuned["winner"]["id"]
+    commands = [(f"policies show {winner}", "the policy, key by key"), ("run --policy active", "decodes with what is in force")]
+    if tuned["published"]:
+        commands[0] = ("policies show active", "the policy in force, and its evidence")
+    elif winner != tuned["baselines"]["incumbent"]["id"]:
+        commands[1] = (f"policies activate {winner}", "puts the winner in force")
+    return [(to_type(ctx, words), what) for words, what in commands]

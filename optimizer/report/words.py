@@ -1,0 +1,129 @@
+"""What a tuning found, in words: of its results as ``tune --json`` prints them, without a model."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Json = Mapping[str, Any]
+WIDTH = 78
+"""Characters of a line of text on a terminal of 80."""
+STOPS = {
+    "max_prob": "its next token is unsure",
+    "joint_prob": "the draft as a whole is unsure",
+    "entropy": "its distribution is wide",
+}
+
+
+def policy_in_words(document: Json) -> str:
+    """What a policy (its spelled-out document) does, e.g. ``small drafts 4 tokens a round``."""
+    draft = document.get("draft", "none")
+    if isinstance(draft, Mapping):
+        return f"a draft is chosen for each prompt (chooser {draft.get('artifact')})"
+    window = document.get("window", {})
+    fixed = window.get("kind") == "fixed"
+    depth = window.get("gamma" if fixed else "gamma_max", 0)
+    if draft == "none" or depth == 0:
+        return "no draft, one token a round"
+    who = "prompt lookup (ngram)" if draft == "ngram" else str(draft)
+    growth = document.get("growth", {}).get("kind", "chain")
+    if growth == "chain":
+        what = f"{'' if fixed else 'up to '}{depth} token{'s' * (depth > 1)} a round"
+    else:
+        kind = {"top_k": "EAGLE-2 ", "classifier": "C2T ", "static": "static "}.get(growth, "")
+        kept = document.get("select", {}).get("top_n")
+        what = f"{kind}trees of {'' if fixed else 'up to '}{depth} levels" + (f", {kept} nodes verified" if kept else "")
+    more = "" if fixed else f", as its window ({window.get('kind')}) says"
+    if stop := STOPS.get(document.get("stop", {}).get("kind", "none")):
+        more += f", and stops where {stop}"
+    shortlist = document.get("shortlist", {})
+    if shortlist.get("kind", "full") != "full":
+        size = shortlist.get("size") or shortlist.get("k_max")
+        more += f", over a shortlist of {size} tokens" if size else ", over a shortlist by clusters"
+    return f"{who} drafts {what}{more}"
+
+
+def speculates(document: Json) -> bool:
+    """Whether a policy drafts at all."""
+    return policy_in_words(document) != policy_in_words({})
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What to do by a tuning's results. ``deploys``: the winner is faster than ``against`` by
+    ``ratio`` (estimate, lower and upper end, None where unknown); else what was in force is to be
+    kept, and ``best`` is the fastest of the others with its ratio."""
+
+    deploys: bool
+    policy: Json
+    ratio: tuple[float, float | None, float | None]
+    against: str
+    best: Json | None
+    tokens_per_s: float
+    requests: int
+
+    @property
+    def name(self) -> str:
+        """The policy in words."""
+        return policy_in_words(self.policy)
+
+
+def finding(tuned: Json) -> Finding:
+    """Reads the results of a tuning."""
+    winner, incumbent = tuned["winner"], tuned["baselines"]["incumbent"]
+    had = speculates(incumbent["policy"])
+    against = f"what was in force ({incumbent['label']})" if had else "decoding without a draft"
+    ratio = tuple(tuned["ratio_to_incumbent"])
+    others = [c for c in tuned["candidates"] if c["id"] != winner["id"]]
+    return Finding(
+        deploys=winner["id"] != incumbent["id"],
+        policy=winner["policy"],
+        ratio=(ratio[0], ratio[1], ratio[2]),
+        against=against,
+        best=max(others, key=lambda c: c["ratio_to_incumbent"], default=None),
+        tokens_per_s=tuned["measured"]["tokens_per_s"],
+        requests=tuned.get("confirm_requests") or tuned["test_requests"],
+    )
+
+
+def interval(low: float | None, high: float | None, digits: int = 2) -> str:
+    """`` (95% interval 1.34 to 1.70)``; empty where an end is not known."""
+    known = low is not None and high is not None and low > 0
+    return f" (95% interval {low:.{digits}f} to {high:.{digits}f})" if known else ""
+
+
+def outcome_in_words(tuned: Json) -> str:
+    """How fast what is to be in force is, against what; or why nothing takes its place."""
+    found = finding(tuned)
+    if found.deploys:
+        ratio, low, high = found.ratio
+        return (
+            f"It decodes {ratio:.2f} times as fast as {found.against}{interval(low, high)}: "
+            f"{found.tokens_per_s:.0f} tokens/s on {found.requests} requests that the search has not seen."
+        )
+    if found.best is None:
+        return "Nothing else was executed."
+    ratio, (low, high) = found.best["ratio_to_incumbent"], found.best["ratio_interval"]
+    return (
+        f"Nothing executed is faster beyond noise; the best of the others, {found.best['label']}, "
+        f"decodes {ratio:.2f} times as fast{interval(low, high)}."
+    )
+
+
+def closing(tuned: Json, where: str, commands: Iterable[tuple[str, str]]) -> str:
+    """The last lines of ``tune``: what is in force now, ``where``, how much faster than what, and
+    what to type next: (command, what it shows) of each. At most 80 columns, commands excepted."""
+    found, published = finding(tuned), tuned["published"]
+    if published:
+        first = f"In force now {where}, as version {published['version']}: {found.name}."
+    elif found.deploys and "came into force meanwhile" in tuned["reason"]:
+        first = f"Nothing was published: {tuned['reason']}. The winner: {found.name}."
+    elif found.deploys:
+        first = f"Nothing was published, as asked. The winner {where}: {found.name}."
+    else:
+        first = f"Nothing changes {where}: {found.name}."
+    text = textwrap.fill(f"{first} {outcome_in_words(tuned)}", WIDTH, break_long_words=False, break_on_hyphens=False)
+    lines = [textwrap.fill(f"# {what}", WIDTH, subsequent_indent="# ") + f"\n{command}" for command, what in commands]
+    return "\n".join(["", text, "", *lines])
