@@ -42,6 +42,7 @@ from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.policies.prepared_chooser import PREDICTED, plain_policies, prompt_key
 from spectune.runtime.recording.trees import Cover
 from spectune.traces.errors import PolicyError, TraceError
+from spectune.traces.sanity import Sanity, checked
 from spectune.traces.schema import Trajectory, Workload
 from spectune.traces.store import Publication, StoredProfile, TraceStore
 from spectune.traces.store.publications import DEFAULT_DEPLOYMENT
@@ -59,7 +60,8 @@ class TuneOptions:
     (fixed windows too close for prediction) race against the baselines, in at most ``passes`` and about ``budget_s``. ``fresh`` uses
     nothing that was stored before, but what was made under the same ``idempotency_key``. ``guard`` is called in the transaction that
     publishes, and raises where the caller may not; ``publishing`` is entered around it, with what is published. What is in force
-    in the ``deployment`` is the incumbent, and is what is replaced."""
+    in the ``deployment`` is the incumbent, and is what is replaced. ``tell`` is called with what a user should know of the workload
+    before the work goes on."""
 
     options: DecodeOptions = field(default_factory=DecodeOptions)
     drafts: tuple[str, ...] = ()
@@ -77,6 +79,7 @@ class TuneOptions:
     idempotency_key: str | None = None
     guard: Callable[[Session], None] | None = None
     publishing: Callable[[Tuned], AbstractContextManager[object]] = nullcontext
+    tell: Callable[[str], None] = lambda line: None
     tree_width: int = 8
     tree_depth: int = 8
 
@@ -179,6 +182,7 @@ class Tuning:
     unusable: str = field(init=False)
     """Why what is in force cannot be the incumbent; empty where it is."""
     artifacts: Artifacts = field(init=False)
+    workload: Sanity = field(init=False)
     trees: dict[str, TreeLimit] = field(default_factory=dict)
     shortlists: dict[str, ShortlistLimit] = field(default_factory=dict)
     study: Study = field(init=False)
@@ -247,6 +251,9 @@ def _record(tuning: Tuning) -> None:
         progress=tuning.progress,
     )
     tuning.open()
+    tuning.workload = checked(tuning.trace.trajectories)
+    for line in tuning.workload.lines():
+        wanted.tell(line)
 
 
 def _profile(tuning: Tuning) -> None:
@@ -406,6 +413,7 @@ def _conclude(tuning: Tuning) -> tuple[Tuned, bool]:
         published=None,
         seconds=tuning.seconds,
         beyond=tuning.study.left_out(),
+        workload=tuning.workload,
     )
     return tuned, replaces
 

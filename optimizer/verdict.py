@@ -10,6 +10,7 @@ from typing import Any
 from spectune.optimizer.execute import Comparison
 from spectune.optimizer.search import TIE, complexity
 from spectune.runtime.policies.document import AUTOREGRESSIVE, AnyPolicy
+from spectune.traces.sanity import Sanity
 from spectune.traces.schema import Outcome
 from spectune.traces.store import Publication
 
@@ -75,6 +76,7 @@ class Tuned:
     published: Publication | None
     seconds: Mapping[str, float] = field(default_factory=dict)
     beyond: Mapping[str, Any] = field(default_factory=dict)
+    workload: Sanity = field(default_factory=Sanity)
 
     def to_json(self) -> dict[str, Any]:
         """The contract's keys ``winner``, ``predicted``, ``measured``, ``baselines``, ``published``, and the evidence."""
@@ -105,6 +107,7 @@ class Tuned:
             "trials": self.trials,
             "texts_differ": self.texts_differ,
             "beyond_the_recording": dict(self.beyond),
+            "workload": self.workload.to_json(),
             "seconds": dict(self.seconds),
         }
 

@@ -19,6 +19,7 @@ from test_policies import CONTRACT
 import spectune.runtime.profiling
 from spectune.db import open_database
 from spectune.optimizer.execute import DecodeOptions
+from spectune.optimizer.inputs import load_workload
 from spectune.optimizer.jobs import tuning_options
 from spectune.optimizer.tune import TuneOptions
 from spectune.traces.errors import TraceError
@@ -53,7 +54,10 @@ def workload(folder: Path) -> tuple[object, ...]:
 
 @pytest.fixture(scope="module")
 def recording(door: Door, workload: tuple[object, ...]) -> str:
-    made = door.json("record", "--pair", door.pair, *workload, "--limit", 6, "--gamma-max", 12)
+    found = door.call("record", "--pair", door.pair, *workload, "--limit", 6, "--gamma-max", 12, "--json")
+    assert "fewer than 5 requests in a 3, b 3: their own figures say little\n" in found.stderr
+    made = one_object(found.stdout)
+    assert made["workload"].items() >= {"requests": 6, "duplicates": 0, "few": {"a": 3, "b": 3}}.items()
     assert made["n_requests"] == 6
     assert made["state"] == "complete"
     assert made["drafts"] == {"small": 6, "near": 6, "ngram": 6}
@@ -68,7 +72,11 @@ def profile(door: Door) -> str:
 @pytest.fixture(scope="module")
 def tuned(door: Door, workload: tuple[object, ...], recording: str, profile: str) -> dict[str, Any]:
     """A first tuning on what is recorded already."""
-    return door.json("tune", "--pair", door.pair, *workload, "--limit", 6, *QUICK)
+    found = door.call("tune", "--pair", door.pair, *workload, "--limit", 6, *QUICK, "--json")
+    assert "fewer than 5 requests in a 3, b 3" in found.stderr
+    tuned = one_object(found.stdout)
+    assert tuned["workload"].items() >= {"requests": 6, "duplicates": 0, "few": {"a": 3, "b": 3}}.items()
+    return tuned
 
 
 def counts(outcome: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,7 +115,8 @@ def test_simulate_and_run_agree_on_every_round(
     assert simulated["seconds"] > 0
     assert set(executed["by_category"]) == {"a", "b"}
     outputs = lines(folder / "o.jsonl")
-    assert [o["id"] for o in outputs] == [f"r{i}" for i in range(6)]
+    drawn = load_workload([str(folder / "work.jsonl")], limit=6)
+    assert [o["id"] for o in outputs] == [r.id for r in drawn.requests]
     assert all(set(o) == {"id", "token_ids", "text"} for o in outputs)
     texts = folder / "texts.jsonl"
     if not texts.exists():
@@ -234,9 +243,9 @@ def test_traces(door: Door, folder: Path, recording: str, tmp_path: Path) -> Non
     shown = door.json("traces", "show", recording)
     assert shown["id"] == recording
     assert len({r["request_id"] for r in shown["requests"]}) == 6
-    request = door.json("traces", "show", recording, "--request", "r1")
+    request = door.json("traces", "show", recording, "--request", "r3")
     assert sum(s["emitted"] for s in request["steps"]) == len(request["output_ids"])
-    assert door.call("traces", "show", recording, "--request", "r1").exit_code == 0
+    assert door.call("traces", "show", recording, "--request", "r3").exit_code == 0
     stats = door.json("traces", "stats", "--recording", recording, "--by", "draft")["stats"]
     assert {s["draft"] for s in stats} == {"small", "near", "ngram"}
     assert door.json("traces", "stats", "--recording", recording, "--executed")["stats"]

@@ -12,15 +12,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from trace_values import a_trajectory
 
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.inputs import load_workload
 from spectune.optimizer.overlong import made_to_fit
 from spectune.runtime.loading import LoadedPair
 from spectune.traces.errors import WorkloadError
+from spectune.traces.sanity import checked, repeats
 from spectune.traces.schema import Request, Workload
 from spectune.traces.workload_files import read_workload
 from spectune.traces.workloads import take
@@ -228,3 +231,32 @@ def test_prompts_beyond_the_context_are_left_out_or_cut_and_counted(pair: Loaded
     assert made_to_fit(pair, Workload("w", (short,)), options, "error") == (Workload("w", (short,)), "")
     with pytest.raises(WorkloadError, match="--overlong skip: nothing is left"):
         made_to_fit(pair, Workload("w", (long,)), options, "skip")
+
+
+# ------------------------------------------------------------------------------------------------------------- sanity
+
+
+@pytest.mark.parametrize(
+    ("cycle", "size", "found"),
+    [([199, 3], 64, True), ([7], 32, True), (list(range(8)), 64, True), ([7], 31, False), (list(range(12)), 64, False)],
+)
+def test_a_text_that_repeats_itself_is_found(cycle: list[int], size: int, found: bool) -> None:
+    text = np.random.default_rng(0).integers(200, 4000, size).astype(np.int32)
+    assert not repeats(text)
+    half = size // 2
+    text[half:] = np.resize(cycle, size - half)
+    assert repeats(text) is found
+
+
+def test_what_makes_figures_say_less_is_counted_and_said_once() -> None:
+    texts = [a_trajectory(n, category="a" if n < 8 else "b") for n in range(10)]
+    few = checked(texts)
+    assert few.lines() == ["fewer than 5 requests in b 2: their own figures say little"]
+    loop = np.resize(np.array([199, 3], np.int32), 60)
+    texts = [replace(t, output_ids=loop) if n < 2 else t for n, t in enumerate(texts[:8])] + [replace(texts[0], request_id="again")]
+    found = checked(texts)
+    assert found.to_json() == {"requests": 9, "repetitive": 2, "duplicates": 1, "few": {}}
+    repeated, same = found.lines()
+    assert repeated.startswith("2 of 9 texts end in a cycle that repeats itself")
+    assert same == "1 of 9 prompts are the same as an earlier one; they count each time"
+    assert checked(texts[1:]).lines() == [repeated.replace("2 of 9", "1 of 8")]

@@ -20,6 +20,7 @@ from spectune.optimizer.commands.shared import (
     prepared,
     profile_of,
     same_pair,
+    say,
     with_context,
     workload_of,
 )
@@ -87,6 +88,7 @@ def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         pair = load(kw, store)
         from spectune.optimizer.record import Look, RecordRequest, begun_as, look_around
         from spectune.optimizer.record import record as do_record
+        from spectune.traces.sanity import checked
 
         with Meter() as meter:
             begun = None
@@ -108,7 +110,10 @@ def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
                 source = _source(store, pair, kw["policy_name"], options, kw["deployment"])
                 wanted = RecordRequest(workload, options, pair.draft_names, kw["gamma_max"], **trees)
                 info = do_record(store, pair, wanted, source, fresh=kw["fresh"], begun=begun, progress=meter)
-    data = {"recording": info.id, "pair": info.pair_id, **info.to_json()}
+        checks = checked(store.load(info.id, (), skip_corrupted=True).trajectories)
+    for line in checks.lines():
+        say(line, err=True)
+    data = {"recording": info.id, "pair": info.pair_id, **info.to_json(), "workload": checks.to_json()}
     emit(
         as_json,
         data,

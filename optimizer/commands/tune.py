@@ -69,6 +69,7 @@ def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
             fresh=kw["fresh"],
             publish=not kw["no_publish"],
             deployment=kw["deployment"],
+            tell=lambda line: say(line, err=True),
             publishing=lambda tuned: kept_unless_stored(ctx, "tune", tuned.to_json),
             **searched,
         )
