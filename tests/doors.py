@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from spectune.runtime.profiling import environment
 from spectune.traces.store import TraceStore
 
 ROOT = Path(__file__).resolve().parent.parent
-CLI = [sys.executable, str(ROOT / "cli.py")]
 USAGE = frozenset({"policy", "requests", "rounds", "emitted_tokens", "accepted_tokens", "drafted_tokens", "draft_steps"}) | {
     "verified_tokens",
     "mean_accepted_length",
@@ -32,6 +32,60 @@ USAGE = frozenset({"policy", "requests", "rounds", "emitted_tokens", "accepted_t
     "by_category",
 }
 """What ``run`` and ``simulate`` print: the contract's keys."""
+
+
+_processes = multiprocessing.get_context("forkserver")
+IMPORTED = "spectune.cli", "spectune.optimizer.record", "spectune.optimizer.serving", "spectune.optimizer.report.tables"
+_processes.set_forkserver_preload([*IMPORTED])
+
+
+def _main(arguments: list[str], folder: str, out: Connection, err: Connection) -> None:
+    """A process that the command line is run in."""
+    # A shell that runs the tests in the background ignores SIGINT, and children inherit that; Python then has no Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir(folder)
+    for pipe, number in ((out, 1), (err, 2)):
+        os.dup2(pipe.fileno(), number)
+        pipe.close()
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", encoding="utf-8", closefd=False) for number in (1, 2))
+    main(arguments, prog_name="cli.py")
+
+
+class Started:
+    """A command in a process of its own, as far as tests need subprocess.Popen. It is forked from one that has imported
+    torch: to import it anew would take each of them seconds."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        (out, out_end), (err, err_end) = _processes.Pipe(duplex=False), _processes.Pipe(duplex=False)
+        self._process = _processes.Process(target=_main, args=(arguments, os.getcwd(), out_end, err_end), daemon=True)
+        self._process.start()
+        self.stdout, self.stderr = (os.fdopen(os.dup(pipe.fileno()), encoding="utf-8") for pipe in (out, err))
+        for pipe in (out, err, out_end, err_end):
+            pipe.close()
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        self._process.join(timeout)
+        return self._process.exitcode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """What is left of its outputs, once it has ended; both are small."""
+        said = self.stdout.read(), self.stderr.read()
+        self.wait(timeout)
+        return said
 
 
 @dataclass(frozen=True)
@@ -68,18 +122,9 @@ class Door:
         (line,) = [x for x in found.stderr.splitlines() if x.lower().startswith("error: ")]
         return line
 
-    def start(self, *arguments: object, **how: Any) -> subprocess.Popen[str]:
+    def start(self, *arguments: object) -> Started:
         """The command as a process of its own, its outputs as pipes."""
-        return subprocess.Popen(
-            [*CLI, *self.arguments(*arguments)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            # A shell that runs the tests in the background ignores SIGINT, and children inherit that; Python then has no Ctrl-C.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-            **how,
-        )
+        return Started(self.arguments(*arguments))
 
     def arguments(self, *arguments: object) -> list[str]:
         return ["--db", self.db, *(str(a) for a in arguments)]

@@ -490,10 +490,10 @@ def test_usage_errors_point_to_the_help(door: Door, arguments: list[str], says: 
 def test_real_processes_print_one_line(door: Door, tmp_path: Path) -> None:
     """The same through the operating system: no line of torch's, transformers' or Python's own beside ours."""
     Path("long.jsonl").write_text(json.dumps({"id": "long", "turns": ["many words " * 300]}) + "\n")
-    process = door.start("run", "--pair", door.pair, "--workload", "long.jsonl")
-    out, err = process.communicate(timeout=200)
-    assert (process.returncode, out, err.count("\n")) == (2, "", 1), err
-    assert err.startswith("error: request long")
+    command = [sys.executable, str(ROOT / "cli.py"), *door.arguments("run", "--pair", door.pair, "--workload", "long.jsonl")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert done.stderr.startswith("error: request long")
 
 
 def test_a_second_interrupt_prints_one_line(door: Door, caplog: pytest.LogCaptureFixture) -> None:

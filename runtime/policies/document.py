@@ -359,4 +359,8 @@ _KINDS: dict[str, dict[str, type[BaseModel]]] = {
     "shortlist": _kinds(Shortlist),
 }
 _PLAIN: dict[str, type[BaseModel]] = {"select": Select, "stratify": Stratify}
-_BLOCKS = {**_KINDS, "draft": {"": OlsDraft}, **{key: {"": block} for key, block in _PLAIN.items()}}
+_BLOCKS: dict[str, dict[str, type[BaseModel]]] = {
+    **_KINDS,
+    "draft": {"": OlsDraft},
+    **{key: {"": block} for key, block in _PLAIN.items()},
+}
