@@ -42,7 +42,7 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
     """A chooser of drafts executed beside single drafts and a per-prompt oracle: four workloads, two fifths of each held out."""
     pair = demo(DRAFTS)
     store = stored(state / "choice.db", fresh=quick)
-    count, tokens, passes = (10, 8, 2) if quick else (25, 40, 3)
+    count, tokens, passes = (10, 8, 2) if quick else (20, 40, 2)
     rows = []
     for name, encoded in list(workloads(pair, count, tokens).items())[: 1 if quick else 4]:
         rows.append({"workload": name, **_measured(store, pair, encoded, passes)})
