@@ -26,7 +26,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@touch $@
 
 tune: $(VENV)/.installed ## Record, search, execute and publish for the demo pair
-	$(RUN) cli.py tune --limit 48 --max-new-tokens 64 $(ARGS)
+	$(RUN) cli.py tune --pair demo --limit 48 --max-new-tokens 64 $(ARGS)
 
 test: $(VENV)/.installed-dev ## The tests (under 6 minutes on two idle cores)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile $(ARGS)

@@ -11,11 +11,14 @@ import sys
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from spectune.optimizer.commands.circle import profile
+from spectune.optimizer.commands.config import use_config
 from spectune.optimizer.commands.database import db
 from spectune.optimizer.commands.fits import fit
 from spectune.optimizer.commands.generate import generate
+from spectune.optimizer.commands.init import init
 from spectune.optimizer.commands.policies import policies
 from spectune.optimizer.commands.record import record
 from spectune.optimizer.commands.recordings import traces
@@ -89,20 +92,29 @@ def _show_version(ctx: click.Context, _param: click.Parameter, wanted: bool) -> 
     "--db", "db_url", envvar="SPECTUNE_DB", default=DEFAULT_DB, show_default=True, help="Database: a file, or postgresql://..."
 )
 @click.option(
+    "--config",
+    envvar="SPECTUNE_CONFIG",
+    help="File of defaults; spectune.toml of the working folder if it is there.",
+)
+@click.option(
     "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Show the version and exit."
 )
 @with_context
-def main(ctx: click.Context, db_url: str) -> None:
+def main(ctx: click.Context, db_url: str, config: str | None) -> None:
     """Finds, proves and keeps the best speculative-decoding policy for your models, device and traffic.
 
     \b
-    Start here:  cli.py tune              record, search, execute, publish for the demo pair
-                 cli.py generate "def "   decode with the policy in force
+    Start here:  cli.py init --pair demo   what options are in this folder: a pair, a workload, a database
+                 cli.py tune               record, search, execute, publish
+                 cli.py generate "def "    decode with the policy in force
     """
+    found = None if ctx.invoked_subcommand == "init" else use_config(ctx, config)
+    if found is not None and ctx.get_parameter_source("db_url") is ParameterSource.DEFAULT:
+        db_url = str(found.values.get("database", db_url))
     ctx.obj = db_url
 
 
-for command in (record, profile, simulate, run, tune, generate):
+for command in (init, record, profile, simulate, run, tune, generate):
     main.add_command(command)
 for group in (fit, policies, traces, db, schedule):
     main.add_command(group)

@@ -117,7 +117,7 @@ class PairSpec:
 
 
 def read_pair(pair: str | None, target: str | None = None, drafts: Sequence[str] = ()) -> PairSpec:
-    """A pair from the command line: ``--pair demo``, ``--pair FILE``, or ``--target PATH`` with ``--draft NAME=PATH``.
+    """A pair from the command line: ``--pair demo`` (the one that ships), ``--pair FILE``, or ``--target PATH`` with ``--draft NAME=PATH``.
 
     Raises PairError when the choice is ambiguous, the file is missing or malformed, or a draft has no name.
     """
@@ -135,7 +135,9 @@ def read_pair(pair: str | None, target: str | None = None, drafts: Sequence[str]
         return PairSpec.from_json({"target": target, "drafts": named}, where="--target", base=Path.cwd())
     if drafts:
         raise PairError("--draft needs --target; a pair file names its own drafts")
-    if pair is None or pair == "demo":
+    if pair is None:
+        raise PairError("no pair is named: 'demo', a pair file, or a target and drafts")
+    if pair == "demo":
         file = Path(__file__).resolve().parent.parent / "demo" / "pair" / "pair.json"
     else:
         file = Path(pair)

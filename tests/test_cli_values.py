@@ -42,6 +42,7 @@ WHOLE = parameters(click.types.IntParamType)
 def door(tmp_path: Path, tiny_pair: Path, monkeypatch: pytest.MonkeyPatch) -> Door:
     """The command line in an empty folder but for a workload."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SPECTUNE_PAIR", "demo")
     write_workload(tmp_path / "good.jsonl", 2)
     return Door("spectune.db", str(tiny_pair))
 

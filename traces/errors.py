@@ -16,6 +16,10 @@ class OutputError(SpectuneError):
     """A file of results cannot be written where it was asked for."""
 
 
+class ConfigError(SpectuneError):
+    """A file of settings (spectune.toml) is missing, malformed, or says what cannot be."""
+
+
 class WorkloadError(SpectuneError):
     """A workload file or request is malformed, empty, or does not fit the model."""
 

@@ -46,7 +46,7 @@ def profile(
     What drafting and verifying trees costs depends on the text, so `record` first.
 
     \b
-    Example:  cli.py profile --device cpu
+    Example:  cli.py profile --pair pair.json --device cpu
     """
     try:
         lengths = tuple(sorted({int(c) for c in contexts.split(",")})) if contexts else ()
@@ -57,7 +57,7 @@ def profile(
     if no_trees and recording is not None:
         raise click.UsageError("--recording says on which texts trees are measured; leave it out, or --no-trees")
     with open_store(ctx) as store:
-        pair = load(kw, store)
+        pair = load(kw, store, recording)
         from spectune.optimizer.profiles import served_contexts
         from spectune.optimizer.record import texts_to_profile, whole_texts
         from spectune.optimizer.report.tables import profile_table

@@ -183,7 +183,7 @@ def _fit_shortlists(ctx: click.Context, as_json: bool, fit: Callable[..., Stored
         if "recording" in kw:
             asked = kw.pop("recording")
             recording = ["" if asked is None else store.resolve_recording(asked)]
-        pair = load(kw, store)
+        pair = load(kw, store, recording[0] or None if recording else None)
         from spectune.optimizer.report.tables import shortlist_fit_table
 
         store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
@@ -220,7 +220,7 @@ def chooser(ctx: click.Context, as_json: bool, policies: tuple[str, ...], **kw: 
 
     with open_store(ctx) as store, Meter() as meter:
         recording = store.resolve_recording(kw.pop("recording"))
-        pair = load(kw, store)
+        pair = load(kw, store, recording)
         from spectune.optimizer.fit.chooser_fits import fit_chooser_artifact
         from spectune.optimizer.report.tables import chooser_table
         from spectune.runtime.policies.document import Policy
@@ -250,7 +250,7 @@ def frequencies(ctx: click.Context, as_json: bool, **kw: Any) -> None:
 
     \b
     Example:  cli.py fit frequencies
-              cli.py fit frequencies --corpus notes.txt --corpus code.py
+              cli.py fit frequencies --pair pair.json --corpus notes.txt --corpus code.py
     """
     from spectune.optimizer.fit.fr_spec import fit_fr_spec
 
@@ -270,7 +270,7 @@ def clusters(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     """Token clusters of a draft's output head (DynaSpec), to look at, or for `fit router --clusters-from`.
 
     \b
-    Example:  cli.py fit clusters --draft small --clusters 64
+    Example:  cli.py fit clusters --pair pair.json --draft small --clusters 64
     """
     from spectune.optimizer.fit.clusters import fit_clusters
 

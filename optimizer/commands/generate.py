@@ -40,7 +40,7 @@ def generate(ctx: click.Context, as_json: bool, prompt: str, **kw: Any) -> None:
     Where the policy grows trees, the last round's is drawn below the text.
 
     \b
-    Example:  cli.py generate "def fibonacci(n):" --max-new-tokens 64
+    Example:  cli.py generate "def fibonacci(n):" --pair demo --max-new-tokens 64
     """
     from spectune.traces.errors import WorkloadError
 

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from spectune.optimizer.commands.config import option
 from spectune.optimizer.commands.shared import (
     Whole,
     deployment_option,
     emit,
     json_option,
     open_store,
+    pair_named,
     pair_options,
     policy_named,
     profile_of,
@@ -34,9 +36,7 @@ def policies() -> None:
 
 
 def _spec(kw: dict[str, Any]) -> PairSpec:
-    from spectune.runtime.pair import read_pair
-
-    return read_pair(kw.pop("pair"), kw.pop("target"), kw.pop("drafts"))
+    return pair_named(kw)
 
 
 def _pair_id(kw: dict[str, Any]) -> str:
@@ -52,15 +52,13 @@ def _device(kw: dict[str, Any]) -> str:
     return "cuda" if sees_cuda() else "cpu"
 
 
-on_device = click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+on_device = option("--device", key="device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 
 
 @policies.command("list")
 @pair_options
 @on_device
-@click.option(
-    "--deployment", envvar="SPECTUNE_DEPLOYMENT", help="Only publications of this one; default: of all."
-)
+@click.option("--deployment", help="Only publications of this one; default: of all.")
 @json_option
 @with_context
 def policies_list(ctx: click.Context, as_json: bool, deployment: str | None, **kw: Any) -> None:

@@ -78,14 +78,14 @@ def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     --resume they may be made wider, deeper, or cover more than before.
 
     \b
-    Example:  cli.py record --limit 64 --max-new-tokens 96
+    Example:  cli.py record --pair demo --limit 64 --max-new-tokens 96
               cli.py record --pair pair.json --workload chats.jsonl --temperature 0.7
               cli.py record --resume latest --tree-width 8 --tree-depth 8
     """
     options = decode_options(kw)
     workload = None if kw["resumed_id"] else workload_of(kw)
     with open_store(ctx) as store:
-        pair = load(kw, store)
+        pair = load(kw, store, kw["resumed_id"])
         from spectune.optimizer.record import Look, RecordRequest, begun_as, look_around
         from spectune.optimizer.record import record as do_record
         from spectune.traces.sanity import checked

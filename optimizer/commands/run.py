@@ -66,7 +66,7 @@ def run(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     With --policy active, publications made meanwhile are picked up between two rounds.
 
     \b
-    Example:  cli.py run --policy policy.json --workload demo --limit 32 --outputs texts.jsonl
+    Example:  cli.py run --pair demo --policy policy.json --workload demo --limit 32 --outputs texts.jsonl
     """
     options = decode_options(kw)
     files = [] if kw["pair"] is None else [kw["pair"], f"{kw['pair']}/pair.json"]

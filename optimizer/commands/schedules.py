@@ -18,6 +18,7 @@ from spectune.optimizer.commands.shared import (
     emit,
     json_option,
     open_store,
+    pair_named,
     pair_options,
     sampling_options,
     say,
@@ -60,15 +61,13 @@ def schedule_add(ctx: click.Context, as_json: bool, name: str, **kw: Any) -> Non
     """Add a schedule; workers (`schedule run`, `schedule run-once`) do its jobs.
 
     \b
-    Example:  cli.py schedule add nightly --cron "0 3 * * *" --tz Europe/Berlin
+    Example:  cli.py schedule add nightly --cron "0 3 * * *" --tz Europe/Berlin --pair pair.json
               cli.py schedule add drift --every 6h --recorded 24h --budget 20m
               cli.py schedule add chains --every 6h --tree-width 0
     """
     from spectune.optimizer.jobs import check_payload
     from spectune.optimizer.schedule import add_schedule
-    from spectune.runtime.pair import read_pair
-
-    spec = read_pair(kw["pair"], kw["target"], kw["drafts"])
+    spec = pair_named(kw)
     spec.check()
     payload: dict[str, Any] = {
         "pair": spec.to_json(),

@@ -9,6 +9,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import click
+from click.core import ParameterSource
+
+from spectune.optimizer.commands.config import option
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -68,7 +71,12 @@ SEED: Final = click.IntRange(0, 2**32 - 1)
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout; all else goes to stderr.")
 pair_options = together(
-    click.option("--pair", help="'demo' (default), or a pair file."),
+    option(
+        "--pair",
+        key="pair",
+        envvar="SPECTUNE_PAIR",
+        help="A pair file, or 'demo'; default: SPECTUNE_PAIR, or spectune.toml's.",
+    ),
     click.option("--target", help="Target checkpoint, instead of --pair."),
     click.option("--draft", "drafts", multiple=True, metavar="NAME=PATH", help="Draft checkpoint, with --target; repeatable."),
 )
@@ -85,8 +93,9 @@ def _deployment(_ctx: click.Context, _param: click.Parameter, name: str | None) 
     return None if name is None else check_deployment(name)
 
 
-deployment_option = click.option(
+deployment_option = option(
     "--deployment",
+    key="deployment",
     envvar="SPECTUNE_DEPLOYMENT",
     default="default",
     show_default=True,
@@ -94,19 +103,21 @@ deployment_option = click.option(
     help="Name under which a policy is in force; each has one.",
 )
 device_options = together(
-    click.option(
+    option(
         "--threads",
+        key="threads",
         type=click.IntRange(1),
         callback=_threads,
         help="CPU threads; default: 1 for a small pair, else torch's choice.",
     ),
-    click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True),
-    click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", show_default=True),
+    option("--device", key="device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True),
+    option("--dtype", key="dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", show_default=True),
 )
 workload_options = together(
-    click.option(
+    option(
         "--workload",
         "workloads",
+        key="workload",
         multiple=True,
         help="'demo' (default), files (JSONL, JSON, CSV, Parquet), or hf:NAME, a Hugging Face data set; repeatable.",
     ),
@@ -125,13 +136,13 @@ workload_options = together(
     ),
 )
 sampling_options = together(
-    click.option("--max-new-tokens", type=Whole(1), default=128, show_default=True),
-    click.option("--temperature", type=FiniteRange(0.0, 10.0), default=0.0, show_default=True),
-    click.option("--top-k", type=Whole(0), default=0, help="0: off."),
-    click.option("--top-p", type=FiniteRange(0.0, 1.0, min_open=True), default=1.0, help="1: off."),
-    click.option("--seed", type=SEED, default=0, show_default=True),
-    click.option("--verifier", type=click.Choice(["coupled", "rejection"]), default="coupled", show_default=True),
-    click.option("--stop", "stop_strings", multiple=True, help="End a text at this string; repeatable."),
+    option("--max-new-tokens", key="max_new_tokens", type=Whole(1), default=128, show_default=True),
+    option("--temperature", key="temperature", type=FiniteRange(0.0, 10.0), default=0.0, show_default=True),
+    option("--top-k", key="top_k", type=Whole(0), default=0, help="0: off."),
+    option("--top-p", key="top_p", type=FiniteRange(0.0, 1.0, min_open=True), default=1.0, help="1: off."),
+    option("--seed", key="seed", type=SEED, default=0, show_default=True),
+    option("--verifier", key="verifier", type=click.Choice(["coupled", "rejection"]), default="coupled", show_default=True),
+    option("--stop", "stop_strings", key="stop", multiple=True, help="End a text at this string; repeatable."),
     click.option("--no-chat", is_flag=True, help="Do not apply the tokenizer's chat template."),
 )
 decoding_options = together(pair_options, workload_options, sampling_options, device_options)
@@ -188,14 +199,58 @@ def decode_options(kw: dict[str, Any]) -> DecodeOptions:
     )
 
 
-def load(kw: dict[str, Any], store: TraceStore) -> LoadedPair:
-    """Loads the pair that :data:`pair_options` and :data:`device_options` say, taken out of ``kw``. Raises PairError.
+def _typed(*options: str) -> bool:
+    """Whether one of these was typed, and is no default of the environment's or the file's."""
+    ctx = click.get_current_context()
+    return any(ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE for name in options)
+
+
+def pair_named(
+    kw: dict[str, Any], store: TraceStore | None = None, recording: str | None = None
+) -> PairSpec:
+    """The pair meant, its options taken out of ``kw``: the one that is typed, else that of a recording
+    that is, else the environment's or spectune.toml's, else of a ``recording`` by default. Raises
+    PairError, also where nothing names one: no pair is taken in silence."""
+    from spectune.runtime.pair import PairSpec, read_pair
+    from spectune.traces.errors import PairError
+
+    pair, target, drafts = kw.pop("pair"), kw.pop("target"), kw.pop("drafts")
+    if target is not None or drafts or _typed("pair"):
+        return read_pair(pair if _typed("pair") else None, target, drafts)
+    if store is not None and recording is not None and (pair is None or _typed(*_RECORDINGS)):
+        stored = store.get_pair(store.get_recording(recording).pair_id)
+        where = f"the pair of recording {recording}"
+        spec = PairSpec.from_json(stored.document, where=where)
+        try:
+            spec.check()
+        except PairError as error:
+            raise PairError(f"{where}: {error}; say where it is now by --pair") from None
+        return spec
+    if pair is None:
+        raise _no_pair(click.get_current_context())
+    return read_pair(pair)
+
+
+_RECORDINGS: Final = ("recording", "recording_id", "resumed_id")
+"""Options that name a recording."""
+
+
+def _no_pair(ctx: click.Context) -> Exception:
+    from spectune.traces.errors import PairError
+
+    return PairError(
+        f"{ctx.info_name}: no pair is named; say --pair FILE (or --pair demo), set SPECTUNE_PAIR, or put "
+        "pair = ... in spectune.toml (`init` writes one)"
+    )
+
+
+def load(kw: dict[str, Any], store: TraceStore, recording: str | None = None) -> LoadedPair:
+    """Loads the pair that :func:`pair_named` finds, on what :data:`device_options` say; all of it is
+    taken out of ``kw``. Raises PairError.
 
     What ``store`` holds of it under a former id is said (:func:`say_former`).
     """
-    from spectune.runtime.pair import read_pair
-
-    spec = read_pair(kw.pop("pair"), kw.pop("target"), kw.pop("drafts"))
+    spec = pair_named(kw, store, recording)
     spec.check()
     say_former(store, spec)
     from spectune.runtime.loading import load_pair
@@ -258,7 +313,12 @@ def turns_of(kw: dict[str, Any]) -> Turns | None:
 
 @contextmanager
 def open_store(ctx: click.Context, *, create: bool = True) -> Iterator[TraceStore]:
-    """The store of ``--db``; unless ``create``, a database that does not exist is an error. Raises DatabaseError."""
+    """The store of ``--db``; unless ``create``, a database that does not exist is an error. Raises
+    DatabaseError; PairError, before anything is opened, for a command that wants a pair and has none."""
+    given = ctx.params
+    named = any(given.get(name) for name in ("pair", "target", *_RECORDINGS))
+    if "target" in given and not named and not any("=" in draft for draft in given["drafts"]):
+        raise _no_pair(ctx)
     from spectune.db.database import open_database
     from spectune.traces.store import TraceStore
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from spectune.optimizer.commands.config import option
 from spectune.optimizer.commands.outputs import kept_unless_stored, to_type
 from spectune.optimizer.commands.shared import (
     SEED,
@@ -31,7 +32,7 @@ from spectune.optimizer.commands.shared import (
 @decoding_options
 @deployment_option
 @search_options
-@click.option("--budget", default="80s", show_default=True, help="Time for the executed comparison, e.g. 90s, 10m.")
+@option("--budget", key="budget", default="80s", show_default=True, help="Time for the executed comparison, e.g. 90s, 10m.")
 @click.option("--search-seed", type=SEED, default=0, show_default=True)
 @click.option("--recording", "recording_id", help="Tune on this recording instead of decoding a workload.")
 @click.option("--fresh", is_flag=True, help="Record and profile anew, whatever is stored.")
@@ -45,7 +46,7 @@ def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     plain baselines on requests the search has not seen, and publishes the winner if it beats the incumbent beyond noise.
 
     \b
-    Example:  cli.py tune --limit 60 --max-new-tokens 96
+    Example:  cli.py tune --pair demo --limit 60 --max-new-tokens 96
               cli.py tune --pair pair.json --workload chats.jsonl --budget 10m
     """
     from spectune.optimizer.schedule import parse_duration
@@ -55,7 +56,7 @@ def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     searched = search_asked(kw)
     workload = None if kw["recording_id"] else workload_of(kw)
     with open_store(ctx) as store:
-        pair = load(kw, store)
+        pair = load(kw, store, kw["recording_id"])
         workload = workload and fit_to(pair, workload, options, kw["overlong"])
         from spectune.optimizer.report.tables import evidence_table
         from spectune.optimizer.report.words import closing

@@ -1,0 +1,119 @@
+"""`spectune.toml`: what options are where nobody types them.
+
+What is typed wins over the environment, which wins over the file. A value is checked by the option that
+it is for, and an error names file and key.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import click
+
+F = TypeVar("F", bound=Callable[..., Any])
+FILE: Final = "spectune.toml"
+_META: Final = "spectune.config"
+KEYS: Final = ("pair", "workload", "database", "deployment", "budget", "device", "dtype", "threads")
+SAMPLING: Final = ("temperature", "top_k", "top_p", "seed", "verifier", "max_new_tokens", "stop")
+_PATHS: Final = ("pair", "workload", "database")
+_LISTS: Final = ("workload", "stop")
+
+
+class Config:
+    """A file's values as text by key (``temperature`` for ``sampling.temperature``), and where they stand."""
+
+    def __init__(self, file: Path, values: Mapping[str, str | list[str]]) -> None:
+        self.file, self.values = file, values
+
+    def where(self, key: str) -> str:
+        """File and key, for messages."""
+        return f"{self.file}: {'sampling.' if key in SAMPLING else ''}{key}"
+
+
+class Configured(click.Option):
+    """An option whose default may stand in the file, under ``key``."""
+
+    def __init__(self, *declared: Any, key: str, **how: Any) -> None:
+        super().__init__(*declared, **how)
+        self.key = key
+
+    def get_default(self, ctx: click.Context, call: bool = True) -> Any:
+        """The file's value if it has one, checked. Raises ConfigError."""
+        config: Config | None = ctx.meta.get(_META)
+        if config is None or self.key not in config.values:
+            return super().get_default(ctx, call=call)
+        from spectune.traces.errors import ConfigError
+
+        found = config.values[self.key]
+        try:
+            self.type_cast_value(ctx, found)
+        except click.BadParameter as error:
+            raise ConfigError(f"{config.where(self.key)}: {error.message}") from None
+        return found
+
+
+def option(*declared: str, key: str, **how: Any) -> Callable[[F], F]:
+    """``click.option`` of a :class:`Configured` one."""
+    return click.option(*declared, cls=Configured, key=key, **how)
+
+
+def use_config(ctx: click.Context, named: str | None) -> Config | None:
+    """Reads the file named, or the working folder's if it is there, for the options of ``ctx`` and its
+    commands. Raises ConfigError."""
+    from spectune.traces.files import exists
+
+    if named is None and not exists(FILE):
+        return None
+    ctx.meta[_META] = found = read_config(Path(named or FILE))
+    return found
+
+
+def read_config(file: Path) -> Config:
+    """A file's values. Raises ConfigError for what is missing, no TOML, or has a key there is none of."""
+    from spectune.traces.errors import ConfigError
+    from spectune.traces.files import read_text
+
+    text = read_text(file, str(file), ConfigError)
+    try:
+        data = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file}: not TOML: {error}") from None
+    sampling = data.pop("sampling", {})
+    if not isinstance(sampling, dict):
+        raise ConfigError(f"{file}: sampling: a table is expected: [sampling], its keys on lines of their own")
+    found = Config(file, {})
+    found.values = {
+        **{key: _value(found, key, value, KEYS) for key, value in data.items()},
+        **{key: _value(found, key, value, SAMPLING, "sampling.") for key, value in sampling.items()},
+    }
+    return found
+
+
+def _value(config: Config, key: str, value: Any, known: tuple[str, ...], table: str = "") -> Any:
+    """A value as text, or a list of texts; paths as seen from the working folder. Raises ConfigError."""
+    from spectune.traces.errors import ConfigError
+    from spectune.traces.text import unstorable
+
+    if key not in known:
+        every = {**{name: name for name in KEYS}, **{name: f"sampling.{name}" for name in SAMPLING}}
+        near = get_close_matches(key, known, n=1) or get_close_matches(key, every, n=1)
+        hint = f"did you mean {every[near[0]]!r}?" if near else f"known keys: {', '.join(every.values())}"
+        raise ConfigError(f"{config.file}: unknown key {table + key!r}; {hint}")
+    single = not isinstance(value, list)
+    items = [value] if single else value
+    if not all(isinstance(item, (str, int, float)) for item in items) or not (single or key in _LISTS):
+        kinds = "a text or a list of texts" if key in _LISTS else "a text or a number"
+        raise ConfigError(f"{config.file}: {table}{key}: {kinds} is expected")
+    if problem := next((p for p in map(unstorable, map(str, items)) if p is not None), None):
+        raise ConfigError(f"{config.file}: {table}{key}: a text {problem}")
+    texts = [_from(config.file.parent, str(item)) if key in _PATHS else str(item) for item in items]
+    return texts if key in _LISTS else texts[0]
+
+
+def _from(folder: Path, name: str) -> str:
+    """A path as seen from the working folder; ``demo``, ``hf:...`` and URLs as they are."""
+    return name if name == "demo" or ":" in name else str(folder / name)
