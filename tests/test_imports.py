@@ -26,6 +26,8 @@ FACTS = {
     "traces.files",
     "traces.text",
     "traces.workloads",
+    "traces.workload_files",
+    "traces.sanity",
     "traces.recording",
     "traces.acceptance",
 }

@@ -1,0 +1,288 @@
+"""What ``import spectune`` offers: tune, record, simulate, run and open, with results that notebooks show."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from spectune.db import open_database
+from spectune.optimizer.artifacts import fitted
+from spectune.optimizer.execute import DecodeOptions, encode, outcome
+from spectune.optimizer.execute import run as execute
+from spectune.optimizer.inputs import load_workload, named_policy, published_policy, stored_policy
+from spectune.optimizer.overlong import made_to_fit
+from spectune.optimizer.record import RecordRequest
+from spectune.optimizer.record import record as do_record
+from spectune.optimizer.serving import last_good
+from spectune.optimizer.simulate.trace import simulate as do_simulate
+from spectune.optimizer.tune import TuneOptions
+from spectune.optimizer.tune import tune as do_tune
+from spectune.runtime.decoder import prepare_for
+from spectune.runtime.loading import LoadedPair, load_pair
+from spectune.runtime.loop import StaticSource
+from spectune.runtime.pair import PairSpec, read_pair
+from spectune.runtime.policies.document import AUTOREGRESSIVE, AnyPolicy, parse_policy
+from spectune.runtime.policies.prepare import prepare
+from spectune.traces.errors import WorkloadError
+from spectune.traces.sanity import checked
+from spectune.traces.schema import Counts, Outcome, Sampling, Workload
+from spectune.traces.store import TraceStore
+from spectune.traces.store.publications import DEFAULT_DEPLOYMENT
+from spectune.traces.workloads import Line, make_workload
+
+Prompts = str | Workload | Iterable[str | Mapping[str, Any]]
+"""A workload as ``--workload`` names it (a file, ``demo``, ``hf:NAME``), or texts, or objects as a workload's lines are."""
+SHOWN = 50
+"""Rows of a result that a notebook shows."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a call found. ``data`` is what the command prints with ``--json``, also by ``result[key]``; ``rows`` its table."""
+
+    text: str
+    data: Mapping[str, Any]
+    rows: Sequence[Mapping[str, Any]]
+
+    def __getitem__(self, key: str) -> Any:
+        return self.data[key]
+
+    def __repr__(self) -> str:
+        return self.text
+
+    @property
+    def policy(self) -> Mapping[str, Any]:
+        """The policy's document: the winner's of a tuning. Raises KeyError where no policy was concerned."""
+        found: Mapping[str, Any] = self.data.get("winner", self.data)["policy"]
+        return found
+
+    def to_pandas(self) -> Any:
+        """The rows as a pandas DataFrame. Raises ImportError where pandas is not installed."""
+        try:
+            import pandas
+        except ImportError:
+            raise ImportError("to_pandas() needs pandas: pip install pandas (`rows` has the same as dictionaries)") from None
+        return pandas.DataFrame(list(self.rows))
+
+    def _repr_html_(self) -> str:
+        names = list(dict.fromkeys(name for row in self.rows for name in row))
+        head = "".join(f"<th>{escape(name.replace('_', ' '))}</th>" for name in names)
+        body = "".join(f"<tr>{''.join(_cell(row.get(name)) for name in names)}</tr>" for row in self.rows[:SHOWN])
+        more = f"<p>{len(self.rows) - SHOWN} more rows</p>" if len(self.rows) > SHOWN else ""
+        return f"<p>{escape(self.text)}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{more}"
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return f'<td style="text-align:right">{value if isinstance(value, int) else format(value, ".4g")}</td>'
+    shown = "" if value is None else str(value)
+    return f'<td style="text-align:left">{escape(shown if len(shown) <= 120 else shown[:117] + "...")}</td>'
+
+
+@contextmanager
+def open(db: str | os.PathLike[str] | None = None, *, create: bool = False) -> Iterator[TraceStore]:
+    """The store of a database, closed at the end of the block: recordings, studies, publications. Without ``create`` it must exist.
+
+    ``db`` is a file or a URL; by default what SPECTUNE_DB says, else ``spectune.db``. Raises DatabaseError.
+    """
+    with open_database(os.fspath(db or os.environ.get("SPECTUNE_DB") or "spectune.db"), create=create) as database:
+        yield TraceStore(database)
+
+
+def record(
+    target: str | None = None,
+    drafts: Mapping[str, str] | None = None,
+    prompts: Prompts = "demo",
+    *,
+    pair: str | os.PathLike[str] | LoadedPair | None = None,
+    db: str | os.PathLike[str] | None = None,
+    gamma_max: int = 16,
+    **how: Any,
+) -> Result:
+    """Decodes prompts and stores the texts, with what every draft would have proposed from every start of them.
+
+    ``target`` and ``drafts`` are checkpoints, or ``pair`` a pair's file, its name or a loaded one. ``how`` takes DecodeOptions'
+    and Sampling's fields, ``device``, ``dtype``, and of a workload ``turns``, ``limit``, ``limit_seed``, ``categories``, ``column``,
+    ``overlong``. A row is a request.
+    """
+    loaded, workload, options = _prepared(target, drafts, prompts, pair, how)
+    _none_left("record", how)
+    plain = StaticSource(prepare(AUTOREGRESSIVE, loaded.draft_names))
+    with open(db, create=True) as store:
+        info = do_record(store, loaded, RecordRequest(workload, options, loaded.draft_names, gamma_max), plain)
+        texts = store.load(info.id, (), skip_corrupted=True).trajectories
+    found = checked(texts)
+    _warn(found.lines())
+    rows = [
+        {
+            "request": t.request_id,
+            "category": t.category,
+            "prompt_tokens": len(t.prompt_ids),
+            "output_tokens": len(t.output_ids),
+            "finish": t.finish,
+            "text": loaded.text(t.output_ids.tolist()),
+        }
+        for t in texts
+    ]
+    data = {"recording": info.id, "pair": info.pair_id, **info.to_json(), "workload": found.to_json()}
+    return Result(f"recording {info.id}: {info.n_requests} requests, {info.n_output_tokens} tokens", data, rows)
+
+
+def tune(
+    target: str | None = None,
+    drafts: Mapping[str, str] | None = None,
+    prompts: Prompts = "demo",
+    *,
+    pair: str | os.PathLike[str] | LoadedPair | None = None,
+    db: str | os.PathLike[str] | None = None,
+    progress: Callable[[str, int, int], None] = lambda phase, done, total: None,
+    **how: Any,
+) -> Result:
+    """Finds the fastest policy, proves it by execution and publishes it, as the command does. Arguments are :func:`record`'s, and
+    ``how`` takes TuneOptions' fields as well (``publish``, ``budget_s``, ``deployment``, ``tree_width`` ...). A row is a policy that
+    was executed, fastest first."""
+    loaded, workload, options = _prepared(target, drafts, prompts, pair, how)
+    chosen = {f.name: how.pop(f.name) for f in fields(TuneOptions) if f.name in how}
+    _none_left("tune", how)
+    wanted = TuneOptions(**{"options": options, "tell": lambda line: _warn([line]), **chosen})
+    with open(db, create=True) as store:
+        tuned = do_tune(store, loaded, workload, wanted, progress=progress)
+    data = tuned.to_json()
+    done = f"published as version {tuned.published.version}" if tuned.published else "nothing published"
+    keys = ("role", "label", "predicted_tokens_per_s", "measured_tokens_per_s", "ratio_to_incumbent", "ratio_to_autoregressive")
+    ranked = sorted(data["candidates"], key=lambda c: -float(c["measured_tokens_per_s"]))
+    return Result(f"{tuned.winner.policy.label()}: {tuned.reason}; {done}", data, [{k: c[k] for k in keys} for c in ranked])
+
+
+def simulate(
+    policy: str | Mapping[str, Any],
+    recording: str = "latest",
+    *,
+    db: str | os.PathLike[str] | None = None,
+    device: str | None = None,
+    deployment: str = DEFAULT_DEPLOYMENT,
+) -> Result:
+    """Replays a recording under any policy: rounds and tokens exactly; seconds by the newest latency profile of its pair, 0 without
+    one. ``policy`` is a document, or what ``--policy`` takes. A row is a request."""
+    with open(db) as store:
+        info = store.get_recording(recording)
+        on = device or str(info.options.get("device", "cpu"))
+        stored = store.latest_profile(info.pair_id, on, None)
+        chosen = _policy(store, policy, info.pair_id, on, deployment)
+        replayed, _, approximate = do_simulate(store, info.id, chosen, stored.profile if stored else None)
+    if approximate:
+        _warn([f"approximate: {approximate}"])
+    return _outcome(replayed.outcome(), chosen, "predicted")
+
+
+def run(
+    policy: str | Mapping[str, Any] = "active",
+    target: str | None = None,
+    drafts: Mapping[str, str] | None = None,
+    prompts: Prompts = "demo",
+    *,
+    pair: str | os.PathLike[str] | LoadedPair | None = None,
+    db: str | os.PathLike[str] | None = None,
+    deployment: str = DEFAULT_DEPLOYMENT,
+    **how: Any,
+) -> Result:
+    """Executes a policy on prompts and measures it; nothing is stored. Arguments are :func:`record`'s. A row is a request, with its
+    text."""
+    loaded, workload, options = _prepared(target, drafts, prompts, pair, how)
+    _none_left("run", how)
+    with open(db, create=True) as store:
+        stored = store.latest_profile(loaded.id, loaded.device.type, None)
+        profile = stored.profile if stored else None
+        if policy == "active":
+            plan = last_good(store, loaded, profile, options.verifier, options.sampling, deployment)
+        else:
+            chosen = _policy(store, policy, loaded.id, loaded.device.type, deployment)
+            find = fitted(store, loaded.id)
+            plan = prepare_for(loaded, chosen, profile=profile, artifacts=find, sampling=options.sampling)
+        decoded = list(execute(loaded, StaticSource(plan), encode(loaded, workload, options)))
+    texts = [loaded.text(d.trajectory.output_ids.tolist()) for d in decoded]
+    return _outcome(outcome(plan.label, decoded), plan.policy, "measured", texts)
+
+
+def _prepared(
+    target: str | None,
+    drafts: Mapping[str, str] | None,
+    prompts: Prompts,
+    pair: str | os.PathLike[str] | LoadedPair | None,
+    how: dict[str, Any],
+) -> tuple[LoadedPair, Workload, DecodeOptions]:
+    """A pair, prompts that fit it and how they are decoded; what is used of ``how`` is taken out of it."""
+    sampling = Sampling(**{f.name: how.pop(f.name) for f in fields(Sampling) if f.name in how})
+    asked = {f.name: how.pop(f.name) for f in fields(DecodeOptions)[1:] if f.name in how}
+    options = DecodeOptions(sampling, **asked)
+    read: dict[str, Any] = {key: how.pop(key) for key in ("turns", "limit", "limit_seed", "categories", "column") if key in how}
+    overlong = how.pop("overlong", "error")
+    workload = _workload(prompts, read)
+    where = {key: how.pop(key) for key in ("device", "dtype", "threads") if key in how}
+    if isinstance(pair, LoadedPair):
+        loaded = pair
+    elif target is not None:
+        document = {"target": os.fspath(target), "drafts": {name: os.fspath(path) for name, path in (drafts or {}).items()}}
+        loaded = load_pair(PairSpec.from_json(document, where="target", base=Path.cwd()), **where)
+    else:
+        loaded = load_pair(read_pair(None if pair is None else os.fspath(pair)), **where)
+    workload, done = made_to_fit(loaded, workload, options, overlong)
+    _warn([done] if done else [])
+    return loaded, workload, options
+
+
+def _workload(prompts: Prompts, read: dict[str, Any]) -> Workload:
+    if isinstance(prompts, str):
+        return load_workload([prompts], **read)
+    if isinstance(prompts, Workload):
+        return prompts
+    given = [{"prompt": p} if isinstance(p, str) else p for p in prompts]
+    if set(read) - {"turns"}:
+        raise WorkloadError(f"{', '.join(sorted(set(read) - {'turns'}))}: for prompts of a file, not for a list of them")
+    lines = (Line(f"prompts[{n}]", prompt, str(n)) for n, prompt in enumerate(given))
+    return make_workload("prompts", lines, turns=read.get("turns"))
+
+
+def _policy(
+    store: TraceStore, policy: str | Mapping[str, Any], pair_id: str, device: str, deployment: str
+) -> AnyPolicy:
+    if policy == "active":
+        active = store.active_publication(pair_id, device, deployment)
+        return AUTOREGRESSIVE if active is None else published_policy(active)
+    if isinstance(policy, Mapping):
+        return parse_policy(json.loads(json.dumps(policy)), where="policy")
+    return named_policy(policy) or stored_policy(store.get_policy(policy))
+
+
+def _outcome(found: Outcome, policy: AnyPolicy, verb: str, texts: Sequence[str] = ()) -> Result:
+    def row(counts: Counts) -> dict[str, Any]:
+        kept = ("rounds", "emitted_tokens", "accepted_tokens", "drafted_tokens", "mean_accepted_length", "seconds", "tokens_per_s")
+        figures = counts.to_json()
+        return {key: figures[key] for key in kept}
+
+    rows = [{"request": r.request_id, "category": r.category, **row(r.counts)} for r in found.per_request]
+    for one, text in zip(rows, texts, strict=False):
+        one["text"] = text
+    total = found.total
+    speed = f", {total.tokens_per_s:.1f} tokens/s {verb}" if total.seconds else ""
+    said = f"{policy.label()}: {total.emitted_tokens} tokens in {total.rounds} rounds, {total.mean_accepted_length:.2f} a round{speed}"
+    data = {**found.to_json(), "policy": policy.spelled_out(), "policy_id": policy.id, "label": policy.label()}
+    return Result(said, data, rows)
+
+
+def _none_left(call: str, how: Mapping[str, Any]) -> None:
+    """Raises TypeError for arguments that nothing took."""
+    if how:
+        raise TypeError(f"spectune.{call}() got unexpected arguments: {', '.join(sorted(how))}")
+
+
+def _warn(lines: Iterable[str]) -> None:
+    for line in lines:
+        warnings.warn(line, stacklevel=3)

@@ -1,0 +1,99 @@
+"""`import spectune`: the calls, their results, and the notebook that shows them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from doors import ROOT, put_profile
+
+import spectune
+from spectune.db.errors import DatabaseError
+from spectune.optimizer.python import Result
+from spectune.traces.errors import WorkloadError
+
+PROMPTS = ["def add(a, b):", "The quick brown fox", "import json", "0 1 2 3 4", "for i in", "Ann buys 4 apples and"]
+TINY = {"gamma_max": 5, "trials": 2, "finalists": 1, "rivals": 1, "passes": 1, "tree_width": 0, "budget_s": 1}
+
+
+def test_importing_it_imports_nothing_else() -> None:
+    say = "import sys; before = set(sys.modules); import spectune; dir(spectune); print(*set(sys.modules) - before)"
+    found = subprocess.run([sys.executable, "-c", say], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert {name.split(".")[0] for name in found.stdout.split()} - sys.stdlib_module_names == {"spectune"}
+    with pytest.raises(AttributeError, match="has no attribute 'tunes'"):
+        _ = spectune.tunes  # type: ignore[attr-defined]
+
+
+def test_the_notebook_runs(tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every cell but the one of parameters, with a tiny pair and a made-up profile: measuring one takes half a minute."""
+    monkeypatch.chdir(tmp_path)
+    cells = json.loads((ROOT / "docs" / "tour.ipynb").read_text())["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert all(not cell["outputs"] for cell in code)
+    (given,) = [cell for cell in code if "parameters" in cell["metadata"].get("tags", ())]
+    own: dict[str, Any] = {}
+    exec("".join(given["source"]), own)
+    names = {"models": {"pair": str(tiny_pair)}, "prompts": PROMPTS * 2, "tokens": {"max_new_tokens": 8}, "effort": TINY}
+    assert names.keys() == own.keys() - {"__builtins__"}
+    names["prompts"] = [f"{prompt} {n}" for n, prompt in enumerate(PROMPTS * 2)]
+    put_profile("tour.db", str(tiny_pair))
+    for cell in code:
+        if cell is not given:
+            exec(compile("".join(cell["source"]), "tour.ipynb", "exec"), names)
+    made: Any = names
+    assert all(isinstance(made[name], Result) for name in ("recorded", "executed", "result", "served"))
+    assert made["recorded"]["n_requests"] == 12
+    assert made["result"].policy == made["result"]["winner"]["policy"]
+    assert len(made["published"]) == (made["result"]["published"] is not None)
+    html = made["result"]._repr_html_()
+    assert html.count("<tr>") == len(made["result"].rows) + 1
+    assert "measured tokens per s" in html
+
+
+def test_a_result_is_shown_and_becomes_a_data_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"a": 1, "b": "<b>" + "x" * 200}, {"a": 0.123456, "c": None}]
+    result = Result("2 < 3", {"policy": {"draft": "none"}, "n": 2}, rows)
+    html = result._repr_html_()
+    assert html.startswith("<p>2 &lt; 3</p><table>")
+    assert html.count("<th>") == 3
+    assert "&lt;b&gt;" in html
+    assert "<b>" not in html
+    assert ">0.1235</td>" in html
+    assert (repr(result), result["n"], result.policy) == ("2 < 3", 2, {"draft": "none"})
+    assert "<p>10 more rows</p>" in Result("", {}, [{"a": n} for n in range(60)])._repr_html_()
+    monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=lambda rows: ("frame", rows)))
+    assert result.to_pandas() == ("frame", rows)
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match="pip install pandas"):
+        result.to_pandas()
+
+
+def test_what_a_call_does_not_take_is_refused(tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    how: dict[str, Any] = {"pair": str(tiny_pair), "db": "x.db"}
+    with pytest.raises(TypeError, match=r"spectune.tune\(\) got unexpected arguments: tempratur"):
+        spectune.tune(prompts=["x"], tempratur=1.0, **how)
+    with pytest.raises(WorkloadError, match=r"prompts\[1\]: the prompt is empty"):
+        spectune.record(prompts=["x", " "], **how)
+    with pytest.raises(WorkloadError, match="limit: for prompts of a file"):
+        spectune.record(prompts=["x"], limit=1, **how)
+    with pytest.raises(DatabaseError, match="no database at"):
+        spectune.simulate("autoregressive", db="x.db")
+    with pytest.raises(DatabaseError, match="no database at"), spectune.open("x.db"):
+        pass
+    assert not Path("x.db").exists()
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = spectune.record(prompts=[chat, "x"], max_new_tokens=2, gamma_max=2, **how)
+    assert [row["request"] for row in found.rows] == ["0", "1"]
+    assert [str(w.message) for w in said if w.category is UserWarning] == [
+        "1 of 2 prompts are the same as an earlier one; they count each time",
+        "fewer than 5 requests in all 2: their own figures say little",
+    ]
