@@ -238,7 +238,7 @@ def test_prompts_beyond_the_context_are_left_out_or_cut_and_counted(pair: Loaded
 
 @pytest.mark.parametrize(
     ("cycle", "size", "found"),
-    [([199, 3], 64, True), ([7], 32, True), (list(range(8)), 64, True), ([7], 31, False), (list(range(12)), 64, False)],
+    [([199, 3], 64, True), ([7], 32, True), (list(range(8)), 64, True), ([7], 16, True), ([7], 15, False), (list(range(12)), 64, False)],
 )
 def test_a_text_that_repeats_itself_is_found(cycle: list[int], size: int, found: bool) -> None:
     text = np.random.default_rng(0).integers(200, 4000, size).astype(np.int32)

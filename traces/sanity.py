@@ -11,7 +11,7 @@ from spectune.traces.schema import Int32Array, Trajectory
 
 LONGEST_CYCLE = 32
 """Tokens of the longest cycle looked for."""
-SHORTEST_TEXT = 32
+SHORTEST_TEXT = 16
 """Tokens of the shortest text in which a cycle is no accident."""
 LEAST = 5
 """Requests of a category below which fewer than two are held out to be tested on."""

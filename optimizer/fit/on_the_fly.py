@@ -225,7 +225,8 @@ def fit_features(
         k = min(wanted, len(vocabulary) - 1, len(prompts) - 1)
         projection = np.zeros((0, len(vocabulary)))
         if k > 0:
-            svd = TruncatedSVD(n_components=k, random_state=0).fit(counts)
+            with np.errstate(invalid="ignore"):  # prompts that are all alike explain a share of no variance
+                svd = TruncatedSVD(n_components=k, random_state=0).fit(counts)
             projection = np.asarray(svd.components_, dtype=np.float64)
     columns = len(SCALARS) + len(projection)
     bare = PromptFeatures(vocabulary, idf, projection, np.zeros(columns), np.ones(columns), reader)
