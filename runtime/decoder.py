@@ -249,11 +249,12 @@ class ModelBackend:
 @dataclass(frozen=True)
 class Decoded:
     """One request as executed: its trajectory, its rounds, and the seconds it took, prefill
-    included."""
+    included. ``plans``: what was in force, each with the number of rounds before it."""
 
     trajectory: Trajectory
     steps: tuple[Step, ...]
     seconds: float
+    plans: tuple[tuple[int, AnyPlan], ...] = ()
 
 
 @dataclass
@@ -316,10 +317,13 @@ class Decoder:
         """Decodes a request to its end."""
         began = self.clock()
         steps: list[Step] = []
+        plans: list[tuple[int, AnyPlan]] = []
         output: list[int] = []
         finish: Finish | None = None
         away = 0.0
         for item in self.rounds(request):
+            if item.in_force is not None and (not plans or plans[-1][1] is not item.in_force):
+                plans.append((len(steps), item.in_force))
             steps.append(item.step)
             output.extend(item.tokens)
             finish = item.finish
@@ -343,6 +347,7 @@ class Decoder:
             ),
             tuple(steps),
             seconds,
+            tuple(plans),
         )
 
 

@@ -102,7 +102,8 @@ class StaticSource:
 class Round:
     """One round as the loop yields it: its step, the tokens it emitted, what was drafted, how the
     text ended, if it did, and the tree with the accepted nodes' numbers in it, where one was
-    drafted. ``canonical_passes``: of drafting and of verification."""
+    drafted. ``canonical_passes``: of drafting and of verification. ``in_force``: what the source had,
+    a chooser rather than its candidate."""
 
     step: Step
     tokens: list[int]
@@ -111,6 +112,7 @@ class Round:
     tree: GrownTree | None = None
     path: list[int] = field(default_factory=list)
     canonical_passes: tuple[int, int] = (0, 0)
+    in_force: AnyPlan | None = None
 
 
 class Phase(NamedTuple):
@@ -154,13 +156,13 @@ class _InForce:
     ) -> None:
         self._backend, self._request = backend, request
         self._source, self._sessions = source, sessions
-        self._found: AnyPlan | None = None
+        self.found: AnyPlan | None = None
 
     def look(self, output: list[int]) -> None:
         """Takes up what the source has now."""
         found = self._source.current()
-        if found is not self._found:
-            self._found = found
+        if found is not self.found:
+            self.found = found
             if isinstance(found, ChooserPlan):
                 self.plan = self._backend.choose(self._request, found)
             else:
@@ -223,7 +225,9 @@ def decode_rounds(
         lag = _lag_after(drafted, verdict, accepted, len(tokens))
         path = verdict.path[:accepted]
         passes = drafting.canonical_passes, verifying.canonical_passes
-        yield Round(step, tokens, drafted.tokens, finish, drafted.tree, path, passes)
+        yield Round(
+            step, tokens, drafted.tokens, finish, drafted.tree, path, passes, in_force.found
+        )
 
 
 def _lag_after(drafted: Drafted, verdict: Verified, accepted: int, emitted: int) -> int:

@@ -81,7 +81,7 @@ def tuned(door: Door, workload: tuple[object, ...], recording: str, profile: str
 
 def counts(outcome: Mapping[str, Any]) -> dict[str, Any]:
     """An outcome's figures that do not depend on time."""
-    timed = {"seconds", "tokens_per_s", "tokens_per_s_interval", "by_category", "kind", "latency"}
+    timed = {"changes", "by_policy", "seconds", "tokens_per_s", "tokens_per_s_interval", "by_category", "kind", "latency"}
     by_category = {name: counts({"by_category": {}, **c}) for name, c in outcome.get("by_category", {}).items()}
     return {k: v for k, v in outcome.items() if k not in timed} | {"by_category": by_category}
 

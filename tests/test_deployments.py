@@ -13,12 +13,16 @@ import pytest
 from doors import Door
 
 from spectune.db import open_database
+from spectune.optimizer.changes import changes_json, changes_of, label_of, shares_of
 from spectune.optimizer.deployment import other_sampling, sampling_of, tuned_for
+from spectune.optimizer.execute import DecodeOptions, encode, outcome, run
 from spectune.optimizer.jobs import tuning_options
 from spectune.optimizer.serving import watch
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
-from spectune.traces.schema import Sampling, Trajectory
+from spectune.runtime.policies.prepare import prepare
+from spectune.runtime.policies.prepared_chooser import AnyPlan
+from spectune.traces.schema import Request, Sampling, Trajectory, Workload
 from spectune.traces.store import Publication, TraceStore
 
 HOT = ("--temperature", 0.7, "--seed", 3)
@@ -134,3 +138,39 @@ def test_texts_of_two_temperatures_are_tuned_for_neither() -> None:
 def test_a_schedule_tunes_for_its_deployment() -> None:
     asked = tuning_options({"temperature": 0.7, "deployment": "canary"})
     assert (asked.deployment, asked.options.sampling.temperature) == ("canary", 0.7)
+
+
+# --------------------------------------------------------------------------------- what ran in each round of a run
+
+
+class Scripted:
+    """A source whose plan changes after so many looks, whatever the clock says."""
+
+    def __init__(self, *plans: tuple[int, AnyPlan]) -> None:
+        self.looks, self.plans = 0, plans
+
+    def current(self) -> AnyPlan:
+        self.looks += 1
+        return [plan for since, plan in self.plans if since < self.looks][-1]
+
+
+def test_a_run_is_labelled_by_what_ran_in_each_round(pair: LoadedPair) -> None:
+    requests = tuple(Request(f"r{i}", "a", (f"def add(a, b): {i}",)) for i in range(3))
+    encoded = encode(pair, Workload("w", requests), DecodeOptions(max_new_tokens=24))
+    two, five, again = (prepare(fixed(g), pair.draft_names, version=v) for v, g in enumerate((2, 5, 5), 1))
+    unseen = prepare(fixed(7), pair.draft_names, version=9)
+    decoded = list(run(pair, Scripted((0, two), (8, five), (18, again), (10**6, unseen)), encoded, warm_up=0))
+    changes, shares = changes_of(decoded), shares_of(decoded)
+    (change,) = changes  # the same policy, published again, is no change
+    assert (change.before, change.after, change.version) == (fixed(2).label(), fixed(5).label(), 2)
+    rounds = [(d.trajectory.request_id, n, s.policy) for d in decoded for n, s in enumerate(d.steps, 1)]
+    first = next((request, n) for request, n, policy in rounds if policy == fixed(5).id)
+    assert (change.request, change.round) == first
+    assert [(s.policy.id, s.counts.rounds) for s in shares] == [
+        (name, sum(policy == name for *_, policy in rounds)) for name in (fixed(2).id, fixed(5).id)
+    ]
+    whole = outcome("", decoded).total
+    assert sum(s.counts.emitted_tokens for s in shares) == whole.emitted_tokens
+    assert sum(s.counts.seconds for s in shares) == pytest.approx(whole.seconds)
+    assert label_of(shares, changes) == f"{fixed(2).label()}, then {fixed(5).label()}"
+    assert "fixed(gamma=7)" not in str(changes_json(shares, changes))

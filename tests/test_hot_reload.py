@@ -252,7 +252,20 @@ def test_swaps_across_two_processes(serving: Any, tiny_pair: Path, tmp_path: Pat
     assert statuses(store) == [(1, "applied"), *((v, "applied") for v in applied), (refused, "refused")]
     listed = door.json("policies", "list", "--pair", tiny_pair, "--device", "cpu")["publications"]
     assert {p["version"]: p["applied"] for p in listed}[activated["version"]] == 1
-    assert json.loads(out)["policy"]["window"]["gamma"] == 5
+    told = json.loads(out)
+    assert [(c["before"], c["after"], c["version"]) for c in told["changes"]] == [
+        (fixed(a).label(), fixed(b).label(), version) for (a, b), version in zip([(2, 5), (5, 2), (2, 5)], applied, strict=True)
+    ]
+    assert [line for line in err.splitlines() if line.startswith("the policy changed at request ")] == [
+        f"the policy changed at request {c['request']}, round {c['round']}: {c['before']}, then {c['after']} (version {c['version']})"
+        for c in told["changes"]
+    ]
+    assert {p["policy_id"] for p in told["by_policy"]} == {fixed(2).id, fixed(5).id}
+    assert sum(p["rounds"] for p in told["by_policy"]) == told["rounds"]
+    assert told["label"] == f"{fixed(2).label()}, then 3 changes"
+    kept = store.get_run("latest")
+    assert (kept.options["changes"], kept.outcome.policy) == (told["changes"], told["label"])
+    assert {store.get_policy(name).id for name in (fixed(2).id, fixed(5).id)} == {p["policy_id"] for p in told["by_policy"]}
 
     rounds = lines(tmp_path / "rounds.jsonl")
     # The window is clipped to what is left of a text's budget; every other round has the one in force.

@@ -75,6 +75,7 @@ def run(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     workload = workload_of(kw)
     with open_store(ctx) as store:
         pair = load(kw, store)
+        from spectune.optimizer.changes import changes_json, changes_of, label_of, shares_of
         from spectune.optimizer.execute import encode, outcome
         from spectune.optimizer.execute import run as execute
         from spectune.optimizer.record import record_served
@@ -90,22 +91,26 @@ def run(ctx: click.Context, as_json: bool, **kw: Any) -> None:
                 click.echo(f"recording {writer.recording}", err=True)
             for done in execute(pair, source, encoded):
                 decoded.append(done)
+                for change in changes_of([done], decoded[-2].plans[-1][1] if decoded[1:] else None):
+                    say(str(change), err=True)
                 if writer is not None:
                     writer.put(done.trajectory, done.steps)
                 meter("run", len(decoded), len(encoded.items))
-            last = source.current().policy
-        result = outcome(last.label(), decoded)
+        shares, changes = shares_of(decoded), changes_of(decoded)
+        about = changes_json(shares, changes)
+        result = outcome(label_of(shares, changes), decoded)
         texts = _texts(pair, decoded)
-        data = outcome_json(result, last)
+        most = max(shares, key=lambda share: share.counts.emitted_tokens).policy
+        data = {**outcome_json(result, most), "label": result.policy, **about}
         failed = _write_results(kw, texts, decoded)
         with kept_unless_stored(ctx, "run", lambda: {"pair": pair.id, **data, "texts": _with_rounds(texts, decoded)}):
             if writer is not None:
                 writer.check()
             if not kw["no_store"]:
-                _keep_run(store, pair, last, result, workload, decoded)
+                _keep_run(store, pair, most, result, workload, decoded, {"deployment": kw["deployment"], **about})
             if failed is not None:
                 raise failed
-    emit(as_json, data, lambda: outcome_table(result))
+    emit(as_json, data, lambda: outcome_table(result, shares, changes))
 
 
 def _texts(pair: LoadedPair, decoded: Iterable[Decoded]) -> list[dict[str, Any]]:
@@ -137,10 +142,19 @@ def _write_results(
 
 
 def _keep_run(
-    store: TraceStore, pair: LoadedPair, policy: AnyPolicy, result: Outcome, workload: Workload, decoded: Any
+    store: TraceStore,
+    pair: LoadedPair,
+    policy: AnyPolicy,
+    result: Outcome,
+    workload: Workload,
+    decoded: list[Decoded],
+    options: dict[str, Any],
 ) -> None:
+    """Stores a run under the policy that made most of its tokens; its rounds name their own."""
     store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
-    store.put_policy(policy.id, policy.spelled_out(), policy.label())
+    plans = [plan for done in decoded for _, whole in done.plans for plan in (whole, *whole.candidates)]
+    for name, each in {plan.policy.id: plan.policy for plan in plans}.items():
+        store.put_policy(name, each.spelled_out(), each.label())
     store.put_run(
         pair.id,
         policy.id,
@@ -149,6 +163,7 @@ def _keep_run(
         dtype=dtype_of(pair),
         workload_id=store.put_workload(workload),
         purpose="run",
+        options=options,
         steps={d.trajectory.request_id: d.steps for d in decoded},
     )
 

@@ -14,11 +14,14 @@ from spectune.traces.schema import TREE_SCALE, Counts, LatencyProfile, Outcome
 from spectune.traces.text import printable
 
 if TYPE_CHECKING:
+    from spectune.optimizer.changes import Change, Share
     from spectune.optimizer.verdict import Tuned
 
 
-def outcome_table(outcome: Outcome) -> RenderableType:
-    """An outcome: a line per category and the total."""
+def outcome_table(
+    outcome: Outcome, shares: Sequence[Share] = (), changes: Sequence[Change] = ()
+) -> RenderableType:
+    """An outcome: a line per category and the total, and where the policy changed a line per policy."""
     verb = "predicted" if outcome.kind == "replayed" else "measured"
     table = _table(f"{outcome.policy} ({verb})")
     for column in ("category", "requests", "rounds", "tokens", "tau", "drafted", "accepted", "seconds", "tokens/s"):
@@ -42,11 +45,13 @@ def outcome_table(outcome: Outcome) -> RenderableType:
     for name, counts in outcome.by_category.items():
         row(name, counts)
     row("all", outcome.total, "bold")
+    for share in shares if changes else ():
+        row(share.policy.label(), share.counts)
     low, high = outcome.tokens_per_s_interval()
+    said = [str(change) for change in changes]
     if high:
-        said = [f"95% interval over requests: {low:.1f} to {high:.1f} tokens/s", *latency_lines(outcome.latency())]
-        return Group(table, _note("\n".join(said)))
-    return table
+        said += [f"95% interval over requests: {low:.1f} to {high:.1f} tokens/s", *latency_lines(outcome.latency())]
+    return Group(table, _note("\n".join(said))) if said else table
 
 
 def latency_lines(latency: Mapping[str, Any] | None) -> list[str]:
