@@ -18,7 +18,7 @@ from sqlalchemy.orm import Session
 
 from spectune.db.errors import CorruptedChunkError
 from spectune.optimizer.artifacts import fitted
-from spectune.optimizer.deployment import sampling_of
+from spectune.optimizer.deployment import sampling_of, tunes_over
 from spectune.optimizer.execute import Comparison, DecodeOptions, encode_recorded, race
 from spectune.optimizer.fit.chooser_fits import fit_chooser_artifact
 from spectune.optimizer.fit.on_the_fly import read_prompts
@@ -271,9 +271,9 @@ def _profile(tuning: Tuning) -> None:
         own_since=began,
         progress=tuning.progress,
     )
-    tuning.active = store.active_publication(
-        pair.id, pair.device.type, tuning.wanted.deployment
-    )
+    tuning.active = store.active_publication(pair.id, pair.device.type, wanted.deployment)
+    if wanted.publish and (line := tunes_over(tuning.active, sampling_of(tuning.trace.trajectories))):
+        wanted.tell(f"warning: {line}")
     tuning.incumbent, tuning.unusable = incumbent_of(store, pair, tuning.active, tuning.profile.profile)
     tuning.artifacts = _artifacts(store, pair, tuning.incumbent, tuning.trace.trajectories)
 

@@ -273,7 +273,7 @@ def test_served_texts_can_be_tuned_on(door: Door, workload: tuple[object, ...], 
     served = run.stderr.split("recording ")[1].split()[0]
     info = next(r for r in door.json("traces", "list")["recordings"] if r["id"] == served)
     assert (info["source"], info["state"], info["drafts"]) == ("serve", "complete", {})
-    again = door.json("tune", "--pair", door.pair, "--recording", "latest", *QUICK, "--no-publish")
+    again = door.json("tune", "--recording", "latest", *QUICK, "--no-publish")
     assert again["recording"] == served
     assert again["published"] is None
 

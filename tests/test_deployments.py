@@ -83,6 +83,11 @@ def test_a_deployments_life_at_two_temperatures(url: str, tiny_pair: Path, pair:
     assert (shown["deployment"], shown["sampling"]) == ("canary", tuned_for(Sampling(0.7), "coupled"))
     listed = door.json("policies", "list", *of, "--deployment", "canary")["publications"]
     assert {p["deployment"] for p in listed} == {"canary"}
+    forces = door.json("policies", "deployments")["deployments"]
+    assert [(f["deployment"], f["pair"], f["policy"], f["temperature"]) for f in forces] == [
+        ("canary", "tiny-llama", fixed(5).id, 0.7),
+        ("default", "tiny-llama", fixed(2).id, 0.0),
+    ]
 
 
 def test_the_environment_names_the_deployment(tmp_path: Path, tiny_pair: Path) -> None:

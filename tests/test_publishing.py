@@ -14,6 +14,7 @@ from synthetic import flat_profile
 
 from spectune.db.database import Database
 from spectune.optimizer import schedule as schedules
+from spectune.optimizer.deployment import tuned_for
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.jobs import tuning_job
 from spectune.optimizer.schedule import claims
@@ -44,7 +45,8 @@ def put_profile(store: TraceStore, pair: LoadedPair) -> str:
 def activate(store: TraceStore, pair: LoadedPair) -> int:
     """What an operator does."""
     store.put_policy(CHOSEN.id, CHOSEN.spelled_out(), CHOSEN.label())
-    return store.publish(pair.id, "cpu", CHOSEN.id, actor="operator").version
+    hot = tuned_for(Sampling(0.7), "coupled")
+    return store.publish(pair.id, "cpu", CHOSEN.id, actor="operator", sampling=hot).version
 
 
 def tuned_while(store: TraceStore, pair: LoadedPair, then: Callable[[], object], wanted: TuneOptions = QUICK) -> Tuned:
@@ -86,8 +88,11 @@ def test_the_version_compared_with_is_the_one_replaced(store: TraceStore, pair: 
 
     store.put_policy("b" * 12, {}, "of another deployment")
     other = store.publish(pair.id, "cpu", "b" * 12, actor="operator", deployment="canary").version
-    tuned = tune(store, pair, WORKLOAD, QUICK, progress=progress)
+    said: list[str] = []
+    tuned = tune(store, pair, WORKLOAD, replace(QUICK, tell=said.append), progress=progress)
     assert store.active_version(pair.id, "cpu", "canary") == other
+    (line,) = [x for x in said if x.startswith("warning: version ")]
+    assert "was tuned at temperature 0.7; this tunes for temperature 0.0 and may take its place" in line
     assert tuned.incumbent.policy == CHOSEN
     newest = store.list_publications(pair.id)[0]
     assert (tuned.published is None) == (newest.policy_id == CHOSEN.id)

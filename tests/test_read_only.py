@@ -27,7 +27,7 @@ NOBODY = 65534
 READS = (
     ("traces", "list", "--json"),
     ("traces", "show", "latest", "--json"),
-    ("policies", "list", "--json"),
+    ("policies", "list", "--pair", "demo", "--json"),
     ("schedule", "list", "--json"),
     ("simulate", "--policy", '{"draft": "small", "window": {"kind": "fixed", "gamma": 4}}', "--json"),
     ("db", "check", "--json"),

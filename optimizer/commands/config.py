@@ -16,6 +16,8 @@ import click
 
 F = TypeVar("F", bound=Callable[..., Any])
 FILE: Final = "spectune.toml"
+PAIR_FOUND: Final = "spectune.pair"
+"""Where a context keeps the pair that a recording named."""
 _META: Final = "spectune.config"
 KEYS: Final = ("pair", "workload", "database", "deployment", "budget", "device", "dtype", "threads")
 SAMPLING: Final = ("temperature", "top_k", "top_p", "seed", "verifier", "max_new_tokens", "stop")

@@ -16,6 +16,8 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from spectune.optimizer.commands.config import PAIR_FOUND
+
 SAME = {"pair": "--pair", "target": "--target", "drafts": "--draft", "device": "--device", "deployment": "--deployment"}
 
 
@@ -35,6 +37,8 @@ def to_type(ctx: click.Context, words: str) -> str:
         if ctx.get_parameter_source(key) is ParameterSource.COMMANDLINE:
             value = ctx.params[key]
             parts += [word for one in (value if isinstance(value, tuple) else (value,)) for word in (flag, str(one))]
+    if (pair := ctx.meta.get(PAIR_FOUND)) is not None:
+        parts += ["--target", pair.target, *(word for n, path in pair.drafts for word in ("--draft", f"{n}={path}"))]
     return shlex.join(parts)
 
 

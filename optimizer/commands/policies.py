@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @click.group()
 def policies() -> None:
-    """Policies: list, show, diff, activate, rollback, export."""
+    """Policies: deployments, list, show, diff, activate, rollback, export."""
 
 
 def _spec(kw: dict[str, Any]) -> PairSpec:
@@ -53,6 +53,38 @@ def _device(kw: dict[str, Any]) -> str:
 
 
 on_device = option("--device", key="device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+
+
+@policies.command("deployments")
+@json_option
+@with_context
+def policies_deployments(ctx: click.Context, as_json: bool) -> None:
+    """What is in force, where: a line for every deployment, pair and device.
+
+    \b
+    Example:  cli.py policies deployments
+    """
+    with open_store(ctx, create=False) as store:
+        names = {pair.id: pair.name for pair in store.list_pairs()}
+        rows = [
+            {
+                "deployment": p.deployment,
+                "pair": names.get(p.pair_id, ""),
+                "pair_id": p.pair_id,
+                "device": p.device,
+                "version": p.version,
+                "policy": p.policy_id,
+                "label": p.label,
+                "sampling": p.sampling,
+                "temperature": p.sampling.get("temperature") if p.sampling else None,
+                "created_at": p.created_at.isoformat(),
+            }
+            for p in store.in_force()
+        ]
+    from spectune.optimizer.report.tables import rows_table
+
+    columns = ("deployment", "pair", "pair_id", "device", "version", "policy", "label", "temperature", "created_at")
+    emit(as_json, {"deployments": rows}, lambda: rows_table(rows, columns, "in force"))
 
 
 @policies.command("list")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 import click
 from click.core import ParameterSource
 
-from spectune.optimizer.commands.config import option
+from spectune.optimizer.commands.config import PAIR_FOUND, option
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -225,6 +225,7 @@ def pair_named(
             spec.check()
         except PairError as error:
             raise PairError(f"{where}: {error}; say where it is now by --pair") from None
+        click.get_current_context().meta[PAIR_FOUND] = spec
         return spec
     if pair is None:
         raise _no_pair(click.get_current_context())

@@ -165,6 +165,14 @@ class Publications(Storage):
         with self.database.read() as session:
             return tuple(_publication(*row) for row in session.execute(query.order_by(PublicationRow.id.desc()).limit(limit)))
 
+    def in_force(self) -> tuple[Publication, ...]:
+        """What is in force in every deployment, for every pair and device, by their names."""
+        of = (PublicationRow.deployment, PublicationRow.pair_id, PublicationRow.device)
+        newest = select(func.max(PublicationRow.id)).group_by(*of)
+        query = _publications().where(PublicationRow.id.in_(newest)).order_by(*of)
+        with self.database.read() as session:
+            return tuple(_publication(*row) for row in session.execute(query))
+
     def acknowledge(self, version: int, node: str, status: AckStatus, reason: str = "") -> None:
         """Adds what a node did with a publication. Raises NotFoundError for an unknown one."""
         with self.database.write() as session:
