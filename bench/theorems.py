@@ -13,8 +13,9 @@ from papers import dynaspec
 from shortlist_fits import Fits
 
 from spectune.runtime.policies.document import parse_policy
+from spectune.runtime.policies.shortlist_rule import compile_shortlist
 from spectune.runtime.sampling import gumbel_row, log_distribution, stream_key
-from spectune.runtime.shortlists import Shortlists, compile_shortlist
+from spectune.runtime.shortlists import Shortlists
 from spectune.runtime.verification import verify_rejection
 from spectune.traces.schema import Sampling
 

@@ -21,7 +21,7 @@ from spectune.traces.errors import PolicyError
 from spectune.traces.latency import LatencyProfile
 
 if TYPE_CHECKING:
-    from spectune.runtime.shortlists import ShortlistRule
+    from spectune.runtime.policies.shortlist_rule import ShortlistRule
     from spectune.runtime.trees.grow import TreeRule
 
 BUCKET: Final = 32

@@ -28,10 +28,11 @@ from spectune.runtime.policies.plan import Plan, check_verifier
 from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.policies.prepared_chooser import AnyPlan, ChooserPlan
 from spectune.runtime.policies.prompt_features import Prompt
+from spectune.runtime.policies.shortlist_rule import ShortlistRule
 from spectune.runtime.prompts import log_perplexity
 from spectune.runtime.sampling import Noise
 from spectune.runtime.session import Sessions
-from spectune.runtime.shortlists import ShortlistRule, Shortlists
+from spectune.runtime.shortlists import Shortlists
 from spectune.runtime.trees.draft import GrownTree, ancestors
 from spectune.runtime.verification import TargetText, verify_coupled, verify_rejection, verify_tree
 from spectune.traces.errors import PolicyError, WorkloadError

@@ -26,8 +26,9 @@ from spectune.runtime.near_ties import near_cluster_places
 from spectune.runtime.policies.artifacts import Fitted
 from spectune.runtime.policies.document import ClustersShortlist, Policy
 from spectune.runtime.policies.router import top_clusters
+from spectune.runtime.policies.shortlist_rule import compile_shortlist
 from spectune.runtime.recording.trees import ROWS
-from spectune.runtime.shortlists import Shortlists, compile_shortlist
+from spectune.runtime.shortlists import Shortlists
 from spectune.traces.schema import Proposals
 
 KEPT: Final = 16

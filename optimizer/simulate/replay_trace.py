@@ -27,9 +27,9 @@ from spectune.optimizer.simulate.tree_tables import GrowthTable
 from spectune.runtime.costs import FREE, Passes, RoundCosts, RoundKind, middles, round_costs, shortlist_seconds
 from spectune.runtime.policies.document import GAMMA_LIMIT, AnyPolicy, Policy
 from spectune.runtime.policies.plan import Plan
+from spectune.runtime.policies.shortlist_rule import ShortlistRule
 from spectune.runtime.policies.stops import CompiledStop
 from spectune.runtime.policies.windows import WindowState
-from spectune.runtime.shortlists import ShortlistRule
 from spectune.runtime.trees.grow import TreeRule
 from spectune.traces.errors import TraceError
 from spectune.traces.schema import ChainPanorama, Counts, LatencyProfile, Outcome, RequestOutcome, Step, Trajectory, TreePanorama

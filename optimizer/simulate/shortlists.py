@@ -30,8 +30,8 @@ from spectune.optimizer.simulate.shortlist_ranks import ClusterRanks, FrequencyR
 from spectune.optimizer.simulate.tree_tables import ClusterUnion, GrowthTable, ShortlistRanks
 from spectune.runtime.costs import check_shortlists
 from spectune.runtime.policies.document import GAMMA_LIMIT
+from spectune.runtime.policies.shortlist_rule import ShortlistRule
 from spectune.runtime.policies.stops import STOP_NONE, CompiledStop
-from spectune.runtime.shortlists import ShortlistRule
 from spectune.traces.errors import TraceError
 from spectune.traces.schema import LatencyProfile, Trajectory, TreePanorama
 

@@ -13,7 +13,7 @@ from spectune.optimizer.simulate.shortlist_ranks import Ranks, how_to_rank, stor
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import AnyPolicy, FullShortlist, Policy
 from spectune.runtime.policies.prepared_chooser import plain_policies
-from spectune.runtime.shortlists import compile_shortlist
+from spectune.runtime.policies.shortlist_rule import compile_shortlist
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.recording import Skipped
 from spectune.traces.schema import LatencyProfile, Proposals, TreePanorama

@@ -11,14 +11,17 @@ import numpy.typing as npt
 from spectune.runtime.costs import window_costs
 from spectune.runtime.policies.artifacts import Q_TABLE, Artifacts, read_artifact
 from spectune.runtime.policies.document import Policy
+from spectune.runtime.policies.shortlist_rule import ShortlistRule, compile_shortlist
 from spectune.runtime.policies.stops import CompiledStop, compile_stop
 from spectune.runtime.policies.windows import CompiledWindow, compile_window
+from spectune.runtime.trees.grow import TreeRule
+from spectune.runtime.trees.rules import compile_tree
 from spectune.traces.errors import PolicyError
 from spectune.traces.schema import LatencyProfile, Sampling, Verifier
 
-if TYPE_CHECKING:
-    from spectune.runtime.shortlists import ShortlistRule, Shortlists
-    from spectune.runtime.trees.grow import TreeRule
+if TYPE_CHECKING:  # holds tensors
+    from spectune.runtime.shortlists import Shortlists
+
 
 @dataclass(frozen=True, eq=False)
 class Plan:
@@ -73,7 +76,7 @@ def compile_plan(
         known = ", ".join(sorted(drafts))
         raise PolicyError(f"draft: this pair has no draft {policy.draft!r}; it has: {known}")
     rules = _rules(policy, artifacts)
-    shortlist = _shortlist(policy, artifacts)
+    shortlist = compile_shortlist(policy, artifacts) if policy.shortlisted and policy.speculates else None
     costs = window_costs(profile, policy, rules, shortlist) if policy.needs_profile and profile is not None else None
     if policy.needs_profile and costs is None:
         raise PolicyError(f"window.{policy.window.kind} needs measured costs: run `profile` for this pair and device first")
@@ -89,21 +92,10 @@ def compile_plan(
     )
 
 
-def _shortlist(policy: Policy, artifacts: Artifacts | None) -> ShortlistRule | None:
-    """The shortlist of a policy that has one."""
-    if not (policy.shortlisted and policy.speculates):
-        return None
-    from spectune.runtime.shortlists import compile_shortlist
-
-    return compile_shortlist(policy, artifacts)
-
-
 def _rules(policy: Policy, artifacts: Artifacts | None) -> tuple[TreeRule, TreeRule] | None:
-    """The trees of a policy at temperature 0 and above; torch is imported here alone, since chains over a trace need none."""
+    """The trees of a policy at temperature 0 and above."""
     if not policy.speculates:
         return None
-    from spectune.runtime.trees.rules import compile_tree
-
     return compile_tree(policy, sampled=False, artifacts=artifacts), compile_tree(policy, sampled=True, artifacts=artifacts)
 
 

@@ -40,8 +40,8 @@ from spectune.runtime.policies.dynaspec import Clusters
 from spectune.runtime.policies.fr_spec import Frequencies
 from spectune.runtime.policies.plan import Plan, compile_plan
 from spectune.runtime.policies.router import Router, Routing
+from spectune.runtime.policies.shortlist_rule import ShortlistRule
 from spectune.runtime.profiling.fit import Prefill
-from spectune.runtime.shortlists import ShortlistRule
 from spectune.traces.schema import TREE_SCALE, Sampling
 
 BLOCK: Final = 3

@@ -11,11 +11,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 import spectune.runtime.policies.c2t as c2t
 import spectune.runtime.policies.eagle2 as eagle2
@@ -24,6 +23,9 @@ from spectune.runtime.policies.eagle2 import INFINITE, cheapest
 from spectune.runtime.policies.jit import compiled
 from spectune.runtime.policies.sequoia import StaticLevel
 from spectune.traces.schema import TREE_CODE_MAX, TREE_SCALE
+
+if TYPE_CHECKING:  # replay grows trees without tensors
+    import torch
 
 Index = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
@@ -418,6 +420,8 @@ class Growing:
     def following(self, width: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """Of the first ``width`` nodes to expand: tokens int64 [width], places of their parents in the frontier above int64 [width]
         (None: the root), and which are nodes, bool [width]."""
+        import torch
+
         place = self.trees.place[0, self.depth, :width]
         above = None if self.depth == 1 else torch.from_numpy(self.trees.above[0, self.depth, :width])
         return torch.from_numpy(self.trees.token[0].take(np.maximum(place, 0))), above, torch.from_numpy(place != NONE)

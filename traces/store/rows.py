@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from sqlalchemy import literal, select
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.dialects import sqlite
 from sqlalchemy.orm import DeclarativeBase, InstrumentedAttribute, Session
 
 from spectune.db import Database, NotFoundError
@@ -49,9 +49,15 @@ class Storage:
 
 def insert_absent(session: Session, row: type[DeclarativeBase], values: Mapping[str, Any]) -> bool:
     """INSERT ... ON CONFLICT DO NOTHING; whether a row was inserted."""
-    insert = sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert
+    statement: Any
+    if session.get_bind().dialect.name == "sqlite":
+        statement = sqlite.insert(row)
+    else:
+        from sqlalchemy.dialects import postgresql
+
+        statement = postgresql.insert(row)
     # RETURNING and not the row count, which drivers do not promise for an INSERT.
-    return session.execute(insert(row).values(**values).on_conflict_do_nothing().returning(literal(1))).first() is not None
+    return session.execute(statement.values(**values).on_conflict_do_nothing().returning(literal(1))).first() is not None
 
 
 def resolve(
