@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from sqlalchemy import URL, Connection, text
+from sqlalchemy import URL, Connection, Engine, StaticPool, create_engine, text
 from sqlalchemy.orm import Session
 
 from spectune.db.copies import keep_copy
@@ -19,6 +19,7 @@ from spectune.db.errors import DatabaseError, SchemaError
 from spectune.db.failures import translated, understood
 from spectune.db.migrate import current, foreign_tables, head, migrate, revisions
 from spectune.db.sqlite import is_read_only, real_path
+from spectune.db.tables import metadata
 from spectune.db.urls import parse_url, shown
 
 _MIGRATION_LOCK = 7_310_021
@@ -31,8 +32,10 @@ class Database:
     On SQLite the writers of one process take turns, because SQLite's own waiting is a poll that starves.
     """
 
-    def __init__(self, url: URL) -> None:
+    def __init__(self, url: URL, *, is_missing: bool = False) -> None:
         self.url = url
+        self._missing = _nothing() if is_missing else None
+        """Stands for a SQLite file that nobody has made yet."""
         self.dialect = url.get_backend_name()
         self._engine = make_engine(url)
         self._writing = self._engine.execution_options(**WRITES)
@@ -50,7 +53,7 @@ class Database:
         with (
             translated(self.url),
             understood(self.url),
-            Session(self._engine, expire_on_commit=False) as session,
+            Session(self._to_read(), expire_on_commit=False) as session,
             session.begin(),
         ):
             yield session
@@ -59,7 +62,7 @@ class Database:
     def snapshot(self) -> Iterator[Session]:
         """A read transaction that sees one moment, on PostgreSQL too. Who uses it judges the rows: a value that is none of its column
         raises whatever reading it raises. Raises :class:`DatabaseError`."""
-        engine = self._engine.execution_options(**_one_moment(self.url))
+        engine = self._to_read().execution_options(**_one_moment(self.url))
         with translated(self.url), Session(engine, expire_on_commit=False) as session, session.begin():
             yield session
 
@@ -70,9 +73,20 @@ class Database:
         A statement of one that ``is_long`` may take an hour. Raises :class:`DatabaseError` when the database is
         unreachable or stays locked.
         """
+        if self._missing is not None:
+            self._make()
         engine = self._writing.execution_options(**LONG) if is_long else self._writing
         with self._alone(), translated(self.url), Session(engine, expire_on_commit=False) as session, session.begin():
             yield session
+
+    def _to_read(self) -> Engine:
+        if self._missing is not None and Path(str(self.url.database)).is_file():
+            self._make()  # another process did
+        return self._missing or self._engine
+
+    def _make(self) -> None:
+        _prepare(self.url, create=True, may_upgrade=True)
+        self._missing = None
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -122,15 +136,20 @@ class Database:
         return f"Database({self.name!r})"
 
 
-def open_database(url: str, *, create: bool = True) -> Database:
+def open_database(url: str, *, create: bool = True, lazily: bool = False) -> Database:
     """Opens a database at this program's schema.
 
-    A new one is created if ``create``; an older SQLite file is upgraded after a copy of it is put beside it. Raises
-    :class:`SchemaError` for a newer schema, for an older PostgreSQL one (``cli.py db upgrade`` mends it) and for a database
-    that is not ours, and :class:`DatabaseError` when it is missing or cannot be reached.
+    A new one is created if ``create``, with ``lazily`` a file by the first write, until which it reads as empty. An older SQLite
+    file is upgraded after a copy of it is put beside it. Raises :class:`SchemaError` for a newer schema, for an older PostgreSQL one
+    (``cli.py db upgrade`` mends it) and for a database that is not ours, and :class:`DatabaseError` when it, or the folder of a
+    file, is missing or cannot be reached.
     """
     parsed = parse_url(url)
-    _prepare(parsed, create=create, may_upgrade=parsed.get_backend_name() == "sqlite")
+    is_sqlite = parsed.get_backend_name() == "sqlite"
+    if is_sqlite and create and lazily and not Path(str(parsed.database)).exists():
+        _folder_exists(parsed)
+        return Database(parsed, is_missing=True)
+    _prepare(parsed, create=create, may_upgrade=is_sqlite)
     return Database(parsed)
 
 
@@ -154,6 +173,13 @@ def schema_of(url: str) -> str | None:
         engine.dispose()
 
 
+def _nothing() -> Engine:
+    """An empty database in memory."""
+    engine = create_engine("sqlite://", poolclass=StaticPool, connect_args={"check_same_thread": False})
+    metadata.create_all(engine)
+    return engine
+
+
 def _one_moment(url: URL) -> dict[str, Any]:
     """Execution options of transactions that see one snapshot. SQLite's always do."""
     return {} if url.get_backend_name() == "sqlite" else {"isolation_level": "REPEATABLE READ"}
@@ -161,7 +187,7 @@ def _one_moment(url: URL) -> dict[str, Any]:
 
 def _file_exists(url: URL) -> None:
     if url.get_backend_name() == "sqlite" and not Path(str(url.database)).is_file():
-        raise DatabaseError(f"there is no database at {shown(url)}; `cli.py record` creates one")
+        raise DatabaseError(f"there is no database at {shown(url)}; `cli.py tune` makes one there, --db names another")
 
 
 def _can_be_written(url: URL, schema: str | None) -> None:
@@ -173,7 +199,7 @@ def _can_be_written(url: URL, schema: str | None) -> None:
 def _prepare(url: URL, *, create: bool, may_upgrade: bool) -> tuple[str | None, str]:
     if url.get_backend_name() == "sqlite":
         if create:
-            _make_folder(url)
+            _folder_exists(url)
         else:
             _file_exists(url)
     engine = make_engine(url, migrating=True)
@@ -216,12 +242,11 @@ def _stand(connection: Connection, url: URL, *, create: bool, may_upgrade: bool)
     return found
 
 
-def _make_folder(url: URL) -> None:
+def _folder_exists(url: URL) -> None:
+    """No folder is made: of a path that is mistyped it would be a second place for results."""
     folder = real_path(Path(str(url.database))).parent
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DatabaseError(f"cannot create folder {folder} for the database: {error.strerror}") from None
+    if not folder.is_dir():
+        raise DatabaseError(f"there is no folder {folder} for the database {shown(url)}; create it, or give another file to --db")
 
 
 def _keys_hold(connection: Connection, url: URL) -> None:

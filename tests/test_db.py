@@ -185,7 +185,10 @@ def test_a_missing_database_is_only_created_when_asked(tmp_path: Path) -> None:
         open_database(str(path), create=False)
     with pytest.raises(DatabaseError, match="there is no database at"):
         check(str(path))
+    with pytest.raises(DatabaseError, match=r"there is no folder .*; create it, or give another file to --db"):
+        open_database(str(path))
     assert not path.parent.exists()
+    path.parent.mkdir()
     with open_database(str(path)):
         assert path.is_file()
     with open_database(str(path), create=False):

@@ -16,6 +16,7 @@ from spectune.optimizer.commands.shared import (
     load,
     open_store,
     pair_options,
+    pair_spec,
     same_pair,
     with_context,
 )
@@ -57,7 +58,7 @@ def profile(
     if no_trees and recording is not None:
         raise click.UsageError("--recording says on which texts trees are measured; leave it out, or --no-trees")
     with open_store(ctx) as store:
-        pair = load(kw, store, recording)
+        pair = load(kw, store, pair_spec(kw, store, recording))
         from spectune.optimizer.profiles import served_contexts
         from spectune.optimizer.record import texts_to_profile, whole_texts
         from spectune.optimizer.report.tables import profile_table

@@ -19,6 +19,7 @@ from spectune.optimizer.commands.shared import (
     load,
     open_store,
     pair_options,
+    pair_spec,
     policy_named,
     together,
     with_context,
@@ -183,7 +184,7 @@ def _fit_shortlists(ctx: click.Context, as_json: bool, fit: Callable[..., Stored
         if "recording" in kw:
             asked = kw.pop("recording")
             recording = ["" if asked is None else store.resolve_recording(asked)]
-        pair = load(kw, store, recording[0] or None if recording else None)
+        pair = load(kw, store, pair_spec(kw, store, recording[0] or None if recording else None))
         from spectune.optimizer.report.tables import shortlist_fit_table
 
         store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
@@ -220,7 +221,7 @@ def chooser(ctx: click.Context, as_json: bool, policies: tuple[str, ...], **kw: 
 
     with open_store(ctx) as store, Meter() as meter:
         recording = store.resolve_recording(kw.pop("recording"))
-        pair = load(kw, store, recording)
+        pair = load(kw, store, pair_spec(kw, store, recording))
         from spectune.optimizer.fit.chooser_fits import fit_chooser_artifact
         from spectune.optimizer.report.tables import chooser_table
         from spectune.runtime.policies.document import Policy

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from spectune.optimizer.commands.shared import (
+    check_policy,
     console_for,
     decode_options,
     deployment_option,
@@ -16,6 +17,7 @@ from spectune.optimizer.commands.shared import (
     load,
     open_store,
     pair_options,
+    pair_spec,
     prepared,
     profile_of,
     sampling_options,
@@ -44,11 +46,13 @@ def generate(ctx: click.Context, as_json: bool, prompt: str, **kw: Any) -> None:
     """
     from spectune.traces.errors import WorkloadError
 
-    options = decode_options(kw)
     if not prompt.strip():
         raise WorkloadError("the prompt is empty")
     with open_store(ctx) as store:
-        pair = load(kw, store)
+        spec = pair_spec(kw, store)
+        check_policy(store, kw["policy_name"])
+        options = decode_options(kw)
+        pair = load(kw, store, spec)
         from spectune.optimizer.execute import encode
         from spectune.optimizer.generate import generate as do_generate
         from spectune.traces.schema import Request, Workload

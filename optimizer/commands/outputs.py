@@ -60,16 +60,18 @@ def write_text(path: str, parts: Iterable[str]) -> None:
 
 
 @contextmanager
-def kept_unless_stored(ctx: click.Context, command: str, results: Callable[[], Any]) -> Iterator[None]:
+def kept_unless_stored(
+    ctx: click.Context, command: str, results: Callable[[], Any], *, stores: bool = True
+) -> Iterator[None]:
     """Around the storing of what a command has worked for: if it fails, ``results()`` are written to a new JSON file in the working
-    folder (where that cannot be, in the one for temporary files), and the error says where they are."""
+    folder (where that cannot be, in the one for temporary files), and the error says where they are. ``stores``: something was stored."""
     from spectune.db.errors import DatabaseError
     from spectune.traces.errors import OutputError, SpectuneError
 
     try:
         yield
         for file in _database_files(ctx)[:1]:
-            if not file.exists():  # SQLite goes on writing to a file that has no name any more
+            if stores and not file.exists():  # SQLite goes on writing to a file that has no name any more
                 raise DatabaseError(f"database {file} was removed meanwhile, and what was stored with it")
     except (DatabaseError, OutputError) as error:
         error.args = (f"{error}; {_keep(command, results())}",)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -50,6 +51,13 @@ def _device(kw: dict[str, Any]) -> str:
     from spectune.runtime.cuda.found import sees_cuda
 
     return "cuda" if sees_cuda() else "cpu"
+
+
+def _looked_up(ctx: click.Context, *names: str) -> AbstractContextManager[TraceStore]:
+    """The store to look policies up in; it may be missing where each is a file or a document."""
+    from spectune.optimizer.inputs import named_policy
+
+    return open_store(ctx, create=all(map(named_policy, names)))
 
 
 on_device = option("--device", key="device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
@@ -102,7 +110,7 @@ def policies_list(ctx: click.Context, as_json: bool, deployment: str | None, **k
     Example:  cli.py policies list
     """
     spec, device = _spec(kw), _device(kw)
-    with open_store(ctx) as store:
+    with open_store(ctx, create=False) as store:
         say_former(store, spec)
         found = store.list_publications(spec.id, device, deployment)
         rows = _listed(store, found)
@@ -157,7 +165,7 @@ def policies_show(ctx: click.Context, as_json: bool, policy_name: str, **kw: Any
               cli.py policies show '{"draft": "small"}'
     """
     pair_id, device = _pair_id(kw), _device(kw)
-    with open_store(ctx) as store:
+    with _looked_up(ctx, policy_name) as store:
         policy = policy_named(store, policy_name, pair_id, device, kw["deployment"])
         every = store.list_publications(pair_id, device, kw["deployment"])
         published = [p for p in every if p.policy_id == policy.id]
@@ -199,7 +207,7 @@ def policies_diff(ctx: click.Context, as_json: bool, left: str, right: str, **kw
     Example:  cli.py policies diff candidate.json active
     """
     pair_id, device = _pair_id(kw), _device(kw)
-    with open_store(ctx) as store:
+    with _looked_up(ctx, left, right) as store:
         one, other = (
             policy_named(store, name, pair_id, device, kw["deployment"]) for name in (left, right)
         )
@@ -238,7 +246,7 @@ def policies_activate(
               cli.py policies activate active --from canary
     """
     spec, device, deployment = _spec(kw), _device(kw), kw["deployment"]
-    with open_store(ctx) as store:
+    with _looked_up(ctx, policy_name) as store:
         if source is not None and store.active_publication(spec.id, device, source) is None:
             raise click.UsageError(
                 f"--from {source}: nothing is in force there for pair {spec.id} on {device} "
@@ -312,7 +320,7 @@ def policies_rollback(ctx: click.Context, as_json: bool, to: int | None, **kw: A
     from spectune.traces.errors import PolicyError
 
     pair_id, device = _pair_id(kw), _device(kw)
-    with open_store(ctx) as store:
+    with open_store(ctx, create=False) as store:
         found = store.list_publications(pair_id, device, kw["deployment"])
         active = found[0] if found else None
         if to is None:
@@ -360,7 +368,7 @@ def policies_export(ctx: click.Context, as_json: bool, policy_name: str, engine:
               cli.py policies export active --for vllm
     """
     spec, device = _spec(kw), _device(kw)
-    with open_store(ctx) as store:
+    with _looked_up(ctx, policy_name) as store:
         policy = policy_named(store, policy_name, spec.id, device, kw["deployment"])
     from spectune.optimizer.export import engine_line, engine_settings
 

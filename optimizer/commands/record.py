@@ -8,6 +8,7 @@ import click
 
 from spectune.optimizer.commands.shared import (
     Meter,
+    check_policy,
     decode_options,
     decoding_options,
     deployment_option,
@@ -16,6 +17,7 @@ from spectune.optimizer.commands.shared import (
     json_option,
     load,
     open_store,
+    pair_spec,
     policy_named,
     prepared,
     profile_of,
@@ -82,10 +84,15 @@ def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
               cli.py record --pair pair.json --workload chats.jsonl --temperature 0.7
               cli.py record --resume latest --tree-width 8 --tree-depth 8
     """
-    options = decode_options(kw)
-    workload = None if kw["resumed_id"] else workload_of(kw)
     with open_store(ctx) as store:
-        pair = load(kw, store, kw["resumed_id"])
+        spec = pair_spec(kw, store, kw["resumed_id"])
+        if kw["resumed_id"]:
+            _go_on(kw, store)
+        workload = None if kw["resumed_id"] else workload_of(kw)
+        for option, name in (("--policy", kw["policy_name"]), *(("--cover", name) for name in kw["covers"])):
+            check_policy(store, name, option=option)
+        options = decode_options(kw)
+        pair = load(kw, store, spec)
         from spectune.optimizer.record import Look, RecordRequest, begun_as, look_around
         from spectune.optimizer.record import record as do_record
         from spectune.traces.sanity import checked
@@ -120,6 +127,15 @@ def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         f"recording {info.id}: {info.n_requests} requests, {info.n_output_tokens} tokens, panoramas of {', '.join(info.drafts)}"
         + (f"; trees of {shown}" if (shown := info.trees_shown()) else ""),
     )
+
+
+def _go_on(kw: dict[str, Any], store: TraceStore) -> None:
+    """Puts a recording that was not finished, named by its id alone, on the device and in the dtype that it was begun with."""
+    before = store.get_recording(kw["resumed_id"])
+    if before.state == "recording":
+        for option in ("device", "dtype"):
+            if kw[option] == "auto":
+                kw[option] = before.options.get(option, "auto")
 
 
 def _source(

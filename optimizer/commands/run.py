@@ -11,6 +11,7 @@ import click
 from spectune.optimizer.commands.outputs import check_writable, kept_unless_stored, write_rounds
 from spectune.optimizer.commands.shared import (
     Meter,
+    check_policy,
     decode_options,
     decoding_options,
     deployment_option,
@@ -21,6 +22,7 @@ from spectune.optimizer.commands.shared import (
     load,
     open_store,
     outcome_json,
+    pair_spec,
     prepared,
     profile_of,
     rounds_of,
@@ -68,13 +70,14 @@ def run(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     \b
     Example:  cli.py run --pair demo --policy policy.json --workload demo --limit 32 --outputs texts.jsonl
     """
-    options = decode_options(kw)
     files = [] if kw["pair"] is None else [kw["pair"], f"{kw['pair']}/pair.json"]
     reads = [*files, *kw["workloads"], kw["policy_name"]]
     check_writable(ctx, ("--outputs", kw["outputs"]), ("--per-round", kw["per_round"]), reads=reads)
-    workload = workload_of(kw)
     with open_store(ctx) as store:
-        pair = load(kw, store)
+        spec, workload = pair_spec(kw, store), workload_of(kw)
+        check_policy(store, kw["policy_name"])
+        options = decode_options(kw)
+        pair = load(kw, store, spec)
         from spectune.optimizer.changes import changes_json, changes_of, label_of, shares_of
         from spectune.optimizer.execute import encode, outcome
         from spectune.optimizer.execute import run as execute
@@ -103,7 +106,9 @@ def run(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         most = max(shares, key=lambda share: share.counts.emitted_tokens).policy
         data = {**outcome_json(result, most), "label": result.policy, **about}
         failed = _write_results(kw, texts, decoded)
-        with kept_unless_stored(ctx, "run", lambda: {"pair": pair.id, **data, "texts": _with_rounds(texts, decoded)}):
+        stores = writer is not None or not kw["no_store"]
+        told = {"pair": pair.id, **data}
+        with kept_unless_stored(ctx, "run", lambda: {**told, "texts": _with_rounds(texts, decoded)}, stores=stores):
             if writer is not None:
                 writer.check()
             if not kw["no_store"]:

@@ -132,7 +132,7 @@ def schedule_list(ctx: click.Context, as_json: bool) -> None:
     from spectune.optimizer.report.tables import rows_table
     from spectune.optimizer.schedule import list_schedules
 
-    with open_store(ctx) as store:
+    with open_store(ctx, create=False) as store:
         found = list_schedules(store.database)
     rows = [{**s.to_json(), "when": s.when} for s in found]
     emit(
@@ -154,7 +154,7 @@ def schedule_show(ctx: click.Context, as_json: bool, name: str) -> None:
     """
     from spectune.optimizer.schedule import get_schedule
 
-    with open_store(ctx) as store:
+    with open_store(ctx, create=False) as store:
         found = get_schedule(store.database, name).to_json()
     emit(as_json, found, json.dumps(found, indent=2))
 
@@ -167,7 +167,7 @@ def _schedule_verb(verb: str, what: str, outcome: str) -> None:
     def command(ctx: click.Context, as_json: bool, name: str) -> None:
         import spectune.optimizer.schedule as schedules
 
-        with open_store(ctx) as store:
+        with open_store(ctx, create=False) as store:
             found = getattr(schedules, f"{verb}_schedule")(store.database, name)
         emit(as_json, found.to_json(), f"schedule {name} {outcome}")
 
@@ -191,7 +191,7 @@ def schedule_history(ctx: click.Context, as_json: bool, name: str | None, limit:
     from spectune.optimizer.report.tables import rows_table
     from spectune.optimizer.schedule import history
 
-    with open_store(ctx) as store:
+    with open_store(ctx, create=False) as store:
         fires = history(store.database, name, limit=limit)
     rows = [
         {

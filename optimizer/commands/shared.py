@@ -245,14 +245,18 @@ def _no_pair(ctx: click.Context) -> Exception:
     )
 
 
-def load(kw: dict[str, Any], store: TraceStore, recording: str | None = None) -> LoadedPair:
-    """Loads the pair that :func:`pair_named` finds, on what :data:`device_options` say; all of it is
-    taken out of ``kw``. Raises PairError.
+def pair_spec(kw: dict[str, Any], store: TraceStore, recording: str | None = None) -> PairSpec:
+    """The pair that :func:`pair_named` finds, its checkpoints there. Imports no torch. Raises PairError."""
+    spec = pair_named(kw, store, recording)
+    spec.check()
+    return spec
+
+
+def load(kw: dict[str, Any], store: TraceStore, spec: PairSpec) -> LoadedPair:
+    """Loads a pair as :data:`device_options` say, taken out of ``kw``. Raises PairError.
 
     What ``store`` holds of it under a former id is said (:func:`say_former`).
     """
-    spec = pair_named(kw, store, recording)
-    spec.check()
     say_former(store, spec)
     from spectune.runtime.loading import load_pair
 
@@ -314,8 +318,8 @@ def turns_of(kw: dict[str, Any]) -> Turns | None:
 
 @contextmanager
 def open_store(ctx: click.Context, *, create: bool = True) -> Iterator[TraceStore]:
-    """The store of ``--db``; unless ``create``, a database that does not exist is an error. Raises
-    DatabaseError; PairError, before anything is opened, for a command that wants a pair and has none."""
+    """The store of ``--db``. A database that does not exist is an error unless ``create``, and is made by what is stored first: a
+    command that fails before leaves none behind. Raises DatabaseError; PairError for a command that wants a pair and has none."""
     given = ctx.params
     named = any(given.get(name) for name in ("pair", "target", *_RECORDINGS))
     if "target" in given and not named and not any("=" in draft for draft in given["drafts"]):
@@ -323,8 +327,14 @@ def open_store(ctx: click.Context, *, create: bool = True) -> Iterator[TraceStor
     from spectune.db.database import open_database
     from spectune.traces.store import TraceStore
 
-    with open_database(ctx.find_root().obj, create=create) as database:
+    with open_database(ctx.find_root().obj, create=create, lazily=True) as database:
         yield TraceStore(database)
+
+
+def check_policy(store: TraceStore, name: str, *, option: str = "--policy") -> None:
+    """Raises PolicyError for a name that is no policy's: called before a model is loaded."""
+    if name != "active":
+        policy_named(store, name, "", "", option=option)
 
 
 def console_for(stderr: bool = False) -> Console:

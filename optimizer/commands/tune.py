@@ -19,6 +19,7 @@ from spectune.optimizer.commands.shared import (
     json_option,
     load,
     open_store,
+    pair_spec,
     same_pair,
     say,
     search_asked,
@@ -51,12 +52,13 @@ def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     """
     from spectune.optimizer.schedule import parse_duration
 
-    options = decode_options(kw)
     budget_s = float(parse_duration(kw.pop("budget")))
-    searched = search_asked(kw)
-    workload = None if kw["recording_id"] else workload_of(kw)
     with open_store(ctx) as store:
-        pair = load(kw, store, kw["recording_id"])
+        spec = pair_spec(kw, store, kw["recording_id"])
+        workload = None if kw["recording_id"] else workload_of(kw)
+        searched = search_asked(kw)
+        options = decode_options(kw)
+        pair = load(kw, store, spec)
         workload = workload and fit_to(pair, workload, options, kw["overlong"])
         from spectune.optimizer.report.tables import evidence_table
         from spectune.optimizer.report.words import closing

@@ -57,6 +57,7 @@ def add_schedule(
     if grace_s is not None and grace_s < 0:
         raise ScheduleError(f"the misfire grace of schedule {name!r} is {grace_s}; it must be at least 0 seconds")
     document = _payload(name, payload)
+    Timing.parse(cron=cron, every=every, tz=tz, anchor=0)  # refused before a new database is made
     try:
         with database.write() as session:
             moment = (now or database.now(session)).timestamp()
