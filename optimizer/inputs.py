@@ -1,4 +1,4 @@
-"""What the commands take as workloads and policies, by name, file or id."""
+"""What the commands take as workloads and policies, by name, file or id, and as sizes of trees."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from spectune.demo.prompts import demo_workload
-from spectune.runtime.policies.document import BUILT_IN, AnyPolicy, parse_policy
-from spectune.traces.errors import PolicyError, WorkloadError
+from spectune.runtime.policies.document import BUILT_IN, GAMMA_LIMIT, POOL_LIMIT, WIDTH_LIMIT, AnyPolicy, parse_policy
+from spectune.traces.errors import PolicyError, TraceError, WorkloadError
 from spectune.traces.files import is_file, parse_json, read_json
+from spectune.traces.recording import TREE_DEPTH, TREE_WIDTH
 from spectune.traces.schema import Workload
 from spectune.traces.workload_files import read_workload
 from spectune.traces.workloads import Line, Turns, make_workload, take
 
 if TYPE_CHECKING:
+    from spectune.runtime.recording.trees import Cover
     from spectune.traces.store.catalog import StoredPolicy
     from spectune.traces.store.publications import Publication
 
@@ -77,3 +79,28 @@ def named_policy(name: str) -> AnyPolicy | None:
     if is_file(name) or name.endswith(".json"):
         return read_policy_file(name)
     return None
+
+
+def tree_size(width: int | None, depth: int | None, covers: Sequence[tuple[str, Cover]] = ()) -> tuple[int, int]:
+    """The (width, depth) to record: as given, else 8, which :class:`optimizer.record.Look` raises where a cover needs more.
+
+    ``covers`` come with their names for messages. Raises TraceError when a limit is exceeded, or a cover needs more than was given.
+    """
+    for name, cover in covers:
+        for what, flag, given, least in (
+            ("wide", "--tree-width", width, cover.rule.width),
+            ("deep", "--tree-depth", depth, cover.depth),
+        ):
+            if given is not None and given < least:
+                raise TraceError(f"--cover {name}: its trees are {least} {what}; give {flag} {least} instead of {given}")
+    wide, deep = TREE_WIDTH if width is None else width, TREE_DEPTH if depth is None else depth
+    for flag, value, limit in (("--tree-width", wide, WIDTH_LIMIT), ("--tree-depth", deep, GAMMA_LIMIT)):
+        if not 1 <= value <= limit:
+            raise TraceError(f"{flag} {value}: from 1 to {limit} is possible")
+    grown = wide + (deep - 1) * wide * wide
+    if grown > POOL_LIMIT:
+        raise TraceError(
+            f"--tree-width {wide} --tree-depth {deep}: trees of {grown} candidates, more than any policy may grow ({POOL_LIMIT}); "
+            "lower one of them"
+        )
+    return wide, deep

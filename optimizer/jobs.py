@@ -5,74 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
-from spectune.optimizer.deployment import check_deployment
 from spectune.optimizer.execute import DecodeOptions
-from spectune.optimizer.inputs import load_workload
 from spectune.optimizer.overlong import made_to_fit
+from spectune.optimizer.payload import SEARCHED, check_payload, tuning_workload
 from spectune.optimizer.record import recording_options
-from spectune.optimizer.schedule import Execute, Job, JobContext, ScheduleError, parse_duration
+from spectune.optimizer.schedule import Execute, Job, JobContext, parse_duration
 from spectune.optimizer.tune import Progress, TuneOptions, tune, tune_recording
 from spectune.optimizer.verdict import Tuned
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.pair import PairSpec
 from spectune.traces.errors import TraceError
-from spectune.traces.schema import Sampling, Workload
+from spectune.traces.schema import Sampling
 from spectune.traces.store import TraceStore
 from spectune.traces.store.publications import DEFAULT_DEPLOYMENT
 from spectune.traces.store.recordings import Appended
-from spectune.traces.workloads import Turns
 
-SEARCHED = ("trials", "gamma_max", "tree_width", "tree_depth", "finalists")
-KEYS = {
-    "pair", "workload", "column", "categories", "limit", "limit_seed", "overlong", "turns", "all_turns", "recorded",
-    "device", "dtype", "threads", "temperature",
-    "top_k", "top_p", "seed", "max_new_tokens", "verifier", "stop_strings", "chat", "fresh", "sample", "deployment", *SEARCHED,
-}  # fmt: skip
 SAMPLE = 200
 """Requests taken of recorded traffic unless the payload says otherwise."""
-
-
-def check_payload(payload: Mapping[str, Any]) -> None:
-    """Raises ScheduleError for a payload that no job could run, PolicyError for a deployment that has no
-    name."""
-    unknown = sorted(set(payload) - KEYS)
-    if unknown:
-        raise ScheduleError(f"unknown key {unknown[0]!r} in the schedule's payload; known keys: {', '.join(sorted(KEYS))}")
-    if not isinstance(payload.get("pair"), Mapping):
-        raise ScheduleError('the schedule\'s payload needs "pair"')
-    if payload.get("recorded"):
-        parse_duration(str(payload["recorded"]))
-    turns_asked(payload)
-    check_deployment(str(payload.get("deployment", DEFAULT_DEPLOYMENT)))
-
-
-def turns_asked(payload: Mapping[str, Any]) -> Turns | None:
-    """What a payload says of requests with several turns. Older ones have no ``turns``: they took the first turn, or said ``all_turns``.
-
-    Raises ScheduleError.
-    """
-    if "turns" not in payload:
-        return "all" if payload.get("all_turns") else "first"
-    turns: Any = payload["turns"]
-    if turns not in (None, "first", "all"):
-        raise ScheduleError(f'"turns" in the schedule\'s payload is {turns!r}; it must be "first", "all" or null')
-    return cast("Turns | None", turns)
-
-
-def tuning_workload(payload: Mapping[str, Any]) -> Workload:
-    """The workload that a schedule's payload names. Raises WorkloadError and ScheduleError."""
-    return load_workload(
-        list(payload.get("workload", ["demo"])),
-        turns=turns_asked(payload),
-        limit=payload.get("limit"),
-        categories=tuple(payload.get("categories", ())),
-        column=payload.get("column"),
-        limit_seed=payload.get("limit_seed", 0),
-    )
 
 
 def tuning_job(

@@ -19,13 +19,12 @@ from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import PolicySource
 from spectune.runtime.policies.artifacts import Artifacts, Fitted
-from spectune.runtime.policies.document import DEFAULT_TOP_N, GAMMA_LIMIT, POOL_LIMIT, WIDTH_LIMIT, Policy, parse_plain_policy
+from spectune.runtime.policies.document import DEFAULT_TOP_N, Policy, parse_plain_policy
 from spectune.runtime.recording.chains import record_panorama
 from spectune.runtime.recording.trees import Cover, base_covers, cover_name, record_tree_panorama
 from spectune.runtime.trees.grow import TreeRule
 from spectune.runtime.trees.rules import compile_tree
 from spectune.traces.errors import PolicyError, TraceError
-from spectune.traces.recording import TREE_DEPTH, TREE_WIDTH
 from spectune.traces.schema import Proposals, Trajectory, TreePanorama, Workload
 from spectune.traces.store import RecordingInfo, TraceStore
 from spectune.traces.store.traffic import TrafficWriter
@@ -275,31 +274,6 @@ def cover_of(policy: Policy, *, sampled: bool, artifacts: Artifacts | None = Non
     return Cover(
         cover_name(policy.growth, sampled=sampled), compile_tree(policy, sampled=sampled, artifacts=artifacts), policy.depth_max
     )
-
-
-def tree_size(width: int | None, depth: int | None, covers: Sequence[tuple[str, Cover]] = ()) -> tuple[int, int]:
-    """The (width, depth) to record: as given, else 8, which :class:`Look` raises where a cover needs more.
-
-    ``covers`` come with their names for messages. Raises TraceError when a limit is exceeded, or a cover needs more than was given.
-    """
-    for name, cover in covers:
-        for what, flag, given, least in (
-            ("wide", "--tree-width", width, cover.rule.width),
-            ("deep", "--tree-depth", depth, cover.depth),
-        ):
-            if given is not None and given < least:
-                raise TraceError(f"--cover {name}: its trees are {least} {what}; give {flag} {least} instead of {given}")
-    wide, deep = TREE_WIDTH if width is None else width, TREE_DEPTH if depth is None else depth
-    for flag, value, limit in (("--tree-width", wide, WIDTH_LIMIT), ("--tree-depth", deep, GAMMA_LIMIT)):
-        if not 1 <= value <= limit:
-            raise TraceError(f"{flag} {value}: from 1 to {limit} is possible")
-    grown = wide + (deep - 1) * wide * wide
-    if grown > POOL_LIMIT:
-        raise TraceError(
-            f"--tree-width {wide} --tree-depth {deep}: trees of {grown} candidates, more than any policy may grow ({POOL_LIMIT}); "
-            "lower one of them"
-        )
-    return wide, deep
 
 
 @dataclass(frozen=True)

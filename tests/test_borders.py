@@ -41,7 +41,8 @@ from spectune.db.errors import DatabaseError
 from spectune.db.tables import metadata
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.inputs import load_workload
-from spectune.optimizer.jobs import check_payload, tuning_options, tuning_workload
+from spectune.optimizer.jobs import tuning_options
+from spectune.optimizer.payload import check_payload, tuning_workload
 from spectune.optimizer.schedule import add_schedule, get_schedule, history, list_schedules, tick
 from spectune.optimizer.serving import watch
 from spectune.runtime.loading import load_pair

@@ -13,7 +13,7 @@ from doors import Door, write_workload
 
 from spectune.cli import main
 from spectune.optimizer.inputs import load_workload
-from spectune.optimizer.jobs import tuning_workload
+from spectune.optimizer.payload import tuning_workload
 from spectune.optimizer.schedule import ScheduleError
 from spectune.traces.errors import WorkloadError
 

@@ -185,8 +185,11 @@ def _fit_shortlists(ctx: click.Context, as_json: bool, fit: Callable[..., Stored
             asked = kw.pop("recording")
             recording = ["" if asked is None else store.resolve_recording(asked)]
         pair = load(kw, store, pair_spec(kw, store, recording[0] or None if recording else None))
+        from spectune.optimizer.fit.clusters import check_draft
         from spectune.optimizer.report.tables import shortlist_fit_table
 
+        for draft in named:
+            check_draft(pair, draft)
         store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
         given = {key: value for key, value in kw.items() if value not in (None, ())}
         made = fit(store, *recording, pair, *named, progress=meter, **given)

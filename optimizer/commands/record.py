@@ -154,7 +154,8 @@ def _source(
 def _trees(store: TraceStore, pair: LoadedPair, kw: dict[str, Any], *, sampled: bool) -> dict[str, Any]:
     """What ``record`` was asked for in trees, as arguments of RecordRequest. Raises PolicyError and TraceError."""
     from spectune.optimizer.artifacts import fitted
-    from spectune.optimizer.record import cover_of, tree_size
+    from spectune.optimizer.inputs import tree_size
+    from spectune.optimizer.record import cover_of
     from spectune.traces.errors import PolicyError, TraceError
 
     wide, deep, proposals = kw["tree_width"], kw["tree_depth"], kw["tree_proposals"]

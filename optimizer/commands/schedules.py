@@ -65,7 +65,7 @@ def schedule_add(ctx: click.Context, as_json: bool, name: str, **kw: Any) -> Non
               cli.py schedule add drift --every 6h --recorded 24h --budget 20m
               cli.py schedule add chains --every 6h --tree-width 0
     """
-    from spectune.optimizer.jobs import check_payload
+    from spectune.optimizer.payload import check_payload
     from spectune.optimizer.schedule import add_schedule
     spec = pair_named(kw)
     spec.check()

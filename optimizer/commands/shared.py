@@ -178,7 +178,7 @@ search_options = together(
 
 def search_asked(kw: dict[str, Any]) -> dict[str, Any]:
     """What of TuneOptions :data:`search_options` says. Raises TraceError for trees that are too large."""
-    from spectune.optimizer.record import tree_size
+    from spectune.optimizer.inputs import tree_size
 
     chosen = {name: kw.pop(name) for name in ("trials", "gamma_max", "tree_width", "tree_depth", "finalists")}
     if chosen["tree_width"]:
