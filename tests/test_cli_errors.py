@@ -105,7 +105,7 @@ def test_malformed_workloads(door: Door, text: bytes, says: str) -> None:
 
 def test_a_workload_that_is_not_there(door: Door) -> None:
     assert "--workload nowhere.jsonl: no such file" in refused(door, "run", "--pair", door.pair, "--workload", "nowhere.jsonl")
-    assert "cannot be mixed" in refused(door, "run", "--workload", "demo", "--workload", "good.jsonl")
+    assert "cannot be mixed" in refused(door, "run", "--pair", door.pair, "--workload", "demo", "--workload", "good.jsonl")
 
 
 def test_a_category_that_is_not_there_lists_those_there_are(door: Door) -> None:
