@@ -19,6 +19,7 @@ from sqlalchemy.orm import Session
 from spectune.db.errors import CorruptedChunkError
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.deployment import sampling_of, tunes_over
+from spectune.optimizer.estimate import pace
 from spectune.optimizer.execute import Comparison, DecodeOptions, encode_recorded, race
 from spectune.optimizer.fit.chooser_fits import fit_chooser_artifact
 from spectune.optimizer.fit.on_the_fly import read_prompts
@@ -61,7 +62,7 @@ class TuneOptions:
     nothing that was stored before, but what was made under the same ``idempotency_key``. ``guard`` is called in the transaction that
     publishes, and raises where the caller may not; ``publishing`` is entered around it, with what is published. What is in force
     in the ``deployment`` is the incumbent, and is what is replaced. ``tell`` is called with what a user should know of the workload
-    before the work goes on."""
+    before the work goes on, ``begins`` with the name of each of :data:`STAGES`."""
 
     options: DecodeOptions = field(default_factory=DecodeOptions)
     drafts: tuple[str, ...] = ()
@@ -80,6 +81,7 @@ class TuneOptions:
     guard: Callable[[Session], None] | None = None
     publishing: Callable[[Tuned], AbstractContextManager[object]] = nullcontext
     tell: Callable[[str], None] = lambda line: None
+    begins: Callable[[str], None] = lambda stage: None
     tree_width: int = 8
     tree_depth: int = 8
 
@@ -115,6 +117,7 @@ def tune(
     Raises PolicyError or TraceError when nothing can be searched, and what ``wanted.guard`` raises.
     """
     slot = (wanted.idempotency_key or "") if wanted.fresh else ""
+    wanted.begins("record")
     began = clock()
     info = record(
         store,
@@ -143,6 +146,7 @@ def tune_recording(
     tuning = Tuning(store, pair, recording, wanted, progress, clock, dict(seconds or {}))
     for name, stage in STAGES:
         began = clock()
+        wanted.begins(name)
         stage(tuning)
         tuning.seconds[name] = tuning.seconds.get(name, 0.0) + clock() - began
     tuned, replaces = _conclude(tuning)
@@ -350,6 +354,12 @@ def _choose(tuning: Tuning) -> None:
             "shortlists": study.on_shortlists(),
             "beyond_the_recording": study.left_out(),
             "chooser": why,
+            "pace": pace(
+                tuning.seconds,
+                device=tuning.pair.device.type,
+                trees=tuning.wanted.tree_size[0] > 0,
+                tokens=sum(t.max_new_tokens for t in tuning.trace.trajectories),
+            ),
         },
         trials=[t.to_json() for t in study.trials],
         recording_id=tuning.recording,

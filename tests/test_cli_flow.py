@@ -278,6 +278,15 @@ def test_served_texts_can_be_tuned_on(door: Door, workload: tuple[object, ...], 
     assert again["published"] is None
 
 
+def test_a_quick_tuning_leaves_trees_out_and_says_so(door: Door, workload: tuple[object, ...], tuned: dict[str, Any]) -> None:
+    less = ("--trials", 8, "--finalists", 2, "--budget", "1s", "--gamma-max", 12)
+    found = door.call("tune", "--pair", door.pair, *workload, "--quick", *less, "--no-publish", "--json")
+    assert "quick: at most 48 requests of at most 16 tokens, 8 trials, a race of 1s; left out are draft trees" in found.stderr
+    assert "no tuning of this pair is stored" in found.stderr, "of none without trees the seconds are known"
+    labels = {c["policy"].get("growth", {}).get("kind", "chain") for c in one_object(found.stdout)["candidates"]}
+    assert labels == {"chain"}
+
+
 def test_an_unfinished_recording_is_tuned_on_and_said_to_be_one(door: Door, tuned: dict[str, Any], recording: str, tmp_path: Path) -> None:
     other = Door(str(tmp_path / "cut.db"), door.pair)
     with closing(sqlite3.connect(door.db)) as source, closing(sqlite3.connect(other.db)) as database, database:
@@ -288,6 +297,7 @@ def test_an_unfinished_recording_is_tuned_on_and_said_to_be_one(door: Door, tune
     assert f"{recording} was never finished: tuning on the 6 requests it holds (`record --resume {recording}`" in found.stderr
     whole = door.call("tune", "--pair", door.pair, "--recording", recording, *QUICK, "--no-publish")
     assert "never finished" not in whole.stderr
+    assert "(as earlier tunings of this pair took)" in whole.stderr
     last = whole.stdout[whole.stdout.rindex("\n\n") :].split("\n")
     assert [line.split("main --db")[0] for line in last if line and not line.startswith("#")] == ["", ""]
     shown = shlex.split(next(line for line in last if " policies " in line))

@@ -74,6 +74,13 @@ def use_config(ctx: click.Context, named: str | None) -> Config | None:
     return found
 
 
+def is_given(ctx: click.Context, name: str) -> bool:
+    """Whether an option was typed, or stands in the environment or the file."""
+    config: Config | None = ctx.meta.get(_META)
+    typed = ctx.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
+    return typed or (config is not None and name in config.values)
+
+
 def read_config(file: Path) -> Config:
     """A file's values. Raises ConfigError for what is missing, no TOML, or has a key there is none of."""
     from spectune.traces.errors import ConfigError

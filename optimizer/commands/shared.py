@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
@@ -16,6 +17,7 @@ from spectune.optimizer.commands.config import PAIR_FOUND, option
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from spectune.optimizer.estimate import Course
     from spectune.optimizer.execute import DecodeOptions
     from spectune.optimizer.overlong import Overlong
     from spectune.runtime.loading import LoadedPair
@@ -367,19 +369,22 @@ def say(text: str, *, err: bool = False) -> None:
 
 
 class Meter:
-    """Progress on stderr: a bar on a terminal, a line per phase otherwise."""
+    """Progress on stderr: a bar on a terminal, a line per phase otherwise. With a ``course`` one bar goes over all its stages, the
+    time left beside it."""
 
-    def __init__(self) -> None:
+    def __init__(self, course: Course | None = None) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+        self._course, self._began = course, time.monotonic()
+        last = [MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()]
+        last = last if course is None else [TimeElapsedColumn(), TextColumn("{task.fields[left]}")]
 
         self._console = console_for(stderr=True)
         self._live = self._console.is_terminal
         self._progress = Progress(
             TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
+            BarColumn(bar_width=40 if course is None else 20),
+            *last,
             console=self._console,
             disable=not self._live,
         )
@@ -398,10 +403,26 @@ class Meter:
         phase = one_line(phase)
         key = phase.split(",")[0]
         if key not in self._tasks:
-            self._tasks[key] = self._progress.add_task(phase, total=total)
+            bar = key if self._course is None else "all"
+            if bar not in self._tasks:
+                self._tasks[bar] = self._progress.add_task(phase, total=total, left="")
+            self._tasks[key] = self._tasks[bar]
             if not self._live:
                 click.echo(f"{key}: {total}", err=True)
-        self._progress.update(self._tasks[key], completed=done, total=total, description=phase)
+        if self._course is None:
+            self._progress.update(self._tasks[key], completed=done, total=total, description=phase)
+            return
+        from spectune.optimizer.estimate import spoken
+
+        self._course.tell(key, done, total)
+        left = self._course.left_s(time.monotonic() - self._began)
+        self._progress.update(
+            self._tasks[key],
+            completed=self._course.done_s,
+            total=self._course.total_s,
+            description=f"{phase} {done}/{total}",
+            left="" if left is None else f"{spoken(left)} left",
+        )
 
 
 def policy_named(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, Final
 
 import click
 
-from spectune.optimizer.commands.config import option
+from spectune.optimizer.commands.config import is_given, option
 from spectune.optimizer.commands.outputs import kept_unless_stored, to_type
 from spectune.optimizer.commands.shared import (
     SEED,
@@ -28,12 +29,16 @@ from spectune.optimizer.commands.shared import (
     workload_of,
 )
 
+QUICK: Final = {"tree_width": 0, "trials": 100, "limit": 48, "max_new_tokens": 64, "budget": "30s"}
+"""What --quick makes of options that nobody gave."""
+
 
 @click.command()
 @decoding_options
 @deployment_option
 @search_options
 @option("--budget", key="budget", default="80s", show_default=True, help="Time for the executed comparison, e.g. 90s, 10m.")
+@click.option("--quick", is_flag=True, help="About two minutes: chains only, fewer requests and trials, a shorter race.")
 @click.option("--search-seed", type=SEED, default=0, show_default=True)
 @click.option("--recording", "recording_id", help="Tune on this recording instead of decoding a workload.")
 @click.option("--fresh", is_flag=True, help="Record and profile anew, whatever is stored.")
@@ -48,10 +53,13 @@ def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
 
     \b
     Example:  cli.py tune --pair demo --limit 60 --max-new-tokens 96
+              cli.py tune --pair demo --quick
               cli.py tune --pair pair.json --workload chats.jsonl --budget 10m
     """
     from spectune.optimizer.schedule import parse_duration
 
+    if kw.pop("quick"):
+        _be_quick(ctx, kw)
     budget_s = float(parse_duration(kw.pop("budget")))
     with open_store(ctx) as store:
         spec = pair_spec(kw, store, kw["recording_id"])
@@ -60,9 +68,10 @@ def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         options = decode_options(kw)
         pair = load(kw, store, spec)
         workload = workload and fit_to(pair, workload, options, kw["overlong"])
+        from spectune.optimizer.estimate import course
         from spectune.optimizer.report.tables import evidence_table
         from spectune.optimizer.report.words import closing
-        from spectune.optimizer.tune import TuneOptions, tune_recording
+        from spectune.optimizer.tune import STAGES, TuneOptions, tune_recording
         from spectune.optimizer.tune import tune as do_tune
 
         wanted = TuneOptions(
@@ -76,7 +85,10 @@ def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
             publishing=lambda tuned: kept_unless_stored(ctx, "tune", tuned.to_json),
             **searched,
         )
-        with Meter() as meter:
+        expected = course(store, pair, wanted, workload, [name for name, _ in STAGES])
+        say(expected.told(budget_s), err=True)
+        with Meter(expected) as meter:
+            wanted = replace(wanted, begins=expected.begin)
             if workload is None:
                 recording = store.resolve_recording(kw["recording_id"])
                 info = store.get_recording(recording)
@@ -95,6 +107,14 @@ def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     if not as_json:
         where = f"in deployment {kw['deployment']}, for pair {pair.spec.name} on {pair.device.type}"
         say(closing(found, where, _next(ctx, found)))
+
+
+def _be_quick(ctx: click.Context, kw: dict[str, Any]) -> None:
+    """Puts :data:`QUICK` where nothing was given, and says what that leaves out."""
+    kw |= {name: value for name, value in QUICK.items() if not is_given(ctx, name)}
+    trees = "" if kw["tree_width"] else "; left out are draft trees and what is fitted for them"
+    on = "the recording" if kw["recording_id"] else f"at most {kw['limit']} requests of at most {kw['max_new_tokens']} tokens"
+    say(f"quick: {on}, {kw['trials']} trials, a race of {kw['budget']}{trees} (`tune` without --quick tries all)", err=True)
 
 
 def _next(ctx: click.Context, tuned: dict[str, Any]) -> list[tuple[str, str]]:
