@@ -7,7 +7,7 @@ RUN := $(BIN)/python
 INSTALL = $(BIN)/pip install --disable-pip-version-check
 LOGGED = >>$(VENV)/install.log 2>&1 || { tail -n 15 $(VENV)/install.log >&2; exit 1; }
 
-.PHONY: help tune test lint bench acceptance train clean
+.PHONY: help tune test lint wheel bench acceptance train clean
 
 help: ## Show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -35,6 +35,9 @@ lint: $(VENV)/.installed-dev ## Style and types
 	$(RUN) -m ruff check .
 	@mkdir -p $(VENV)/typing && ln -sfn $(CURDIR) $(VENV)/typing/spectune # mypy does not follow the editable install
 	MYPYPATH=$(VENV)/typing $(RUN) -m mypy
+
+wheel: $(VENV)/.installed-dev ## Build the wheel, and use it in an empty environment
+	.ci/wheel $(RUN)
 
 bench: $(VENV)/.installed-dev ## Speed of replay, recording, loop and store; results in bench/results
 	$(RUN) bench/speed.py $(ARGS)

@@ -58,8 +58,7 @@ def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     """
     from spectune.optimizer.schedule import parse_duration
 
-    if kw.pop("quick"):
-        _be_quick(ctx, kw)
+    quick = _be_quick(ctx, kw) if kw.pop("quick") else ""
     budget_s = float(parse_duration(kw.pop("budget")))
     with open_store(ctx) as store:
         spec = pair_spec(kw, store, kw["recording_id"])
@@ -86,7 +85,7 @@ def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
             **searched,
         )
         expected = course(store, pair, wanted, workload, [name for name, _ in STAGES])
-        say(expected.told(budget_s), err=True)
+        say(quick + expected.told(budget_s), err=True)
         with Meter(expected) as meter:
             wanted = replace(wanted, begins=expected.begin)
             if workload is None:
@@ -109,12 +108,12 @@ def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         say(closing(found, where, _next(ctx, found)))
 
 
-def _be_quick(ctx: click.Context, kw: dict[str, Any]) -> None:
-    """Puts :data:`QUICK` where nothing was given, and says what that leaves out."""
+def _be_quick(ctx: click.Context, kw: dict[str, Any]) -> str:
+    """Puts :data:`QUICK` where nothing was given; a line on what that leaves out."""
     kw |= {name: value for name, value in QUICK.items() if not is_given(ctx, name)}
     trees = "" if kw["tree_width"] else "; left out are draft trees and what is fitted for them"
     on = "the recording" if kw["recording_id"] else f"at most {kw['limit']} requests of at most {kw['max_new_tokens']} tokens"
-    say(f"quick: {on}, {kw['trials']} trials, a race of {kw['budget']}{trees} (`tune` without --quick tries all)", err=True)
+    return f"quick: {on}, {kw['trials']} trials, a race of {kw['budget']}{trees} (`tune` without --quick tries all)\n"
 
 
 def _next(ctx: click.Context, tuned: dict[str, Any]) -> list[tuple[str, str]]:

@@ -1,0 +1,48 @@
+"""What is installed: every package and data file, and completion in a shell. `.ci/wheel` tries the wheel itself."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+
+import pytest
+from click.shell_completion import get_completion_class
+from doors import ROOT
+
+from spectune.cli import main
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def test_every_package_is_in_the_wheel() -> None:
+    named = PROJECT["tool"]["setuptools"]["packages"]
+    ours = {"spectune"} | {
+        ".".join(("spectune", *file.relative_to(ROOT).parent.parts))
+        for top in ("traces", "runtime", "optimizer", "db", "demo")
+        for file in (ROOT / top).rglob("*.py")
+    }
+    assert sorted(named) == sorted(ours)
+
+
+def test_the_demo_pair_is_in_the_wheel() -> None:
+    patterns = PROJECT["tool"]["setuptools"]["package-data"]["spectune.demo"]
+    found = {file for pattern in patterns for file in (ROOT / "demo").glob(pattern) if file.is_file()}
+    assert found == {file for file in (ROOT / "demo" / "pair").rglob("*") if file.is_file()}
+    assert {"pair.json", "model.safetensors", "tokenizer.json"} <= {file.name for file in found}
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_completes_as_the_page_says(shell: str) -> None:
+    assert PROJECT["project"]["scripts"] == {"spectune": "spectune.cli:main"}
+    (variable,) = re.findall(rf"(\w+)={shell}_source spectune", (ROOT / "docs" / "installation.md").read_text())
+    kind = get_completion_class(shell)
+    assert kind is not None
+    completion = kind(main, {}, "spectune", variable)
+    assert f"{variable}={shell}_complete" in completion.source()
+    assert [found.value for found in completion.get_completions(["tune"], "--qu")] == ["--quick"]
+    assert {"record", "run"} <= {found.value for found in completion.get_completions([], "r")}
+
+
+def test_an_image_takes_torch_for_cpus_first() -> None:
+    commands = re.findall(r"pip install .*", (ROOT / "Dockerfile").read_text())
+    assert [("whl/cpu" in line, "constraints.txt" in line) for line in commands] == [(True, True), (False, True)]
