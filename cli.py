@@ -22,6 +22,7 @@ from spectune.optimizer.commands.init import init
 from spectune.optimizer.commands.policies import policies
 from spectune.optimizer.commands.record import record
 from spectune.optimizer.commands.recordings import traces
+from spectune.optimizer.commands.report import report
 from spectune.optimizer.commands.run import run
 from spectune.optimizer.commands.schedules import schedule
 from spectune.optimizer.commands.shared import with_context
@@ -114,7 +115,7 @@ def main(ctx: click.Context, db_url: str, config: str | None) -> None:
     ctx.obj = db_url
 
 
-for command in (init, record, profile, simulate, run, tune, generate):
+for command in (init, record, profile, simulate, run, tune, report, generate):
     main.add_command(command)
 for group in (fit, policies, traces, db, schedule):
     main.add_command(group)

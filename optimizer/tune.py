@@ -28,6 +28,9 @@ from spectune.optimizer.processes import kept_helpers
 from spectune.optimizer.profiles import at_pace_of, doubts, expected_seconds, prediction_spread, profile_for
 from spectune.optimizer.publish import earlier_winners, incumbent_of, publish
 from spectune.optimizer.record import Look, RecordRequest, cover_of, look_around, record, split
+from spectune.optimizer.report.evidence import evidence_document, middle_request, rounds_of_one
+from spectune.optimizer.report.tuning import EVIDENCE
+from spectune.optimizer.report.words import sampling_in_words
 from spectune.optimizer.search import Study, finalists, is_fixed, rivals, search, worth_trying
 from spectune.optimizer.simulate.replay import replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
@@ -150,20 +153,11 @@ def tune_recording(
         stage(tuning)
         tuning.seconds[name] = tuning.seconds.get(name, 0.0) + clock() - began
     tuned, replaces = _conclude(tuning)
-    if not (replaces and wanted.publish):
-        return tuned
     with wanted.publishing(tuned):
-        return publish(
-            store,
-            pair,
-            tuned,
-            over=tuning.active,
-            deployment=wanted.deployment,
-            sampling=sampling_of(tuning.trace.trajectories),
-            actor=wanted.actor,
-            idempotency_key=wanted.idempotency_key,
-            guard=wanted.guard,
-        )
+        if replaces and wanted.publish:
+            tuned = _publish(tuning, tuned)
+        _keep_evidence(tuning, tuned)
+    return tuned
 
 
 @dataclass
@@ -426,6 +420,41 @@ def _conclude(tuning: Tuning) -> tuple[Tuned, bool]:
         workload=tuning.workload,
     )
     return tuned, replaces
+
+
+def _publish(tuning: Tuning, tuned: Tuned) -> Tuned:
+    """Puts the winner in force, unless another version came into force meanwhile."""
+    wanted = tuning.wanted
+    return publish(
+        tuning.store,
+        tuning.pair,
+        tuned,
+        over=tuning.active,
+        deployment=wanted.deployment,
+        sampling=sampling_of(tuning.trace.trajectories),
+        actor=wanted.actor,
+        idempotency_key=wanted.idempotency_key,
+        guard=wanted.guard,
+    )
+
+
+def _keep_evidence(tuning: Tuning, tuned: Tuned) -> None:
+    """Stores what the report draws beside the study, and the winner, whether it is published or not."""
+    policy = tuned.winner.policy
+    tuning.store.put_policy(policy.id, policy.spelled_out(), policy.label())
+    pair, trace = tuning.pair, tuning.trace
+    shown = {c.policy.id: c.policy for c in (tuned.winner, tuned.incumbent)}
+    request = middle_request(trace, tuning.test_part)
+    rounds = rounds_of_one(trace, request, shown.values(), tuning.profile.profile, tuning.artifacts, pair.text)
+    about = {
+        "pair": f"{pair.spec.name} ({pair.id})",
+        "device": pair.device.type,
+        "dtype": str(pair.target.dtype).removeprefix("torch."),
+        "deployment": tuning.wanted.deployment,
+        "sampling": sampling_in_words(trace.trajectories[request].sampling),
+    }
+    document = evidence_document(tuned, tuning.compared, rounds, about)
+    tuning.store.put_artifact(EVIDENCE, document, pair_id=pair.id, provenance={"study": tuned.study})
 
 
 def _roles(

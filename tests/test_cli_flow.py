@@ -299,7 +299,9 @@ def test_an_unfinished_recording_is_tuned_on_and_said_to_be_one(door: Door, tune
     assert "never finished" not in whole.stderr
     assert "(as earlier tunings of this pair took)" in whole.stderr
     last = whole.stdout[whole.stdout.rindex("\n\n") :].split("\n")
-    assert [line.split("main --db")[0] for line in last if line and not line.startswith("#")] == ["", ""]
+    typed = [line for line in last if line and not line.startswith("#")]
+    assert [line.split()[0] for line in typed[:2]] == ["main", "main"]
+    assert Path(typed[2]).is_file(), "the report's path"
     shown = shlex.split(next(line for line in last if " policies " in line))
     assert shown[1:3] == ["--db", door.db]
     assert door.call(*shown[3:]).exit_code == 0, "what is printed can be typed"
@@ -386,3 +388,20 @@ def test_tables_for_people(door: Door, recording: str, profile: str, command: st
     assert shown.exit_code == 0
     assert shown.stdout.strip()
     assert door.call("simulate", "--policy", FIXED, "--recording", recording).stdout.strip()
+
+
+def test_a_tuning_leaves_a_report(door: Door, tuned: dict[str, Any], tmp_path: Path) -> None:
+    """Beside the database; made again from what is stored, with a price, and refused where it cannot be."""
+    path = Path(tuned["report"])
+    assert path == Path(door.db).parent / f"spectune-report-{tuned['study']}.html"
+    made = door.json("report", tuned["study"], "--out", tmp_path / "r.html", "--price", 2.5, "--gpus", 8)
+    assert (made["path"], made["study"]) == (str(tmp_path / "r.html"), tuned["study"])
+    text, again = path.read_text(), (tmp_path / "r.html").read_text()
+    for part in ("prediction", "race", "intervals", "categories", "latency", "positions", "tried", "left-out"):
+        assert f'id="{part}"' in text or f"id={part}" in text, part
+        assert f'id="{part}"' in again or f"id={part}" in again, part
+    assert "Draft trees of" in again
+    assert f"<h1>{made['sentence']}".split("'")[0] in again
+    assert door.json("report", tuned["study"], "--no-trees", "--out", path)["path"] == str(path)
+    assert "there is no folder" in door.refused("report", "--out", tmp_path / "no" / "r.html")
+    assert "there is no study 'none-such'" in door.refused("report", "none-such")

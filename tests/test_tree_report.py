@@ -18,7 +18,7 @@ from trace_values import a_trajectory
 
 from spectune.db import open_database
 from spectune.optimizer.report.drawn_trees import LINES, chosen_nodes, tree_view
-from spectune.optimizer.report.page import page
+from spectune.optimizer.report.tree_page import page
 from spectune.optimizer.report.trees import (
     SHARES,
     Starts,

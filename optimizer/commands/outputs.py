@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import shlex
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,22 +19,26 @@ from click.core import ParameterSource
 
 from spectune.optimizer.commands.config import PAIR_FOUND
 
+# Options that say on what a command works.
 SAME = {"pair": "--pair", "target": "--target", "drafts": "--draft", "device": "--device", "deployment": "--deployment"}
+
+
+DECODED = {"workloads": "--workload", "temperature": "--temperature", "max_new_tokens": "--max-new-tokens"}
 
 
 def to_type(ctx: click.Context, words: str) -> str:
     """A command with its words, to be pasted: on the database, pair, device and deployment that the
-    command line of this one named."""
+    command line of this one named, and where it decodes, on the workload."""
     from spectune.db.urls import parse_url, shown
 
     root = ctx.find_root()
     name = root.info_name or "spectune"
-    parts = ["python", "cli.py"] if name.endswith(".py") else [name]
+    parts = ["python", sys.argv[0]] if name.endswith(".py") else [name]
     if root.get_parameter_source("db_url") is ParameterSource.COMMANDLINE:
         url = str(root.params["db_url"])
         parts += ["--db", shown(parse_url(url)) if "://" in url else url]
     parts += words.split()
-    for key, flag in SAME.items():
+    for key, flag in {**SAME, **(DECODED if words.startswith("run ") else {})}.items():
         if ctx.get_parameter_source(key) is ParameterSource.COMMANDLINE:
             value = ctx.params[key]
             parts += [word for one in (value if isinstance(value, tuple) else (value,)) for word in (flag, str(one))]
@@ -70,7 +75,7 @@ def kept_unless_stored(
 
     try:
         yield
-        for file in _database_files(ctx)[:1]:
+        for file in database_files(ctx)[:1]:
             if stores and not file.exists():  # SQLite goes on writing to a file that has no name any more
                 raise DatabaseError(f"database {file} was removed meanwhile, and what was stored with it")
     except (DatabaseError, OutputError) as error:
@@ -110,7 +115,7 @@ def check_writable(ctx: click.Context, *options: tuple[str, str | None], reads: 
     from spectune.traces.files import is_file, why_not_writable
     from spectune.traces.text import shortened
 
-    taken = {path.resolve(): "the database in use" for path in _database_files(ctx)}
+    taken = {path.resolve(): "the database in use" for path in database_files(ctx)}
     taken |= {Path(path).resolve(): "read by this command" for path in reads if is_file(path)}
     for option, path in options:
         if path is None:
@@ -137,7 +142,8 @@ def _is_database(file: Path) -> bool:
         return False
 
 
-def _database_files(ctx: click.Context) -> list[Path]:
+def database_files(ctx: click.Context) -> list[Path]:
+    """The files of a SQLite database, its own first; none of one on a server."""
     from spectune.db.urls import parse_url
 
     url = parse_url(ctx.find_root().obj)

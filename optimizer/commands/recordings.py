@@ -201,7 +201,7 @@ def traces_report(ctx: click.Context, as_json: bool, recording: str, **kw: Any) 
             depth=kw["depth"],
             progress=lambda done, total: meter("replay", done, total),
         )
-    from spectune.optimizer.report.page import page
+    from spectune.optimizer.report.tree_page import page
 
     out = kw["out"] or f"trees-{name}-{report.draft}.html"
     write_text(out, [page(report)])

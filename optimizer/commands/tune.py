@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from spectune.optimizer.commands.config import is_given, option
-from spectune.optimizer.commands.outputs import kept_unless_stored, to_type
+from spectune.optimizer.commands.outputs import check_writable, kept_unless_stored, to_type
 from spectune.optimizer.commands.shared import (
     SEED,
     Meter,
@@ -29,6 +29,9 @@ from spectune.optimizer.commands.shared import (
     workload_of,
 )
 
+if TYPE_CHECKING:
+    from spectune.traces.store import TraceStore
+
 QUICK: Final = {"tree_width": 0, "trials": 100, "limit": 48, "max_new_tokens": 64, "budget": "30s"}
 """What --quick makes of options that nobody gave."""
 
@@ -43,6 +46,11 @@ QUICK: Final = {"tree_width": 0, "trials": 100, "limit": 48, "max_new_tokens": 6
 @click.option("--recording", "recording_id", help="Tune on this recording instead of decoding a workload.")
 @click.option("--fresh", is_flag=True, help="Record and profile anew, whatever is stored.")
 @click.option("--no-publish", is_flag=True, help="Show the evidence, publish nothing.")
+@click.option(
+    "--report",
+    "report_path",
+    help="The page that says what was found; none: no page; default: spectune-report-STUDY.html beside the database.",
+)
 @json_option
 @with_context
 def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
@@ -58,6 +66,8 @@ def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     """
     from spectune.optimizer.schedule import parse_duration
 
+    if kw["report_path"] not in (None, "none"):
+        check_writable(ctx, ("--report", kw["report_path"]))
     quick = _be_quick(ctx, kw) if kw.pop("quick") else ""
     budget_s = float(parse_duration(kw.pop("budget")))
     with open_store(ctx) as store:
@@ -101,7 +111,7 @@ def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
                 tuned = tune_recording(store, pair, recording, wanted, progress=meter)
             else:
                 tuned = do_tune(store, pair, workload, wanted, progress=meter)
-    found = tuned.to_json()
+        found = {**tuned.to_json(), "report": _page(ctx, store, tuned.study, kw["report_path"])}
     emit(as_json, found, lambda: evidence_table(tuned))
     if not as_json:
         where = f"in deployment {kw['deployment']}, for pair {pair.spec.name} on {pair.device.type}"
@@ -116,6 +126,23 @@ def _be_quick(ctx: click.Context, kw: dict[str, Any]) -> str:
     return f"quick: {on}, {kw['trials']} trials, a race of {kw['budget']}{trees} (`tune` without --quick tries all)\n"
 
 
+def _page(ctx: click.Context, store: TraceStore, study: str, path: str | None) -> str | None:
+    """Writes the report and says where; None where none is wanted. A page that nobody asked for and
+    that cannot be written costs a line, not the command."""
+    from spectune.optimizer.commands.report import write_report
+    from spectune.traces.errors import OutputError
+
+    if path == "none":
+        return None
+    try:
+        return str(write_report(ctx, store, study, path)["path"])
+    except OutputError as error:
+        if path is not None:
+            raise
+        say(f"{error}; `{to_type(ctx, f'report {study} --out FILE')}` writes the report elsewhere", err=True)
+        return None
+
+
 def _next(ctx: click.Context, tuned: dict[str, Any]) -> list[tuple[str, str]]:
     """What to type after a tuning, and what it is for."""
     winner = tuned["winner"]["id"]
@@ -124,4 +151,6 @@ def _next(ctx: click.Context, tuned: dict[str, Any]) -> list[tuple[str, str]]:
         commands[0] = ("policies show active", "the policy in force, and its evidence")
     elif winner != tuned["baselines"]["incumbent"]["id"]:
         commands[1] = (f"policies activate {winner}", "puts the winner in force")
-    return [(to_type(ctx, words), what) for words, what in commands]
+    typed = [(to_type(ctx, words), what) for words, what in commands]
+    page = tuned["report"]
+    return typed if page is None else [*typed, (page, "predicted against measured, the race, latency, what was tried: open it")]

@@ -2,7 +2,7 @@
 and 4, C2T's 2 and 4.
 
 Everything is counted over recorded starts or replayed, so nothing is sampled or executed here.
-:mod:`optimizer.report.page` draws it.
+:mod:`optimizer.report.tree_page` draws it.
 """
 
 from __future__ import annotations

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from spectune.traces.schema import Sampling
 
 Json = Mapping[str, Any]
 WIDTH = 78
@@ -34,7 +36,9 @@ def policy_in_words(document: Json) -> str:
     else:
         kind = {"top_k": "EAGLE-2 ", "classifier": "C2T ", "static": "static "}.get(growth, "")
         kept = document.get("select", {}).get("top_n")
-        what = f"{kind}trees of {'' if fixed else 'up to '}{depth} levels" + (f", {kept} nodes verified" if kept else "")
+        what = f"{kind}trees of {'' if fixed else 'up to '}{depth} levels" + (
+            f", {kept} nodes verified" if kept else ""
+        )
     more = "" if fixed else f", as its window ({window.get('kind')}) says"
     if stop := STOPS.get(document.get("stop", {}).get("kind", "none")):
         more += f", and stops where {stop}"
@@ -48,6 +52,15 @@ def policy_in_words(document: Json) -> str:
 def speculates(document: Json) -> bool:
     """Whether a policy drafts at all."""
     return policy_in_words(document) != policy_in_words({})
+
+
+def sampling_in_words(sampling: Sampling) -> str:
+    """How tokens are drawn, e.g. ``temperature 0.7, top-p 0.9, seed 0``."""
+    s = sampling
+    filters = (f", top-k {s.top_k}" if s.top_k else "") + (
+        f", top-p {s.top_p:g}" if s.top_p < 1 else ""
+    )
+    return "greedy" if s.greedy else f"temperature {s.temperature:g}{filters}, seed {s.seed}"
 
 
 @dataclass(frozen=True)
@@ -90,8 +103,9 @@ def finding(tuned: Json) -> Finding:
 
 def interval(low: float | None, high: float | None, digits: int = 2) -> str:
     """`` (95% interval 1.34 to 1.70)``; empty where an end is not known."""
-    known = low is not None and high is not None and low > 0
-    return f" (95% interval {low:.{digits}f} to {high:.{digits}f})" if known else ""
+    if low is None or high is None or low <= 0:
+        return ""
+    return f" (95% interval {low:.{digits}f} to {high:.{digits}f})"
 
 
 def outcome_in_words(tuned: Json) -> str:
@@ -124,6 +138,53 @@ def closing(tuned: Json, where: str, commands: Iterable[tuple[str, str]]) -> str
         first = f"Nothing was published, as asked. The winner {where}: {found.name}."
     else:
         first = f"Nothing changes {where}: {found.name}."
-    text = textwrap.fill(f"{first} {outcome_in_words(tuned)}", WIDTH, break_long_words=False, break_on_hyphens=False)
-    lines = [textwrap.fill(f"# {what}", WIDTH, subsequent_indent="# ") + f"\n{command}" for command, what in commands]
+    text = textwrap.fill(
+        f"{first} {outcome_in_words(tuned)}", WIDTH, break_long_words=False, break_on_hyphens=False
+    )
+    lines = [
+        textwrap.fill(f"# {what}", WIDTH, subsequent_indent="# ") + f"\n{command}"
+        for command, what in commands
+    ]
     return "\n".join(["", text, "", *lines])
+
+
+def savings(tuned: Json, device: str, *, gpus: int = 1, price: float | None = None) -> list[str]:
+    """What deploying the winner saves, a clause each: device hours per million tokens, device hours
+    a day of ``gpus`` devices that are busy all day, and at a ``price`` of an hour money. Empty where
+    nothing is to be deployed."""
+    found = finding(tuned)
+    if not found.deploys:
+        return []
+    hours = "GPU hours" if device.startswith("cuda") else "machine hours"
+    a_million = 1e6 / 3600 / max(1e-9, found.tokens_per_s)
+
+    def amount(of: Callable[[float], float], unit: str, digits: int = 2) -> str:
+        ratio, low, high = found.ratio
+        known = low is not None and high is not None and low > 0
+        ends = interval(of(low), of(high), digits) if known and low and high else ""
+        return f"{of(ratio):.{digits}f} {unit}{ends}"
+
+    def a_day(ratio: float) -> float:
+        return 24 * gpus * (1 - 1 / ratio)
+
+    said = [
+        f"it saves {amount(lambda r: a_million * (r - 1), f'{hours} per million tokens')}",
+        f"Of {gpus} such device{'s' if gpus > 1 else ''} busy all day it saves "
+        f"{amount(a_day, f'{hours} a day', 1)}.",
+    ]
+    if price is not None:
+        million = amount(lambda r: price * a_million * (r - 1), "per million tokens")
+        day = amount(lambda r: price * a_day(r), "a day")
+        said.append(f"At {price:g} an hour that is {million}, or {day}.")
+    return said
+
+
+def verdict_in_words(tuned: Json, device: str, *, gpus: int = 1, price: float | None = None) -> str:
+    """One sentence: what to deploy and what that saves, or what to keep and why."""
+    found = finding(tuned)
+    if found.deploys:
+        return f"Deploy this: {found.name}; {savings(tuned, device, gpus=gpus, price=price)[0]}."
+    why = "nothing executed is faster beyond noise"
+    if not speculates(found.policy):
+        return f"Decode without a draft: {why}."
+    return f"Keep what you have: {found.name}; {why}."

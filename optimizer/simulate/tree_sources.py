@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.inputs import stored_policy
 from spectune.optimizer.report.trees import Point, Stored, TreeReport, TreeShape, point_of, tree_report
+from spectune.optimizer.report.words import sampling_in_words
 from spectune.optimizer.simulate.trace import open_trace
 from spectune.runtime.policies.artifacts import BINS, CLASSIFIER, STATIC_TREE
 from spectune.runtime.policies.document import Policy, parse_policy
@@ -139,13 +140,10 @@ def ran_on(store: TraceStore, info: RecordingInfo, draft: str) -> Iterator[Point
 
 def _about(store: TraceStore, info: RecordingInfo) -> list[tuple[str, str]]:
     """The head of the page."""
-    s = info.sampling
-    filters = (f", top-k {s.top_k}" if s.top_k else "") + (f", top-p {s.top_p:g}" if s.top_p < 1 else "")
-    sampling = "greedy" if s.greedy else f"temperature {s.temperature:g}{filters}, seed {s.seed}"
     return [
         ("recording", f"{info.id} ({info.state})"),
         ("pair", f"{store.get_pair(info.pair_id).name} ({info.pair_id})"),
-        ("sampling", f"{sampling}, {info.verifier} verifier"),
+        ("sampling", f"{sampling_in_words(info.sampling)}, {info.verifier} verifier"),
         ("requests", f"{info.n_requests}, {info.n_output_tokens} tokens, at most {info.max_new_tokens} each"),
         ("trees", info.trees_shown()),
         ("recorded", f"{info.created_at:%Y-%m-%d %H:%M} UTC"),

@@ -1,0 +1,131 @@
+"""`report`: a tuning as a page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from spectune.optimizer.commands.outputs import check_writable, write_text
+from spectune.optimizer.commands.shared import (
+    LARGEST,
+    FiniteRange,
+    Meter,
+    Whole,
+    emit,
+    json_option,
+    open_store,
+    with_context,
+)
+
+if TYPE_CHECKING:
+    from spectune.traces.store import TraceStore
+
+
+@click.command()
+@click.argument("study", default="latest")
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False),
+    help="The page; default: spectune-report-STUDY.html beside the database.",
+)
+@click.option(
+    "--price",
+    type=FiniteRange(0.0, float(LARGEST), min_open=True),
+    help="Price of a device for an hour, e.g. 2.50.",
+)
+@click.option(
+    "--gpus",
+    type=Whole(1, 1_000_000),
+    default=1,
+    show_default=True,
+    help="Devices that serve this traffic.",
+)
+@click.option(
+    "--no-trees",
+    is_flag=True,
+    help="Leave out the figures of the tree papers, which replay some hundred policies.",
+)
+@json_option
+@with_context
+def report(ctx: click.Context, as_json: bool, study: str, **kw: Any) -> None:
+    """What a tuning found, as one HTML page that needs nothing else: what to deploy and what that saves,
+    predicted against measured, the race, speed by category, latency, acceptance, what was tried and what not.
+
+    STUDY is the id that `tune` printed, the beginning of one, or latest.
+
+    \b
+    Example:  cli.py report
+              cli.py report latest --out report.html --price 2.50 --gpus 8
+    """
+    check_writable(ctx, ("--out", kw["out"]))
+    with open_store(ctx, create=False) as store, Meter() as meter:
+        found = write_report(
+            ctx,
+            store,
+            study,
+            kw["out"],
+            gpus=kw["gpus"],
+            price=kw["price"],
+            trees=None if kw["no_trees"] else meter,
+        )
+    emit(as_json, found, f"{found['path']}: {found['sentence']}")
+
+
+def write_report(
+    ctx: click.Context,
+    store: TraceStore,
+    study: str,
+    out: str | None,
+    *,
+    gpus: int = 1,
+    price: float | None = None,
+    trees: Any = None,
+) -> dict[str, Any]:
+    """Writes the page of a study, and says where and what its first sentence is; ``trees`` is a meter
+    where the figures of the tree papers are to be on it. Raises OutputError."""
+    from spectune.optimizer.report.tuning import headline, page, report_on
+
+    found = report_on(store, study)
+    path = out or str(beside_database(ctx) / f"spectune-report-{found.study.id}.html")
+    more = [] if trees is None else _trees(store, found.study.recording_id, trees)
+    write_text(path, [page(found, gpus=gpus, price=price, more=more)])
+    return {
+        "path": path,
+        "study": found.study.id,
+        "sentence": headline(found, gpus=gpus, price=price),
+    }
+
+
+def _trees(store: TraceStore, recording: str | None, meter: Meter) -> list[str]:
+    """The figures of a recording's trees as a section; none where it has no trees."""
+    from spectune.db.errors import NotFoundError
+    from spectune.optimizer.report.charts import safe, section
+    from spectune.optimizer.report.tree_page import figures, lead
+    from spectune.optimizer.simulate.tree_sources import report_of
+    from spectune.traces.errors import TraceError
+
+    if recording is None:
+        return []
+    try:
+        report, _ = report_of(
+            store,
+            recording,
+            top_n=60,
+            progress=lambda done, total: meter("replay trees", done, total),
+        )
+    except (TraceError, NotFoundError):  # no trees of all requests, or the recording was pruned
+        return []
+    return [
+        section(f"Draft trees of {report.draft}", *figures(report)),
+        f"<p>{safe(lead(report))}</p>",
+    ]
+
+
+def beside_database(ctx: click.Context) -> Path:
+    """The folder of the database, or the working folder where it is on a server."""
+    from spectune.optimizer.commands.outputs import database_files
+
+    files = database_files(ctx)
+    return files[0].parent if files else Path()
