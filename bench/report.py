@@ -6,19 +6,21 @@ python bench/report.py
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterable, Sequence
-from html import escape
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from spectune.optimizer.report.charts import Curve, Dot, Plot, curves, dot_rows, standalone
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 DOCS = ROOT / "docs"
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
-COLOURS = ("#3b6fb6", "#c8552b", "#3f8f5f", "#8a5bb0", "#9a8a1f", "#666666")
+COLOURS = ("1", "2", "3", "4", "5", "6")
 Figures = dict[str, Any]
+Picture = tuple[Plot, list[tuple[str, str]]]
+"""A plot, and (name, number of its colour) of its series."""
 
 
 class Check(NamedTuple):
@@ -84,102 +86,45 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]
     return [*lines, *("| " + " | ".join(str(cell) for cell in row) + " |" for row in rows), ""]
 
 
-class Plot:
-    """A scatter or line plot as SVG, readable on light and dark ground; ``x`` and ``y`` are the labels of its ticks."""
-
-    WIDTH, HEIGHT, BOTTOM = 640, 400, 50
-
-    def __init__(self, x: dict[float, str], y: dict[float, str], names: tuple[str, str], left: int = 60) -> None:
-        self.x, self.y, self.left, self.parts = ((min(x), max(x)), (min(y), max(y)), left, list[str]())
-        self.names: list[tuple[str, str]] = []
-        for value, label in x.items():
-            across, bottom = self.at(value, self.y[0])
-            self.parts.append(f'<path d="M{across:.1f} {bottom:.1f}V20" stroke="#888" stroke-opacity=".3"/>')
-            self.text(across, bottom + 18, label)
-        for value, label in y.items():
-            _, up = self.at(self.x[0], value)
-            self.parts.append(f'<path d="M{left} {up:.1f}H{self.WIDTH - 20}" stroke="#888" stroke-opacity=".3"/>')
-            self.text(left - 8, up + 4, label, "end")
-        self.text(self.WIDTH / 2, self.HEIGHT - 8, names[0])
-        self.text(left, 13, names[1], "start")
-
-    def at(self, x: float, y: float) -> tuple[float, float]:
-        """Pixels of a point."""
-        across = (x - self.x[0]) / (self.x[1] - self.x[0])
-        up = (y - self.y[0]) / (self.y[1] - self.y[0])
-        return (
-            self.left + across * (self.WIDTH - self.left - 20),
-            self.HEIGHT - self.BOTTOM - up * (self.HEIGHT - self.BOTTOM - 20),
-        )
-
-    def text(self, x: float, y: float, words: str, anchor: str = "middle") -> None:
-        self.parts.append(f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>')
-
-    def series(self, name: str, points: Sequence[tuple[float, float]], *, joined: bool = False, named: bool = True) -> None:
-        """Points of one colour, with a name in the legend."""
-        colour = COLOURS[len(self.names) % len(COLOURS)] if named else "#888"
-        found = [self.at(*point) for point in points]
-        if joined:
-            path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in found)
-            self.parts.append(f'<path d="{path}" stroke="{colour}" stroke-width="1.5" fill="none"/>')
-        if named:
-            self.parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/>' for x, y in found]
-            self.names.append((name, colour))
-
-    def write(self, path: Path) -> None:
-        for i, (name, colour) in enumerate(self.names):
-            x, y = self.WIDTH - 100, 36 + 18 * i
-            self.parts.append(f'<circle cx="{x}" cy="{y - 4}" r="5" fill="{colour}"/>')
-            self.text(x + 12, y, name, "start")
-        style = "text{font:12px sans-serif;fill:#555}@media(prefers-color-scheme:dark){text{fill:#bbb}}"
-        head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.WIDTH} {self.HEIGHT}"><style>{style}</style>'
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(head + "\n" + "\n".join(self.parts) + "\n</svg>\n")
-
-
-def plot_predictions() -> Plot | None:
+def plot_predictions() -> Picture | None:
     """Predicted against executed tokens/s."""
     found = load("acceptance-fidelity")
     if found is None:
         return None
-    rows, step = _grouped(found["rows"], "kind"), 50
-    names = ("measured_tokens_per_s", "predicted_tokens_per_s")
-    top = step * math.ceil(max(r[name] for r in found["rows"] for name in names) / step)
-    axis = {float(v): str(v) for v in range(0, top + 1, step)}
-    plot = Plot(axis, axis, ("executed, tokens/s", "predicted, tokens/s"))
-    plot.series("", [(0, 0), (top, top)], joined=True, named=False)
-    for (kind,), own in rows.items():
-        plot.series(kind or "", [(r[names[0]], r[names[1]]) for r in own])
-    return plot
+    end = 1.05 * max(max(r["measured_tokens_per_s"], r["predicted_tokens_per_s"]) for r in found["rows"])
+    plot = Plot((0.0, end), (0.0, end), height=260)
+    plot.axes("executed, tokens/s", "predicted, tokens/s")
+    plot.line([(0, 0), (end, end)], "s6 dash")
+    kinds = _grouped(found["rows"], "kind")
+    for colour, own in zip(COLOURS, kinds.values(), strict=False):
+        for r in own:
+            plot.dot(r["measured_tokens_per_s"], r["predicted_tokens_per_s"], colour, "", r=2.5)
+    return plot, [(str(kind or ""), colour) for (kind,), colour in zip(kinds, COLOURS, strict=False)]
 
 
-def plot_acceptance() -> Plot | None:
+def plot_acceptance() -> Picture | None:
     """Share of rounds whose chain's i-th token is accepted: what one more drafted token adds to the mean accepted length."""
     found = load("acceptance-fidelity")
     if found is None or "tau_by_gamma" not in found:
         return None
-    most = max(len(taus) for taus in found["tau_by_gamma"].values())
-    ticks = {float(g): str(g) for g in range(0, most, 2)}, {i / 5: f"{i / 5:g}" for i in range(6)}
-    plot = Plot(*ticks, ("position in the draft", "share of rounds that accept it"))
-    for draft, taus in found["tau_by_gamma"].items():
-        plot.series(draft, [(g + 1, high - low) for g, (low, high) in enumerate(pairwise(taus))], joined=True)
-    return plot
+    given: list[Curve] = []
+    for (draft, taus), colour in zip(found["tau_by_gamma"].items(), COLOURS, strict=False):
+        given.append((draft, colour, [(g, high - low, "") for g, (low, high) in enumerate(pairwise(taus), 1)], True))
+    plot = curves("position in the draft", "share of rounds that accept it", given)
+    return plot, [(draft, colour) for draft, colour, _, _ in given]
 
 
-def plot_methods() -> Plot | None:
+def plot_methods() -> Picture | None:
     """Speed over autoregression by method and workload."""
     found = load("acceptance-combination")
     if found is None:
         return None
-    rows = found["rows"]
-    spaces = list(dict.fromkeys(r["space"] for r in rows))[::-1]
-    low, high = (end(10 * of(r["speedup"] for r in rows)) for end, of in ((math.floor, min), (math.ceil, max)))
-    labels = {float(i): "all together" if "+" in space else space for i, space in enumerate(spaces)}
-    ticks = {t / 10: f"{t / 10:g}" for t in range(low, high + 2)}
-    plot = Plot(ticks, {-0.5: "", **labels, len(spaces) - 0.5: ""}, ("speed over autoregression", ""), left=120)
-    for (workload,), own in _grouped(rows, "workload").items():
-        plot.series(workload, [(r["speedup"], spaces.index(r["space"])) for r in own])
-    return plot
+    workloads = dict(zip(dict.fromkeys(r["workload"] for r in found["rows"]), COLOURS, strict=False))
+    rows: list[tuple[str, list[Dot]]] = []
+    for (space,), own in _grouped(found["rows"], "space").items():
+        dots: list[Dot] = [(r["speedup"], (None, None), workloads[r["workload"]], "") for r in own]
+        rows.append(("all together" if "+" in space else space, dots))
+    return dot_rows("speed over autoregression", rows), list(workloads.items())
 
 
 PLOTS = {
@@ -269,8 +214,8 @@ def results() -> str:
         *checks(),
     ]
     for caption, (name, drawn) in PLOTS.items():
-        if plot := drawn():
-            plot.write(DOCS / "results" / f"{name}.svg")
+        if picture := drawn():
+            (DOCS / "results" / f"{name}.svg").write_text(standalone(*picture))
             lines += [f"![{caption}](results/{name}.svg)", "", f"*{caption}*", ""]
     lines += _speeds() + _ranges()
     return "\n".join(lines).rstrip() + "\n"
