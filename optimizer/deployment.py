@@ -51,7 +51,9 @@ def _changed(then: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> l
 
 
 def _said(values: Mapping[str, Any], keys: Iterable[str], separator: str = ", ", before: str = "") -> str:
-    return separator.join(f"{before}{key.replace('_', '-')} {values[key]}" for key in keys)
+    return separator.join(
+        f"{before}{key.replace('_', '-')} {shortened(str(values[key]))}" for key in keys
+    )
 
 
 def _was(publication: Publication, changed: Iterable[str]) -> str:

@@ -125,12 +125,14 @@ def test_hot_reload_follows_its_deployment_and_warns(store: TraceStore, pair: Lo
         (tuned_for(Sampling(0.0, top_k=5), "rejection"), Sampling(0.0), False),
         (tuned_for(Sampling(0.7, top_p=0.9), "coupled"), Sampling(0.7, top_p=0.9, seed=4), False),
         (tuned_for(Sampling(0.7, top_p=0.9), "coupled"), Sampling(0.7), True),
-        ({"temperature": "hot"}, Sampling(0.7), True),
+        ({"temperature": "hot\n" * 999}, Sampling(0.7), True),
     ],
 )
 def test_what_counts_as_another_sampling(then: Any, now: Sampling, differs: bool) -> None:
     active = Publication(1, "p", "cpu", "y", "", {}, None, {}, "t", "", None, datetime.now(UTC), sampling=then)
-    assert bool(other_sampling(active, now, "coupled")) == differs
+    line = other_sampling(active, now, "coupled")
+    assert bool(line) == differs
+    assert len(line) < 500
 
 
 def test_texts_of_two_temperatures_are_tuned_for_neither() -> None:

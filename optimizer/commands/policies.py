@@ -330,11 +330,12 @@ def policies_rollback(ctx: click.Context, as_json: bool, to: int | None, **kw: A
             if earlier is not None:
                 published_policy(earlier)  # refused here as every runtime would
         if active is None or earlier is None:
+            where = f"for pair {pair_id} on {device}"
             raise PolicyError(
-                f"deployment {kw['deployment']} has no earlier policy to go back to for pair {pair_id} on {device}"
+                f"deployment {kw['deployment']} has no earlier policy to go back to {where}; "
+                "`policies activate autoregressive` decodes without a draft"
                 if to is None
-                else f"--to {to}: deployment {kw['deployment']} has no such version for pair {pair_id} on {device} "
-                "(see `policies list`)"
+                else f"--to {to}: deployment {kw['deployment']} has no such version {where} (see `policies list`)"
             )
         published = store.publish(
             pair_id,

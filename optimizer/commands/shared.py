@@ -230,21 +230,15 @@ def pair_named(
         click.get_current_context().meta[PAIR_FOUND] = spec
         return spec
     if pair is None:
-        raise _no_pair(click.get_current_context())
+        raise PairError(
+            f"{click.get_current_context().info_name}: no pair is named; say --pair FILE (or --pair demo), "
+            "set SPECTUNE_PAIR, or put pair = ... in spectune.toml (`init` writes one)"
+        )
     return read_pair(pair)
 
 
 _RECORDINGS: Final = ("recording", "recording_id", "resumed_id")
 """Options that name a recording."""
-
-
-def _no_pair(ctx: click.Context) -> Exception:
-    from spectune.traces.errors import PairError
-
-    return PairError(
-        f"{ctx.info_name}: no pair is named; say --pair FILE (or --pair demo), set SPECTUNE_PAIR, or put "
-        "pair = ... in spectune.toml (`init` writes one)"
-    )
 
 
 def pair_spec(kw: dict[str, Any], store: TraceStore, recording: str | None = None) -> PairSpec:
@@ -321,11 +315,7 @@ def turns_of(kw: dict[str, Any]) -> Turns | None:
 @contextmanager
 def open_store(ctx: click.Context, *, create: bool = True) -> Iterator[TraceStore]:
     """The store of ``--db``. A database that does not exist is an error unless ``create``, and is made by what is stored first: a
-    command that fails before leaves none behind. Raises DatabaseError; PairError for a command that wants a pair and has none."""
-    given = ctx.params
-    named = any(given.get(name) for name in ("pair", "target", *_RECORDINGS))
-    if "target" in given and not named and not any("=" in draft for draft in given["drafts"]):
-        raise _no_pair(ctx)
+    command that fails before leaves none behind. Raises DatabaseError."""
     from spectune.db.database import open_database
     from spectune.traces.store import TraceStore
 
