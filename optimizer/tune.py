@@ -444,7 +444,7 @@ def _keep_evidence(tuning: Tuning, tuned: Tuned) -> None:
     tuning.store.put_policy(policy.id, policy.spelled_out(), policy.label())
     pair, trace = tuning.pair, tuning.trace
     shown = {c.policy.id: c.policy for c in (tuned.winner, tuned.incumbent)}
-    request = middle_request(trace, tuning.test_part)
+    request = middle_request(trace, (r.request_id for r in tuned.winner.executed.per_request))
     rounds = rounds_of_one(trace, request, shown.values(), tuning.profile.profile, tuning.artifacts, pair.text)
     about = {
         "pair": f"{pair.spec.name} ({pair.id})",

@@ -17,7 +17,7 @@ from spectune.optimizer.execute import Comparison, Timings
 from spectune.optimizer.report.charts import section
 from spectune.optimizer.report.evidence import evidence_document
 from spectune.optimizer.report.tuning import TuningReport, page
-from spectune.optimizer.report.words import closing, finding, policy_in_words
+from spectune.optimizer.report.words import closing, finding, policy_in_words, verdict_in_words
 from spectune.optimizer.verdict import Candidate, Tuned
 from spectune.runtime.policies.document import AUTOREGRESSIVE, parse_policy
 from spectune.traces.store.catalog import Study
@@ -126,6 +126,31 @@ def test_the_last_lines_say_what_is_in_force_and_what_to_type() -> None:
         reason="version 7 came into force meanwhile and was not compared, so it stays",
     )
     assert said(late).startswith("Nothing was published: version 7 came into force meanwhile")
+    confirmed = {
+        "id": FAST.id,
+        "ratio": 1.02,
+        "interval": [0.97, 1.07],
+        "level": 0.99,
+        "requests": 7,
+    }
+    held = said(tuned(SLOWER, SLOWER, confirmed=confirmed, confirm_requests=7))
+    assert (
+        "decodes 1.02 times as fast (99% interval 0.97 to 1.07) on 7 requests held out to confirm it."
+        in held
+    )
+    sure = tuned(
+        WINNER,
+        PLAIN,
+        confirmed=confirmed,
+        confirm_requests=7,
+        ratio_to_incumbent=[1.5, 1.25, 2.0],
+        **PUBLISHED,
+    )
+    assert (
+        "1.50 times as fast as decoding without a draft (99% interval 1.25 to 2.00) on 7 requests held out"
+        in said(sure)
+    )
+    assert "(99% interval 0.87 to 3.47)" in verdict_in_words(sure, "cuda")
     plain = said(tuned(PLAIN, PLAIN, published={"version": 1, "policy": AUTOREGRESSIVE.id}))
     assert plain.startswith(
         "In force now for pair demo on cpu, as version 1: no draft, one token a round. Nothing executed"
@@ -238,7 +263,7 @@ def test_the_page_is_whole_and_holds_nothing_that_acts() -> None:
         "categories",
         "latency",
         "positions",
-        "rounds-winner",
+        "rounds-1",
         "tried",
         "left-out",
     } <= set(found.ids)

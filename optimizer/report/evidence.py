@@ -3,7 +3,7 @@ category, and the rounds of one request."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, Final
 
@@ -92,7 +92,10 @@ def evidence_document(
     }
 
 
-def middle_request(trace: ReplayTrace, part: Sequence[int]) -> int:
-    """The request of a part whose text has the median length."""
-    ranked = sorted(part, key=lambda i: (len(trace.trajectories[i].output_ids), i))
-    return ranked[len(ranked) // 2]
+def middle_request(trace: ReplayTrace, names: Iterable[str]) -> int:
+    """The place of the one of these requests whose text has the median length."""
+    wanted = set(names)
+    found = [
+        (len(t.output_ids), i) for i, t in enumerate(trace.trajectories) if t.request_id in wanted
+    ]
+    return sorted(found)[len(found) // 2][1]

@@ -101,7 +101,7 @@ def _shown(tuned: Json) -> list[tuple[str, str, Json]]:
     had = speculates(tuned["baselines"]["incumbent"]["policy"])
     before = "in force before" if had else "no draft"
     named = [
-        ("winner", "1", tuned["winner"]["id"]),
+        (_base(tuned).removeprefix("the "), "1", tuned["winner"]["id"]),
         (before, "2", tuned["baselines"]["incumbent"]["id"]),
         ("no draft", "3", tuned["baselines"]["autoregressive"]["id"]),
     ]
@@ -109,6 +109,11 @@ def _shown(tuned: Json) -> list[tuple[str, str, Json]]:
     for what, colour, policy in named:
         kept.setdefault(policy, (what, colour, by_id[policy]))
     return list(kept.values())
+
+
+def _base(tuned: Json) -> str:
+    """What the others are compared with on the page."""
+    return "the winner" if finding(tuned).deploys else "the incumbent"
 
 
 def _colours(tuned: Json) -> dict[str, str]:
@@ -164,7 +169,7 @@ def _race(tuned: Json, race: Sequence[Json]) -> Figure:
     end = max((p[0] for r in race for p in r["points"]), default=1)
     shown = [p[1] for r in race for p in r["points"]] or [1.0]
     plot = Plot((0.0, 1.04 * end), (0.95 * min(shown), 1.05 * max(shown)), height=300)
-    plot.axes("requests executed, over all passes", "speed over the winner's (times)")
+    plot.axes("requests executed, over all passes", f"speed over {_base(tuned)}'s (times)")
     for r in sorted(race, key=lambda r: r["policy"] in colours):
         colour, label = colours.get(r["policy"], "6"), str(labels.get(r["policy"], r["policy"]))
         plot.line([(p[0], p[1]) for p in r["points"]], f"s{colour}", label)
@@ -174,7 +179,7 @@ def _race(tuned: Json, race: Sequence[Json]) -> Figure:
                 if low is None or high is None
                 else f" ({low:.3f} to {high:.3f})"
             )
-            said = f"{label}: {ratio:.3f} times the winner's speed{ends} after {turn} requests"
+            said = f"{label}: {ratio:.3f} times {_base(tuned)}'s speed{ends} after {turn} requests"
             x, y = plot.at(turn, ratio)
             if r["dropped"]:
                 plot.add(
@@ -189,7 +194,7 @@ def _race(tuned: Json, race: Sequence[Json]) -> Figure:
     return Figure(
         "race",
         f"{dropped} of {len(race)} policies fell behind beyond noise and were dropped from the race",
-        "Speed over the winner's, of what had been executed by then; a cross is where a policy was last executed.",
+        f"Speed over {_base(tuned)}'s, of what had been executed by then; a cross is where a policy was last executed.",
         plot,
         "",
         _legend(tuned, True),
@@ -217,8 +222,8 @@ def _intervals(tuned: Json, race: Sequence[Json]) -> Figure:
     return Figure(
         "intervals",
         f"How the race ended for {len(rows)} policies",
-        "Speed over the winner's on the requests that both were executed on, with 95% intervals.",
-        dot_rows("speed over the winner's (times)", rows),
+        f"Speed over {_base(tuned)}'s on the requests that both were executed on, with 95% intervals.",
+        dot_rows(f"speed over {_base(tuned)}'s (times)", rows),
         folded(
             table(
                 ("policy", "label", "requests", "speed", "from", "to", "dropped"), numbers, text=2
@@ -255,7 +260,7 @@ def _categories(tuned: Json, categories: Json) -> Figure:
     ]
     return Figure(
         "categories",
-        f"The winner is fastest in {ahead} of {len(names)} categories",
+        f"{_base(tuned).capitalize()} is fastest in {ahead} of {len(names)} categories",
         "Measured speed by category of request.",
         dot_rows("tokens/s", rows, low=0.0),
         folded(table(("category", *(c["label"] for _, _, c in shown)), numbers, text=1)),
@@ -282,7 +287,7 @@ def _by_position(acceptance: Mapping[str, Sequence[float]]) -> Figure:
 
 
 def _rounds(tuned: Json, drawn: Json) -> Iterator[Figure]:
-    for what, _, c in _shown(tuned):
+    for _, colour, c in _shown(tuned):
         rounds = drawn["rounds"].get(c["id"], [])
         if not rounds or not any(drafted for drafted, _, _ in rounds):
             continue
@@ -318,7 +323,7 @@ def _rounds(tuned: Json, drawn: Json) -> Iterator[Figure]:
             at += emitted
         kept, proposed = sum(r[1] for r in rounds), sum(r[0] for r in rounds)
         yield Figure(
-            f"rounds-{what.split()[0]}",
+            f"rounds-{colour}",
             f"{c['label']}: {kept} of {proposed} drafted tokens accepted, {sum(r[2] for r in rounds)} tokens in {len(rounds)} rounds",
             f"Request {drawn['request']}, round by round"
             + (f"; the first {len(shown)}" if len(rounds) > len(shown) else "")

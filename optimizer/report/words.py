@@ -76,6 +76,8 @@ class Finding:
     best: Json | None
     tokens_per_s: float
     requests: int
+    level: float = 0.95
+    """Of the interval of ``ratio``."""
 
     @property
     def name(self) -> str:
@@ -98,31 +100,39 @@ def finding(tuned: Json) -> Finding:
         best=max(others, key=lambda c: c["ratio_to_incumbent"], default=None),
         tokens_per_s=tuned["measured"]["tokens_per_s"],
         requests=tuned.get("confirm_requests") or tuned["test_requests"],
+        level=(tuned.get("confirmed") or {}).get("level", 0.95),
     )
 
 
-def interval(low: float | None, high: float | None, digits: int = 2) -> str:
+def interval(low: float | None, high: float | None, digits: int = 2, level: float = 0.95) -> str:
     """`` (95% interval 1.34 to 1.70)``; empty where an end is not known."""
     if low is None or high is None or low <= 0:
         return ""
-    return f" (95% interval {low:.{digits}f} to {high:.{digits}f})"
+    return f" ({100 * level:.0f}% interval {low:.{digits}f} to {high:.{digits}f})"
 
 
 def outcome_in_words(tuned: Json) -> str:
     """How fast what is to be in force is, against what; or why nothing takes its place."""
-    found = finding(tuned)
+    found, confirmed = finding(tuned), tuned.get("confirmed")  # earlier tunings have none
     if found.deploys:
         ratio, low, high = found.ratio
-        return (
-            f"It decodes {ratio:.2f} times as fast as {found.against}{interval(low, high)}: "
-            f"{found.tokens_per_s:.0f} tokens/s on {found.requests} requests that the search has not seen."
-        )
+        said = f"It decodes {ratio:.2f} times as fast as {found.against}"
+        said += interval(low, high, level=found.level)
+        if confirmed:
+            return f"{said} on {found.requests} requests held out to confirm it."
+        speed = f"{found.tokens_per_s:.0f} tokens/s on {found.requests} requests"
+        return f"{said}: {speed} that the search has not seen."
     if found.best is None:
         return "Nothing else was executed."
-    ratio, (low, high) = found.best["ratio_to_incumbent"], found.best["ratio_interval"]
+    best, where = found.best, ""
+    ratio, (low, high) = best["ratio_to_incumbent"], best["ratio_interval"]
+    if confirmed:
+        best = next(c for c in tuned["candidates"] if c["id"] == confirmed["id"])
+        ratio, (low, high) = confirmed["ratio"], confirmed["interval"]
+        where = f" on {confirmed['requests']} requests held out to confirm it"
     return (
-        f"Nothing executed is faster beyond noise; the best of the others, {found.best['label']}, "
-        f"decodes {ratio:.2f} times as fast{interval(low, high)}."
+        f"Nothing executed is faster beyond noise; the best of the others, {best['label']}, "
+        f"decodes {ratio:.2f} times as fast{interval(low, high, level=found.level)}{where}."
     )
 
 
@@ -161,7 +171,7 @@ def savings(tuned: Json, device: str, *, gpus: int = 1, price: float | None = No
     def amount(of: Callable[[float], float], unit: str, digits: int = 2) -> str:
         ratio, low, high = found.ratio
         known = low is not None and high is not None and low > 0
-        ends = interval(of(low), of(high), digits) if known and low and high else ""
+        ends = interval(of(low), of(high), digits, found.level) if known and low and high else ""
         return f"{of(ratio):.{digits}f} {unit}{ends}"
 
     def a_day(ratio: float) -> float:
