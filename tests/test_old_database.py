@@ -21,6 +21,7 @@ from spectune.db import migrate, open_database
 from spectune.db.engine import WRITES, make_engine
 from spectune.db.urls import parse_url
 from spectune.optimizer.artifacts import fitted
+from spectune.optimizer.report.tuning import page, report_on
 from spectune.runtime.policies.document import parse_policy
 from spectune.traces.store import TraceStore
 
@@ -96,6 +97,9 @@ def test_an_old_database_migrates_and_holds_what_it_held(old_url: str) -> None:
         assert store.active_publication(PAIR, "cpu", "canary") is None
         assert store.get_publication(1).evidence["winner"]["label"] == "autoregressive"
         assert len(store.get_study("latest").trials) == 635
+        text = page(report_on(store, "latest"))
+        assert "Decode without a draft" in text
+        assert "race, speed by category: Not stored" in text
         run = store.get_run("latest")
         assert (run.outcome.total.rounds, sum(map(len, store.run_steps(run.id).values()))) == (72, 72)
         profile = store.latest_profile(PAIR, "cpu", "float32")

@@ -118,7 +118,9 @@ class Plot:
                 self.add(
                     "line", class_="grid", x1=self.at(x, 0)[0], x2=self.at(x, 0)[0], y1=14, y2=base
                 )
-            self.text(self.at(x, 0)[0], base + 16, short(x))
+            here = self.at(x, 0)[0]
+            inside = "end" if here > self.width - 18 else "start" if here < 14 else "middle"
+            self.text(here, base + 16, short(x), inside)
         self.add("line", class_="axis", x1=x0, x2=x1, y1=base, y2=base)
         self.text((x0 + x1) / 2, self.height - 8, x_name)
         if y_name:

@@ -21,7 +21,7 @@ from spectune.traces.schema import Sampling
 Clock = Callable[[], datetime]
 _TRIES = 20
 _HINTS = {"recording": "; `traces list` shows those there are", "latency profile": "; `profile` measures one and prints its id"}
-_MAKERS = {"recording": "; `record` makes one", "latency profile": "; `profile` measures one"}
+_MAKERS = {"recording": "; `record` makes one", "latency profile": "; `profile` measures one", "study": "; `tune` makes one"}
 """What to do, for messages, when nothing is found."""
 
 
