@@ -76,6 +76,16 @@ def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         searched = search_asked(kw)
         options = decode_options(kw)
         pair = load(kw, store, spec)
+        if workload is None:
+            recording = store.resolve_recording(kw["recording_id"])
+            info = store.get_recording(recording)
+            same_pair(info.pair_id, pair, recording)
+            if info.state != "complete" and info.workload_id is not None:
+                click.echo(
+                    f"recording {recording} was never finished: tuning on the {info.n_requests} requests it holds "
+                    f"(`record --resume {recording}` makes the others)",
+                    err=True,
+                )
         workload = workload and fit_to(pair, workload, options, kw["overlong"])
         from spectune.optimizer.estimate import course
         from spectune.optimizer.report.tables import evidence_table
@@ -99,15 +109,6 @@ def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         with Meter(expected) as meter:
             wanted = replace(wanted, begins=expected.begin)
             if workload is None:
-                recording = store.resolve_recording(kw["recording_id"])
-                info = store.get_recording(recording)
-                same_pair(info.pair_id, pair, recording)
-                if info.state != "complete" and info.workload_id is not None:
-                    click.echo(
-                        f"recording {recording} was never finished: tuning on the {info.n_requests} requests it holds "
-                        f"(`record --resume {recording}` makes the others)",
-                        err=True,
-                    )
                 tuned = tune_recording(store, pair, recording, wanted, progress=meter)
             else:
                 tuned = do_tune(store, pair, workload, wanted, progress=meter)
