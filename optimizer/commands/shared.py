@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -334,7 +335,8 @@ def console_for(stderr: bool = False) -> Console:
     broken in a file."""
     from rich.console import Console
 
-    width = None if (sys.stderr if stderr else sys.stdout).isatty() else 160
+    is_known = (sys.stderr if stderr else sys.stdout).isatty() or "COLUMNS" in os.environ
+    width = None if is_known else 160
     return Console(stderr=stderr, width=width, soft_wrap=False, highlight=False, markup=False, emoji=False)
 
 

@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from spectune.optimizer.report.fitting import FittingTable, cell, header
 from spectune.traces.schema import TREE_SCALE, Counts, LatencyProfile, Outcome
 from spectune.traces.text import printable
 
@@ -184,7 +185,7 @@ def classifier_table(fitted: Mapping[str, Any]) -> RenderableType:
         table.add_column(column, justify="right")
     every = max(1, len(metrics["curve"]) // 10)
     for point in (p for p in metrics["curve"] if p["epoch"] % every == 0 or p is metrics["curve"][-1]):
-        _row(table, str(point["epoch"]), *(_cell(point[k]) for k in ("loss", "recall", "positive_rate")))
+        _row(table, str(point["epoch"]), *(cell(point[k]) for k in ("loss", "recall", "positive_rate")))
     notes = (
         f"{fitted['hidden']} hidden units on {', '.join(metrics['features'])}; {fitted['nodes']} nodes of {fitted['starts']} trees, "
         f"{fitted['accepted']} accepted; trained on {metrics['positives']} accepted and {metrics['negatives']} rejected ones; recall and "
@@ -284,23 +285,23 @@ def shortlist_fit_table(fitted: Mapping[str, Any]) -> RenderableType:
 
 
 def rows_table(rows: Sequence[dict[str, Any]], columns: Sequence[str], title: str = "") -> RenderableType:
-    """Plain rows as a table; missing values are left blank."""
+    """Plain rows as a table, values as :func:`optimizer.report.fitting.cell` has them."""
     table = _table(title)
     for column in columns:
-        table.add_column(column)
+        table.add_column(header(column))
     for row in rows:
-        _row(table, *(_cell(row.get(c)) for c in columns))
+        _row(table, *(cell(row.get(c), c) for c in columns))
     return table
 
 
 def _table(title: str = "") -> Table:
     """A table whose title is shown as it is, whatever it quotes; its rows are :func:`_row`'s."""
-    return Table(title=Text(_as_it_is(title), style="table.title") if title else None, title_justify="left")
+    return FittingTable(title=Text(_as_it_is(title), style="table.title") if title else None, title_justify="left")
 
 
 def _row(table: Table, *cells: str, style: str = "") -> None:
     """Adds a row of cells that are shown as they are: rich reads markup in plain strings (``[math]``)."""
-    table.add_row(*(Text(_as_it_is(cell)) for cell in cells), style=style)
+    table.add_row(*(Text(_as_it_is(text)) for text in cells), style=style)
 
 
 def _as_it_is(text: str) -> str:
@@ -312,8 +313,3 @@ def _note(text: str) -> Text:
     """Lines below a table."""
     return Text(printable(text), style="dim")
 
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,137 @@
+"""Everything that has an id, of whatever kind: listed, found by its id alone, and pruned."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, Final
+
+from sqlalchemy import delete, func, select
+from sqlalchemy.orm import Session
+
+from spectune.db import Database, NotFoundError
+from spectune.db.models import (
+    ArtifactRow,
+    LatencyProfileRow,
+    PairRow,
+    PolicyRow,
+    PublicationRow,
+    RecordingRow,
+    RunRow,
+    StudyRow,
+    WorkloadRow,
+)
+from spectune.db.schedules import JobRow, ScheduleRow
+from spectune.traces.text import shortened
+
+_COLUMNS: Final[Mapping[str, tuple[Any, ...]]] = {
+    "recordings": (RecordingRow.id, RecordingRow.pair_id, RecordingRow.source, RecordingRow.state),
+    "profiles": (LatencyProfileRow.id, LatencyProfileRow.pair_id, LatencyProfileRow.device, LatencyProfileRow.dtype),
+    "artifacts": (ArtifactRow.id, ArtifactRow.kind, ArtifactRow.pair_id),
+    "studies": (StudyRow.id, StudyRow.pair_id, StudyRow.recording_id, StudyRow.sampler, StudyRow.n_trials),
+    "runs": (RunRow.id, RunRow.kind, RunRow.purpose, RunRow.pair_id, RunRow.policy_id, RunRow.recording_id, RunRow.device),
+    "policies": (PolicyRow.id, PolicyRow.label),
+    "pairs": (PairRow.id, PairRow.name),
+    "workloads": (WorkloadRow.id, WorkloadRow.name, WorkloadRow.n_requests),
+}
+"""What a list shows of each kind, its id first; when it was made follows."""
+KINDS: Final = tuple(_COLUMNS)
+PRUNED: Final = ("runs", "studies", "profiles", "artifacts")
+"""Kinds that :func:`prune_kinds` removes; recordings are :mod:`traces.store.prune`'s, the others hardly take room."""
+
+
+def counts(database: Database) -> dict[str, int]:
+    """How many there are of each kind."""
+    with database.read() as session:
+        found = {kind: session.scalar(select(func.count()).select_from(_table(kind))) for kind in KINDS}
+    return {kind: int(count or 0) for kind, count in found.items()}
+
+
+def list_kind(database: Database, kind: str, *, limit: int | None = None) -> tuple[dict[str, Any], ...]:
+    """Column to value of everything of a kind, newest first, the moment in ISO 8601; nothing is unpacked."""
+    made = _table(kind).created_at
+    query = select(*_COLUMNS[kind], made).order_by(made.desc(), _COLUMNS[kind][0]).limit(limit)
+    with database.read() as session:
+        return tuple({**row, "created_at": row["created_at"].isoformat()} for row in session.execute(query).mappings())
+
+
+def find(database: Database, text: str) -> tuple[str, str]:
+    """(kind, id) of the one thing whose id ``text`` is, or begins. Raises NotFoundError for none, or more than one."""
+    near: list[tuple[str, str]] = []
+    with database.read() as session:
+        for kind in KINDS:
+            column = _COLUMNS[kind][0]
+            if session.scalar(select(column).where(column == text)) is not None:
+                return kind, text
+            begun = select(column).where(column.startswith(text, autoescape=True)).order_by(column).limit(3)
+            near += [(kind, name) for name in session.scalars(begun)] if text else []
+    if len(near) == 1:
+        return near[0]
+    if near:
+        raise NotFoundError(f"{shortened(text)} is ambiguous: {', '.join(name for _, name in near[:5])}...")
+    raise NotFoundError(f"nothing has the id {shortened(text)}; `db list KIND` shows what there is ({', '.join(KINDS)})")
+
+
+def prune_kinds(
+    database: Database,
+    kinds: Sequence[str] = PRUNED,
+    *,
+    before: datetime | None = None,
+    keep_last: int | None = None,
+    dry_run: bool = False,
+) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """Removes of each kind what was made ``before`` a moment and is not among the newest ``keep_last``; (removed, spared) by kind.
+
+    Spared is what anything that stays names: a publication, a schedule or its jobs, a policy, a run, a study, an artifact; and of
+    each pair, device and dtype the newest profile, which everything is predicted by.
+    """
+    with database.read() if dry_run else database.write(is_long=True) as session:
+        chosen = {kind: _old(session, kind, before, keep_last) for kind in kinds}
+        spared = _named_elsewhere(session, {name for names in chosen.values() for name in names}) | _newest_profiles(session)
+        removed = {kind: [name for name in names if name not in spared] for kind, names in chosen.items()}
+        if not dry_run:
+            for kind, names in removed.items():
+                session.execute(delete(_table(kind)).where(_COLUMNS[kind][0].in_(names)))
+    return removed, {kind: [name for name in names if name in spared] for kind, names in chosen.items()}
+
+
+def _table(kind: str) -> Any:
+    return _COLUMNS[kind][0].class_
+
+
+def _old(session: Session, kind: str, before: datetime | None, keep_last: int | None) -> list[str]:
+    row = _table(kind)
+    rows = session.execute(select(row.id, row.created_at).order_by(row.created_at.desc(), row.id)).all()
+    return [name for name, made in rows[keep_last or 0 :] if before is None or made < before]
+
+
+def _newest_profiles(session: Session) -> set[str]:
+    row, newest = LatencyProfileRow, dict[tuple[str, str, str], str]()
+    for name, *of in session.execute(select(row.id, row.pair_id, row.device, row.dtype).order_by(row.created_at, row.id.desc())):
+        newest[(of[0], of[1], of[2])] = name
+    return set(newest.values())
+
+
+def _named_elsewhere(session: Session, doomed: set[str]) -> set[str]:
+    """Those that a row names which stays, also because another one names it."""
+    stay: list[str] = []
+    told = [select(PublicationRow.policy_id, PublicationRow.evidence), select(ScheduleRow.payload), select(JobRow.result)]
+    told += [select(PolicyRow.document), select(RecordingRow.options)]
+    for query in told:
+        stay += [_as_text(row) for row in session.execute(query)]
+    owners = {name: _as_text(said) for name, *said in session.execute(select(ArtifactRow.id, ArtifactRow.provenance))}
+    run = (RunRow.id, RunRow.recording_id, RunRow.profile_id, RunRow.options)
+    owners |= {name: _as_text(said) for name, *said in session.execute(select(*run))}
+    owners |= {name: _as_text(said) for name, *said in session.execute(select(StudyRow.id, StudyRow.document))}
+    stay += [said for name, said in owners.items() if name not in doomed]
+    spared: set[str] = set()
+    while stay:
+        found = {name for name in doomed - spared if any(name in text for text in stay)}
+        spared |= found
+        stay = [owners[name] for name in found if name in owners]
+    return spared
+
+
+def _as_text(values: Sequence[Any]) -> str:
+    return json.dumps(list(values), default=str)
