@@ -1,0 +1,86 @@
+"""How long commands that load no model take, each in a process of its own: seconds, and how many modules it imports.
+
+    python bench/commands.py            a table
+    python bench/commands.py --json     and bench/results/commands.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+FIXED = '{"draft": "small", "window": {"kind": "fixed", "gamma": 4}}'
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "--help": ("--help",),
+    "db list": ("db", "list"),
+    "db check": ("db", "check"),
+    "traces list": ("traces", "list"),
+    "traces show": ("traces", "show"),
+    "traces stats": ("traces", "stats"),
+    "policies list": ("policies", "list", "--pair", "demo"),
+    "policies diff": ("policies", "diff", FIXED, "autoregressive", "--pair", "demo"),
+    "policies export": ("policies", "export", FIXED, "--pair", "demo", "--for", "vllm"),
+    "schedule list": ("schedule", "list"),
+    "run, mistyped pair": ("run", "--pair", "nope.json"),
+    "tune, mistyped workload": ("tune", "--pair", "demo", "--workload", "nope.jsonl"),
+    "run, mistyped policy": ("run", "--pair", "demo", "--policy", "nope"),
+    "simulate": ("simulate", "--policy", FIXED, "--device", "cuda"),
+}
+LIMITS_S = {"simulate": 2.0}
+"""What a command may take; others 1 s."""
+SCRIPT = """
+import atexit, sys
+count = sys.argv.pop(1)
+atexit.register(lambda: open(count, "w").write(str(len(sys.modules))))
+from spectune.cli import main
+main(sys.argv[1:])
+"""
+
+
+def measure(command: tuple[str, ...], folder: Path, repeats: int) -> dict[str, Any]:
+    """Median seconds of a command, the first run left out, and the modules imported by its end."""
+    count, times = folder / "modules", []
+    for _ in range(repeats + 1):
+        begun = time.perf_counter()
+        subprocess.run([sys.executable, "-c", SCRIPT, str(count), *command], cwd=folder, capture_output=True, check=False)
+        times.append(time.perf_counter() - begun)
+    return {"seconds": statistics.median(times[1:]), "modules": int(count.read_text())}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="write bench/results/commands.json")
+    parser.add_argument("--repeats", type=int, default=3)
+    wanted = parser.parse_args()
+    from trace_values import a_recording
+
+    from spectune.db import open_database
+    from spectune.traces.store import TraceStore
+
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        with open_database(f"{folder}/spectune.db") as database:
+            a_recording(TraceStore(database))
+        for name, command in COMMANDS.items():
+            found[name] = {**measure(command, Path(folder), wanted.repeats), "limit_s": LIMITS_S.get(name, 1.0)}
+            print(f"{name:<26}{found[name]['seconds']:6.2f} s{found[name]['modules']:7} modules", file=sys.stderr)
+    data = {"python": platform.python_version(), "cores": os.cpu_count(), "commands": found}
+    if wanted.json:
+        text = json.dumps(data, indent=1)
+        (ROOT / "bench" / "results" / "commands.json").write_text(text + "\n")
+        print(text)
+
+
+if __name__ == "__main__":
+    main()
