@@ -350,7 +350,11 @@ def emit(as_json: bool, data: Any, view: Any) -> None:
         click.echo(json_line(data))
         return
     built = view() if callable(view) else view
-    console_for().print(Text(printable(built)) if isinstance(built, str) else built)
+    console = console_for()
+    if isinstance(built, str):
+        console.print(Text(printable(built)), soft_wrap=not console.is_terminal)
+    else:
+        console.print(built)
 
 
 def say(text: str, *, err: bool = False) -> None:
