@@ -95,7 +95,7 @@ def _measured(store: TraceStore, pair: LoadedPair, encoded: Encoded, passes: int
     rules["theorem_3"] = replace(rules["throughput"], rule="theorem_3")
     kept = {name: ChooserPolicy.of(keep_chooser(store, pair, source, c, profile).artifact) for name, c in rules.items()}
     policies = {**CANDIDATES, **kept}
-    _, held_out = split([t.request_id for t in texts], [t.category for t in texts])
+    held_out = sorted({*range(len(texts))} - {*split([t.category for t in texts]).search})
     test = replace(encoded, items=tuple(encoded.items[i] for i in held_out))
     compared = compare(pair, list(policies.values()), test, passes=passes, profile=profile, artifacts=fitted(store, pair.id))
     return {

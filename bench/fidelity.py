@@ -37,7 +37,7 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
     policies = {kind: spread_over(of[kind], 2 if quick else count) for kind, count in KINDS.items()}
     every = [p for found in policies.values() for p in found]
     trace, limit = lab.trace(), 3 if quick else 6
-    expected = expected_seconds(trace, range(limit), every, lab.profile, lab.find)
+    expected = expected_seconds(trace.select(range(limit)), every, lab.profile, lab.find)
     how = {"profile": lab.profile, "artifacts": lab.find, "expected": expected}
     compared = compare(lab.pair, every, lab.encoded(limit), passes=2 * PASSES, **how)
     rows = [

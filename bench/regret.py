@@ -65,7 +65,7 @@ def _against_fixed(
     policies = {p.id: p for p in [winner, *exhaustive]}
     profile, encoded = store.get_profile(tuned.profile).profile, encode(pair, requests(count // 2, category=category), options)
     trace = open_trace(store, tuned.recording, chains=pair.draft_names).trace
-    expected = expected_seconds(trace, range(len(encoded.items)), policies.values(), profile)
+    expected = expected_seconds(trace.select(range(len(encoded.items))), policies.values(), profile)
     compared = race(
         pair, list(policies.values()), encoded, kept=[winner.id], expected=expected, profile=profile, passes=3, budget_s=budget_s
     )

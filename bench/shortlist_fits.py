@@ -82,7 +82,8 @@ def fit(state: Path, drafts: Sequence[str], quick: bool) -> Fits:
     plain = StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names))
     recording = record(store, pair, wanted, plain, reuse_complete=True).id
     texts = store.load(recording, []).trajectories
-    search, test = (tuple(texts[i] for i in part) for part in split([t.request_id for t in texts], [t.category for t in texts]))
+    parts = split([t.category for t in texts])
+    search, test = (tuple(texts[i] for i in part) for part in (parts.search, sorted([*parts.race, *parts.confirm])))
     frequencies = fit_fr_spec(store, recording, pair).artifact
     routers = {d: fit_router(store, recording, pair, d, clusters=16 if quick else CLUSTERS).artifact for d in drafts}
     return Fits(pair, store, workload, search, test, frequencies, routers)

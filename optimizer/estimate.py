@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from spectune.optimizer.confirm import RACE_SHARE
 from spectune.optimizer.profiles import usable_profile
 from spectune.optimizer.record import recording_options
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from spectune.traces.schema import Workload
     from spectune.traces.store import TraceStore
 
-TYPICAL = {"record": 90.0, "profile": 30.0, "fit": 12.0, "search": 22.0, "execute": 80.0}
+TYPICAL = {"record": 90.0, "profile": 30.0, "fit": 12.0, "search": 22.0, "execute": 53.0, "confirm": 27.0}
 """Seconds of the demo's tuning on two CPU cores: a bar's proportions while nothing is known of a pair, and never told."""
 LOOKED_AT = 5
 """Earlier tunings of a pair that an estimate is made of."""
@@ -69,7 +70,7 @@ class Course:
         """The estimate, in a line."""
         if not self.known:
             return (
-                "no tuning of this pair is stored, so nobody knows yet how long recording it takes; the race takes "
+                "no tuning of this pair is stored, so nobody knows yet how long recording it takes; race and confirmation take "
                 f"{spoken(budget_s)} at most"
             )
         parts: dict[str, float] = {}
@@ -103,7 +104,8 @@ def course(
         for name, seconds in pace["seconds"].items():
             expected[name] = max(expected.get(name, 0.0), seconds * (1.0 if name == "profile" else scale))
     known = bool(alike)
-    expected = {**(expected if known else TYPICAL), "execute": wanted.budget_s}
+    race_s = wanted.budget_s * RACE_SHARE
+    expected = {**(expected if known else TYPICAL), "execute": race_s, "confirm": wanted.budget_s - race_s}
     if not wanted.fresh:
         if usable_profile(store, pair, wanted.drafts_of(pair), datetime.now(UTC), trees=trees) is not None:
             expected["profile"] = 0.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -144,12 +144,8 @@ def outcome(policy: str, decoded: Sequence[Decoded]) -> Outcome:
     )
 
 
-@dataclass(frozen=True)
-class Expected:
-    """Predicted seconds by policy id: of each executed request, and of the whole workload that these are part of."""
-
-    requests: Mapping[str, NDArray[np.float64]]
-    whole: Mapping[str, float]
+Expected = Mapping[str, NDArray[np.float64]]
+"""Predicted seconds of each request of a race, by policy id."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +167,7 @@ class Timings:
         seconds; the interval is Student's, of the ratio of sums over requests, linearised in its logarithm. (0, inf) where fewer
         than two requests are shared.
 
-        ``projected`` estimates the ratio on the whole workload: the executed ratio, times the predicted one there, over the
+        ``projected`` estimates the ratio on all requests of the race: the executed ratio, times the predicted one there, over the
         predicted one on the executed requests. Which requests were executed cancels as far as prediction knows how they differ,
         and so does a prediction that is off by a factor; what stays is noise, and what prediction does not know.
         """
@@ -180,12 +176,12 @@ class Timings:
         rows = np.flatnonzero(shared.any(1))
         if not len(rows):
             return 1.0, 0.0, float("inf")
-        a = np.nanmedian(np.where(shared, one, np.nan)[rows], axis=1)
-        b = np.nanmedian(np.where(shared, other, np.nan)[rows], axis=1)
+        a, b = (_medians(np.where(shared, seconds, np.nan)[rows]) for seconds in (one, other))
         ratio, deviations = b.sum() / a.sum(), b / b.mean() - a / a.mean()
         if projected and self.expected is not None:
-            a, b = self.expected.requests[policy_id][rows], self.expected.requests[base_id][rows]
-            ratio *= self.expected.whole[base_id] / self.expected.whole[policy_id] * a.sum() / b.sum()
+            whole = self.expected[base_id].sum() / self.expected[policy_id].sum()
+            a, b = self.expected[policy_id][rows], self.expected[base_id][rows]
+            ratio *= whole * a.sum() / b.sum()
             deviations = deviations - b / b.mean() + a / a.mean()
         if len(rows) < 2:
             return float(ratio), 0.0, float("inf")
@@ -193,8 +189,15 @@ class Timings:
         return float(ratio), float(ratio * np.exp(-error)), float(ratio * np.exp(error))
 
     def leader(self, policies: Sequence[str]) -> str:
-        """The fastest of some policies on the whole workload, by point estimate against the first of them."""
+        """The fastest of some policies on the requests of a race, by point estimate against the first of them."""
         return max(policies, key=lambda p: self.ratio(p, policies[0], projected=True)[0])
+
+
+def _medians(seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The median of each row, without its NaNs (numpy's is slow where there are few)."""
+    ordered, count, rows = np.sort(seconds, axis=1), (~np.isnan(seconds)).sum(1), np.arange(len(seconds))
+    middle: NDArray[np.float64] = (ordered[rows, (count - 1) // 2] + ordered[rows, count // 2]) / 2
+    return middle
 
 
 @dataclass(frozen=True)
@@ -283,28 +286,13 @@ def race(
 ) -> Comparison:
     """Executes policies in a race (:func:`eliminate`), so that most of the time goes to telling the fastest apart.
 
-    A request's seconds in the outcomes are the median of its executions. Windows that carry state keep one controller for the
-    whole race. Raises PolicyError if a policy cannot run.
+    Raises PolicyError if a policy cannot run.
     """
-    warm(pair, encoded)
-    unique = {p.id: p for p in policies}
-    decoders = decoders_for(pair, list(unique.values()), encoded, profile, artifacts, clock)
-    counts: dict[str, dict[int, Counts]] = {p: {} for p in unique}
-    first: dict[str, dict[int, list[float]]] = {p: {} for p in unique}
-    texts: list[set[tuple[int, ...]]] = [set() for _ in encoded.items]
-
-    def execute(policy_id: str, n: int) -> float:
-        item, request = encoded.items[n]
-        decoded = decoders[policy_id].decode(request, item.category, encoded.options.stop_strings)
-        texts[n].add(tuple(decoded.trajectory.output_ids.tolist()))
-        counts[policy_id].setdefault(n, counts_of(decoded.steps, decoded.seconds))
-        first[policy_id].setdefault(n, []).append(first_token_s(decoded.steps, decoded.seconds))
-        return decoded.seconds
-
+    executor = Executor(pair, policies, encoded, profile=profile, artifacts=artifacts, clock=clock)
     timings, survivors = eliminate(
-        list(unique),
+        list(executor.policies),
         len(encoded.items),
-        execute,
+        executor,
         whole=whole,
         kept=kept,
         expected=expected,
@@ -313,16 +301,56 @@ def race(
         clock=clock,
         progress=progress,
     )
-    outcomes = {}
-    for policy_id, policy in unique.items():
-        rows = []
-        for n, found in sorted(counts[policy_id].items()):
-            item, _ = encoded.items[n]
-            typical = float(np.nanmedian(timings.seconds[policy_id][n]))
-            to_first = float(np.median(first[policy_id][n]))
-            rows.append(RequestOutcome(item.id, item.category, replace(found, seconds=typical), to_first))
-        outcomes[policy_id] = Outcome(policy.label(), "executed", tuple(rows))
-    return Comparison(outcomes, unique, sum(len(t) > 1 for t in texts), timings, survivors)
+    return executor.comparison(timings, survivors)
+
+
+class Executor:
+    """Decodes one request (by number) of a workload under one policy (by id), and keeps what that did. Windows that carry
+    state keep one controller for all requests. Raises PolicyError if a policy cannot run."""
+
+    def __init__(
+        self,
+        pair: LoadedPair,
+        policies: Iterable[AnyPolicy],
+        encoded: Encoded,
+        *,
+        profile: LatencyProfile | None = None,
+        artifacts: Artifacts | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        warm(pair, encoded)
+        self.policies, self.encoded = {p.id: p for p in policies}, encoded
+        self._decoders = decoders_for(pair, list(self.policies.values()), encoded, profile, artifacts, clock)
+        self._counts: dict[str, dict[int, Counts]] = {p: {} for p in self.policies}
+        self._first: dict[str, dict[int, list[float]]] = {p: {} for p in self.policies}
+        self._texts: list[set[tuple[int, ...]]] = [set() for _ in encoded.items]
+
+    def __call__(self, policy_id: str, n: int) -> float:
+        """Its seconds."""
+        item, request = self.encoded.items[n]
+        decoded = self._decoders[policy_id].decode(request, item.category, self.encoded.options.stop_strings)
+        self._texts[n].add(tuple(decoded.trajectory.output_ids.tolist()))
+        self._counts[policy_id].setdefault(n, counts_of(decoded.steps, decoded.seconds))
+        self._first[policy_id].setdefault(n, []).append(first_token_s(decoded.steps, decoded.seconds))
+        return decoded.seconds
+
+    @property
+    def texts_differ(self) -> int:
+        """Requests whose tokens were not equal under every policy."""
+        return sum(len(t) > 1 for t in self._texts)
+
+    def comparison(self, timings: Timings, survivors: Sequence[str]) -> Comparison:
+        """What was executed; a request's seconds are the median of its executions."""
+        outcomes = {}
+        for policy_id, policy in self.policies.items():
+            rows = []
+            for n, found in sorted(self._counts[policy_id].items()):
+                item, _ = self.encoded.items[n]
+                typical = float(np.nanmedian(timings.seconds[policy_id][n]))
+                to_first = float(np.median(self._first[policy_id][n]))
+                rows.append(RequestOutcome(item.id, item.category, replace(found, seconds=typical), to_first))
+            outcomes[policy_id] = Outcome(policy.label(), "executed", tuple(rows))
+        return Comparison(outcomes, self.policies, self.texts_differ, timings, tuple(survivors))
 
 
 def decoders_for(

@@ -15,7 +15,7 @@ from spectune.optimizer.simulate.replay import replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.artifacts import Artifacts
-from spectune.runtime.policies.document import AnyPolicy, Policy
+from spectune.runtime.policies.document import AnyPolicy
 from spectune.runtime.profiling import environment, measure_profile, refit_scale
 from spectune.traces.latency import LatencyProfile
 from spectune.traces.schema import Trajectory
@@ -138,31 +138,16 @@ def profile_for(
 
 def expected_seconds(
     trace: ReplayTrace,
-    executed: Sequence[int],
     policies: Iterable[AnyPolicy],
     profile: LatencyProfile,
     artifacts: Artifacts | None = None,
 ) -> Expected:
-    """What replay predicts for the requests of a trace that are executed (indices), and for all of
-    it.
-
-    Where a shortlist or a chooser is among the policies, those executed are all: it was fitted to
-    the others' texts, on which it accepts more than on any to come.
-    """
-    policies = list(policies)
-    fitted_to_texts = any(not isinstance(p, Policy) or p.shortlisted for p in policies)
-    over = list(executed) if fitted_to_texts else range(len(trace.order))
-    requests, whole = {}, {}
+    """What replay predicts for the requests of a trace."""
+    found = {}
     for policy in policies:
-        predicted = replay(
-            trace, policy, profile, artifacts=artifacts, approximate=True
-        )
-        seconds = np.array([r.counts.seconds for r in predicted.per_request])
-        requests[policy.id], whole[policy.id] = (
-            seconds[list(executed)],
-            float(seconds[list(over)].sum()),
-        )
-    return Expected(requests, whole)
+        predicted = replay(trace, policy, profile, artifacts=artifacts, approximate=True)
+        found[policy.id] = np.array([r.counts.seconds for r in predicted.per_request])
+    return found
 
 
 def at_pace_of(profile: LatencyProfile, timings: Timings) -> LatencyProfile:
@@ -173,6 +158,6 @@ def at_pace_of(profile: LatencyProfile, timings: Timings) -> LatencyProfile:
     predicted, executed = [], []
     for policy, seconds in timings.seconds.items():
         for n in np.flatnonzero(~np.isnan(seconds).all(1)):
-            predicted.append(float(timings.expected.requests[policy][n]))
+            predicted.append(float(timings.expected[policy][n]))
             executed.append(float(np.nanmedian(seconds[n])))
     return refit_scale(profile, predicted, executed)

@@ -8,7 +8,7 @@ what they make even where they are to begin anew.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,16 +18,17 @@ from sqlalchemy.orm import Session
 
 from spectune.db.errors import CorruptedChunkError
 from spectune.optimizer.artifacts import fitted
+from spectune.optimizer.confirm import RACE_SHARE, Confirmation, confirm, planned, said_of
 from spectune.optimizer.deployment import sampling_of, tunes_over
 from spectune.optimizer.estimate import pace
-from spectune.optimizer.execute import Comparison, DecodeOptions, encode_recorded, race
+from spectune.optimizer.execute import Comparison, DecodeOptions, Encoded, Executor, encode_recorded, race
 from spectune.optimizer.fit.chooser_fits import fit_chooser_artifact
 from spectune.optimizer.fit.on_the_fly import read_prompts
 from spectune.optimizer.fit.tuning import fit_shortlists, fit_trees, ranks_for
 from spectune.optimizer.processes import kept_helpers
 from spectune.optimizer.profiles import at_pace_of, doubts, expected_seconds, prediction_spread, profile_for
 from spectune.optimizer.publish import earlier_winners, incumbent_of, publish
-from spectune.optimizer.record import Look, RecordRequest, cover_of, look_around, record, split
+from spectune.optimizer.record import Look, Parts, RecordRequest, cover_of, look_around, mixed, record, split
 from spectune.optimizer.report.evidence import evidence_document, middle_request, rounds_of_one
 from spectune.optimizer.report.tuning import EVIDENCE
 from spectune.optimizer.report.words import sampling_in_words
@@ -36,7 +37,7 @@ from spectune.optimizer.simulate.replay import replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.trace import Grown, open_trace
 from spectune.optimizer.spaces import ShortlistLimit, TreeLimit, transformers_heuristic
-from spectune.optimizer.verdict import Tuned, candidates_of, fastest_of, verdict
+from spectune.optimizer.verdict import Candidate, Tuned, candidates_of, fastest_of, verdict
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import StaticSource
 from spectune.runtime.policies.artifacts import Artifacts
@@ -61,7 +62,8 @@ Progress = Callable[[str, int, int], None]
 class TuneOptions:
     """How a tuning is done. ``drafts`` empty means all of the pair's; ``tree_width`` 0 leaves trees out. ``finalists`` of
     different kinds and ``rivals``
-    (fixed windows too close for prediction) race against the baselines, in at most ``passes`` and about ``budget_s``. ``fresh`` uses
+    (fixed windows too close for prediction) race against the baselines, and the winner is confirmed, in at most ``passes`` each
+    and together about ``budget_s``. ``fresh`` uses
     nothing that was stored before, but what was made under the same ``idempotency_key``. ``guard`` is called in the transaction that
     publishes, and raises where the caller may not; ``publishing`` is entered around it, with what is published. What is in force
     in the ``deployment`` is the incumbent, and is what is replaced. ``tell`` is called with what a user should know of the workload
@@ -115,10 +117,11 @@ def tune(
 ) -> Tuned:
     """Tunes a pair for a workload on the device it is loaded on, from recording to publication.
 
-    The winner is published only if it beats the incumbent (the active policy, or autoregression while there is none) beyond noise on
-    requests that the search has not seen. What came into force after the incumbent was read is never replaced: it was not compared.
-    Raises PolicyError or TraceError when nothing can be searched, and what ``wanted.guard`` raises.
+    The winner is published only if it beats the incumbent (the active policy, or autoregression while there is none) beyond noise
+    on requests that neither search nor race has used. What came into force after the incumbent was read is never replaced: it was
+    not compared. Raises PolicyError or TraceError when nothing can be searched, raced or confirmed, and what ``wanted.guard`` raises.
     """
+    _tell_number(wanted, [r.category for r in workload.requests])
     slot = (wanted.idempotency_key or "") if wanted.fresh else ""
     wanted.begins("record")
     began = clock()
@@ -146,6 +149,9 @@ def tune_recording(
     clock: Callable[[], float] = time.perf_counter,
 ) -> Tuned:
     """Tunes on an existing recording (of served traffic, say). ``seconds`` are those that stages took before."""
+    if seconds is None:
+        texts = store.load(recording, (), skip_corrupted=True).trajectories
+        _tell_number(wanted, [t.category for t in texts])
     tuning = Tuning(store, pair, recording, wanted, progress, clock, dict(seconds or {}))
     for name, stage in STAGES:
         began = clock()
@@ -172,8 +178,8 @@ class Tuning:
     clock: Callable[[], float]
     seconds: dict[str, float]
     trace: ReplayTrace = field(init=False)
-    search_part: list[int] = field(init=False)
-    test_part: list[int] = field(init=False)
+    parts: Parts = field(init=False)
+    """Those of the race and the confirmation in an order whose every beginning has all categories."""
     profile: StoredProfile = field(init=False)
     active: Publication | None = field(init=False)
     incumbent: AnyPolicy = field(init=False)
@@ -188,6 +194,10 @@ class Tuning:
     chooser: AnyPolicy | None = None
     compared: Comparison = field(init=False)
     roles: dict[str, AnyPolicy] = field(init=False)
+    executed: list[Candidate] = field(init=False)
+    winner: Candidate = field(init=False)
+    confirmed: Confirmation | None = None
+    texts_differ: int = 0
 
     @property
     def drafts(self) -> tuple[str, ...]:
@@ -209,12 +219,14 @@ class Tuning:
         opened = open_trace(self.store, self.recording, chains=self.chains, trees=grown, skip_corrupted=True, **more)
         self.trace = opened.trace
         texts = self.trace.trajectories
-        self.search_part, self.test_part = split([t.request_id for t in texts], [t.category for t in texts])
+        categories = [t.category for t in texts]
+        parts = split(categories)
+        self.parts = Parts(parts.search, mixed(parts.race, categories), mixed(parts.confirm, categories))
 
     def search(self, trials: int, known: Study | None = None) -> None:
         """Replays policies on the search part; those of ``known`` are not replayed again."""
         self.study = search(
-            self.trace.select(self.search_part),
+            self.trace.select(self.parts.search),
             self.profile.profile,
             self.drafts,
             gamma_max=self.wanted.gamma_max,
@@ -231,11 +243,16 @@ class Tuning:
             progress=lambda done, total, best: self.progress(f"search, best {best:.0f} tokens/s", done, total),
         )
 
-    def predicted(self, policies: Iterable[AnyPolicy], part: Sequence[int]) -> dict[str, Any]:
-        """What replay says of some requests, by policy id, at the pace of the race."""
-        trace = self.trace.select(part)
-        profile, find = at_pace_of(self.profile.profile, self.compared.timings), self.artifacts
-        return {p.id: replay(trace, p, profile, artifacts=find, approximate=True) for p in policies}
+    def encoded(self, part: Sequence[int]) -> Encoded:
+        """Some of the requests, to be decoded again."""
+        return encode_recorded(self.pair, [self.trace.trajectories[i] for i in part], self.wanted.options.chat)
+
+
+def _tell_number(wanted: TuneOptions, categories: Sequence[str]) -> None:
+    """What so many requests will not show, before any work. Raises TraceError where they are too few."""
+    line = said_of(categories, publish=wanted.publish)
+    if line:
+        wanted.tell(line)
 
 
 def _record(tuning: Tuning) -> None:
@@ -361,23 +378,63 @@ def _choose(tuning: Tuning) -> None:
 
 
 def _execute(tuning: Tuning) -> None:
-    """The best few, the incumbent and plain baselines race on requests that the search has not seen."""
-    wanted, profile = tuning.wanted, tuning.profile.profile
+    """The best few, the incumbent and plain baselines race on requests that the search has not seen; who wins is then known."""
+    wanted, profile, part = tuning.wanted, tuning.profile.profile, tuning.parts.race
     tuning.roles = _roles(tuning.study, tuning.incumbent, wanted, tuning.chooser)
-    policies = list(tuning.roles.values())
+    policies, trace = {p.id: p for p in tuning.roles.values()}, tuning.trace.select(part)
     tuning.compared = race(
         tuning.pair,
-        policies,
-        encode_recorded(tuning.pair, [tuning.trace.trajectories[i] for i in tuning.test_part], wanted.options.chat),
+        list(policies.values()),
+        tuning.encoded(part),
         whole={p.id for role, p in tuning.roles.items() if not role.startswith("finalist")},
-        expected=expected_seconds(tuning.trace, tuning.test_part, policies, profile, tuning.artifacts),
+        expected=expected_seconds(trace, policies.values(), profile, tuning.artifacts),
         profile=profile,
         passes=wanted.passes,
-        budget_s=wanted.budget_s,
+        budget_s=wanted.budget_s * RACE_SHARE,
         clock=tuning.clock,
         progress=lambda done, total: tuning.progress("execute", done, total),
         artifacts=tuning.artifacts,
     )
+    timings, artifacts = tuning.compared.timings, tuning.artifacts
+    at_pace = at_pace_of(profile, timings)
+    predicted = {p.id: replay(trace, p, at_pace, artifacts=artifacts, approximate=True) for p in policies.values()}
+    tuning.executed = candidates_of(tuning.roles, tuning.compared, predicted, tuning.incumbent)
+    fastest = fastest_of(
+        [policies[name] for name in tuning.compared.survivors],
+        timings,
+        {name: outcome.total.tokens_per_s for name, outcome in predicted.items()},
+        prediction_spread(profile, trees=wanted.tree_size[0] > 0),
+    )
+    tuning.winner = next(c for c in tuning.executed if c.policy.id == fastest.id)
+    tuning.texts_differ = tuning.compared.texts_differ
+
+
+def _confirm(tuning: Tuning) -> None:
+    """The race's winner and the incumbent alone, on requests that nothing was fitted to or chosen by, in what is left of the time."""
+    wanted, seconds = tuning.wanted, tuning.compared.timings.seconds
+    winner, incumbent = tuning.winner.policy, tuning.incumbent
+    if winner.id == incumbent.id:
+        return
+    both_s = sum(float(np.nanmean(seconds[p.id])) for p in (winner, incumbent))
+    left_s = wanted.budget_s - min(wanted.budget_s * RACE_SHARE, sum(float(np.nansum(s)) for s in seconds.values()))
+    requests, passes = planned(len(tuning.parts.confirm), both_s, left_s, wanted.passes)
+    executor = Executor(
+        tuning.pair,
+        [winner, incumbent],
+        tuning.encoded(tuning.parts.confirm[:requests]),
+        profile=tuning.profile.profile,
+        artifacts=tuning.artifacts,
+        clock=tuning.clock,
+    )
+    tuning.confirmed, _ = confirm(
+        winner.id,
+        incumbent.id,
+        executor,
+        requests=requests,
+        passes=passes,
+        progress=lambda done, total: tuning.progress("confirm", done, total),
+    )
+    tuning.texts_differ += executor.texts_differ
 
 
 STAGES: tuple[tuple[str, Callable[[Tuning], None]], ...] = (
@@ -390,31 +447,31 @@ STAGES: tuple[tuple[str, Callable[[Tuning], None]], ...] = (
     ("search", _search_all),
     ("chooser", _choose),
     ("execute", _execute),
+    ("confirm", _confirm),
 )
 """What a tuning does, in order, by the name that its seconds are told under."""
 
 
 def _conclude(tuning: Tuning) -> tuple[Tuned, bool]:
     """What was found, and whether it is to take the place of what is in force."""
-    predicted = tuning.predicted(tuning.roles.values(), tuning.test_part)
-    executed = candidates_of(tuning.roles, tuning.compared, predicted, tuning.incumbent)
     trees = tuning.wanted.tree_size[0] > 0
-    winner = fastest_of(executed, tuning.compared, prediction_spread(tuning.profile.profile, trees=trees))
-    incumbent = next(c for c in executed if c.policy.id == tuning.incumbent.id)
-    reason, chosen, replaces = verdict(winner, incumbent, tuning.active is not None and not tuning.unusable)
+    incumbent = next(c for c in tuning.executed if c.policy.id == tuning.incumbent.id)
+    in_force = tuning.active is not None and not tuning.unusable
+    reason, chosen, replaces = verdict(tuning.winner, incumbent, tuning.confirmed, in_force)
     tuned = Tuned(
         winner=chosen,
         incumbent=incumbent,
-        candidates=tuple(executed),
+        candidates=tuple(tuning.executed),
         recording=tuning.recording,
         profile=tuning.profile.id,
         study=tuning.study_id,
-        texts_differ=tuning.compared.texts_differ,
-        test_requests=len(winner.executed.per_request),
-        search_requests=len(tuning.search_part),
+        texts_differ=tuning.texts_differ,
+        test_requests=max(len(c.executed.per_request) for c in tuning.executed),
+        search_requests=len(tuning.parts.search),
         trials=len(tuning.study.trials),
         reason="; ".join(filter(None, (tuning.unusable, doubts(tuning.profile, trees=trees), reason))),
         published=None,
+        confirmed=tuning.confirmed,
         seconds=tuning.seconds,
         beyond=tuning.study.left_out(),
         workload=tuning.workload,

@@ -1,4 +1,4 @@
-"""What a race and the predictions beside it say: which policy is fastest, and whether that is beyond noise."""
+"""What a race, the predictions beside it and a confirmation say: which policy is fastest, and whether that is beyond noise."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from spectune.optimizer.execute import Comparison
+from spectune.optimizer.confirm import FLOOR, LEAST, Confirmation
+from spectune.optimizer.execute import Comparison, Timings
 from spectune.optimizer.search import TIE, complexity
-from spectune.runtime.policies.document import AUTOREGRESSIVE, AnyPolicy
+from spectune.runtime.policies.document import AUTOREGRESSIVE, AnyPolicy, Policy
 from spectune.traces.sanity import Sanity
 from spectune.traces.schema import Outcome
 from spectune.traces.store import Publication
@@ -22,9 +23,10 @@ def finite(values: Sequence[float]) -> list[float | None]:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One executed policy beside its prediction. Speeds in tokens/s; ``ratio`` is its speed over the incumbent's, with a 95%
-    interval over requests, and ``over_plain`` over autoregression's, each on the requests that both were executed on. ``raced`` is its
-    speed over the leader's of the race, projected to the whole workload, and ``left`` says whether the race ended with it."""
+    """One raced policy beside its prediction. Speeds in tokens/s; ``ratio`` is its speed over the incumbent's, with a 95%
+    interval over requests, and ``over_plain`` over autoregression's, each on the race's requests that both were executed on.
+    ``raced`` is its speed over the leader's, projected to all of the race's requests, and ``left`` says whether the race ended
+    with it. The best of many is flattered by these: :class:`optimizer.confirm.Confirmation` is what counts."""
 
     role: str
     policy: AnyPolicy
@@ -60,6 +62,7 @@ class Candidate:
 @dataclass(frozen=True)
 class Tuned:
     """What a tuning found and did. ``published`` is the new publication, None when the incumbent stays (``reason`` says why);
+    ``confirmed`` is what the race's winner was against the incumbent on requests held out, None where that is the incumbent;
     ``beyond`` is :meth:`optimizer.search.Study.left_out`."""
 
     winner: Candidate
@@ -74,9 +77,16 @@ class Tuned:
     trials: int
     reason: str
     published: Publication | None
+    confirmed: Confirmation | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
     beyond: Mapping[str, Any] = field(default_factory=dict)
     workload: Sanity = field(default_factory=Sanity)
+
+    @property
+    def ratio(self) -> tuple[float, float, float]:
+        """The winner's speed over the incumbent's and its interval, as confirmed; 1 where the incumbent stays."""
+        confirmed = self.confirmed
+        return confirmed.ratio if confirmed and confirmed.winner == self.winner.policy.id else self.winner.ratio
 
     def to_json(self) -> dict[str, Any]:
         """The contract's keys ``winner``, ``predicted``, ``measured``, ``baselines``, ``published``, and the evidence."""
@@ -90,7 +100,9 @@ class Tuned:
             "measured": self.winner.executed.to_json(),
             "baselines": {c.role: c.to_json() for c in self.candidates if not c.role.startswith("finalist")},
             "candidates": [c.to_json() for c in self.candidates],
-            "ratio_to_incumbent": finite(self.winner.ratio),
+            "ratio_to_incumbent": finite(self.ratio),
+            "confirmed": None if self.confirmed is None else self.confirmed.to_json(),
+            "confirm_requests": 0 if self.confirmed is None else self.confirmed.requests,
             "published": None
             if self.published is None
             else {
@@ -132,26 +144,36 @@ def candidates_of(
     ]
 
 
-def fastest_of(candidates: Sequence[Candidate], compared: Comparison, spread: float) -> Candidate:
-    """The fastest on the whole workload of those that the race did not drop (:func:`_estimate`); of those that are as fast, within 1%
-    with their whole interval, the simplest kind. Windows of one kind are equally simple whatever their length."""
-    left = [c for c in candidates if c.left]
-    fastest = max(left, key=lambda c: _estimate(c, left[0], compared, spread))
-    tied = []
-    for candidate in left:
-        lead, low, high = compared.ratio(fastest.policy.id, candidate.policy.id, projected=True)
-        if candidate.policy.id == fastest.policy.id or (low <= 1.0 and high <= 1.0 + TIE):
-            tied.append((complexity(candidate.policy)[:-1], lead, candidate))
-    return min(tied, key=lambda t: t[:2])[2]
+def fastest_of(
+    policies: Sequence[AnyPolicy], timings: Timings, predicted: Mapping[str, float], spread: float
+) -> AnyPolicy:
+    """The fastest of the policies that a race did not drop, by execution and ``predicted`` tokens/s (by id; ``spread``: of their
+    ratios) together; of those that it is not faster than beyond noise, and that are predicted within a tie, the simplest. A tree
+    of at most three nodes beats what is simpler beyond noise or not at all."""
+    first = policies[0]
+
+    def estimate(policy: AnyPolicy) -> float:
+        if policy.id == first.id:
+            return 0.0
+        ratio = predicted[policy.id] / max(1e-12, predicted[first.id])
+        return weighed(timings.ratio(policy.id, first.id, projected=True), ratio, spread)
+
+    fastest = max(policies, key=estimate)
+    tied = [fastest]
+    for policy in policies:
+        _, low, high = timings.ratio(fastest.id, policy.id, projected=True)
+        close = predicted[fastest.id] <= predicted[policy.id] * (1 + TIE)
+        if low <= 1.0 and (close or high <= 1.0 + TIE or _is_slight(fastest)):
+            tied.append(policy)
+    return min(tied, key=lambda p: (complexity(p), -estimate(p)))
 
 
-def _estimate(candidate: Candidate, base: Candidate, compared: Comparison, spread: float) -> float:
-    """Log speed over ``base``, :func:`weighed` by the ``spread`` of predicted ratios. Where execution is precise it decides alone; where
-    it cannot tell two policies apart, prediction, which knows their rounds exactly, says more than noise."""
-    if candidate.policy.id == base.policy.id:
-        return 0.0
-    predicted = candidate.predicted.total.tokens_per_s / max(1e-12, base.predicted.total.tokens_per_s)
-    return weighed(compared.ratio(candidate.policy.id, base.policy.id, projected=True), predicted, spread)
+def _is_slight(policy: AnyPolicy) -> bool:
+    """Whether a policy is a tree of at most three nodes."""
+    if not isinstance(policy, Policy) or not policy.is_tree:
+        return False
+    nodes = getattr(policy.growth, "paths", None) or range(policy.select.top_n or 4)
+    return len(nodes) <= 3
 
 
 def weighed(executed: tuple[float, float, float], predicted: float, predicted_spread: float) -> float:
@@ -164,13 +186,20 @@ def weighed(executed: tuple[float, float, float], predicted: float, predicted_sp
     return (of_executed * math.log(ratio) + of_predicted * math.log(predicted)) / (of_executed + of_predicted)
 
 
-def verdict(winner: Candidate, incumbent: Candidate, published: bool) -> tuple[str, Candidate, bool]:
-    """(why, the candidate to be in force, whether that is to be published)."""
-    ratio, low, high = winner.ratio
+def verdict(
+    winner: Candidate, incumbent: Candidate, confirmed: Confirmation | None, published: bool
+) -> tuple[str, Candidate, bool]:
+    """(why, the candidate to be in force, whether that is to be published). ``published``: whether the incumbent is in force."""
     stays = "the incumbent stays" if published else "autoregression is published"
-    if winner.policy.id == incumbent.policy.id:
+    if confirmed is None or winner.policy.id == incumbent.policy.id:
         return f"nothing executed is faster than the incumbent; {stays}", incumbent, not published
-    shown = f"{ratio:.3f} times the incumbent's speed (95% interval {low:.3f} to {high:.3f})"
-    if not math.isfinite(low) or low <= 1.0:
-        return f"{shown}: not beyond noise; {stays}", incumbent, not published
-    return shown, winner, True
+    if not confirmed.holds:
+        return f"{winner.policy.label()} was {confirmed}: {_failed(confirmed)}; {stays}", incumbent, not published
+    return str(confirmed), winner, True
+
+
+def _failed(confirmed: Confirmation) -> str:
+    """Why a confirmation does not hold."""
+    if confirmed.requests < LEAST:
+        return f"too few, {LEAST} are needed"
+    return "not beyond noise" if confirmed.ratio[1] <= 1.0 else f"less than {FLOOR}, not worth a change"

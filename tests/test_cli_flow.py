@@ -39,6 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_pair: Path) -> Path:
     drafts = {"small": str(models / "far"), "near": str(models / "near")}
     (here / "pair.json").write_text(json.dumps({"name": "tiny", "target": str(models / "target"), "drafts": drafts}))
     write_workload(here / "work.jsonl", 10)
+    write_workload(here / "long.jsonl", 18)
     return here
 
 
@@ -70,13 +71,9 @@ def profile(door: Door) -> str:
 
 
 @pytest.fixture(scope="module")
-def tuned(door: Door, workload: tuple[object, ...], recording: str, profile: str) -> dict[str, Any]:
-    """A first tuning on what is recorded already."""
-    found = door.call("tune", "--pair", door.pair, *workload, "--limit", 6, *QUICK, "--json")
-    assert "fewer than 5 requests in a 3, b 3" in found.stderr
-    tuned = one_object(found.stdout)
-    assert tuned["workload"].items() >= {"requests": 6, "duplicates": 0, "few": {"a": 3, "b": 3}}.items()
-    return tuned
+def tuned(door: Door, folder: Path, recording: str, profile: str) -> dict[str, Any]:
+    """A first tuning, on as many requests as a publication needs."""
+    return door.json("tune", "--pair", door.pair, "--workload", folder / "long.jsonl", *SHORT, *QUICK)
 
 
 def counts(outcome: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,7 +160,7 @@ def test_tune_prints_the_evidence(door: Door, tuned: dict[str, Any], recording: 
     assert tuned["predicted"].keys() >= USAGE
     assert tuned["measured"].keys() >= USAGE
     assert {"autoregressive", "best fixed gamma", "transformers heuristic", "incumbent"} <= tuned["baselines"].keys()
-    assert tuned["recording"] == recording  # found, not decoded again
+    assert (tuned["search_requests"], tuned["confirmed"] is None) == (9, tuned["confirm_requests"] == 0)
     assert tuned["published"]["policy"] == tuned["winner"]["id"]
     assert tuned["published"]["deployment"] == "default"
     (only,) = door.json("policies", "list", "--pair", door.pair)["publications"]
@@ -172,6 +169,18 @@ def test_tune_prints_the_evidence(door: Door, tuned: dict[str, Any], recording: 
     for candidate in tuned["candidates"]:
         assert candidate["latency"]["requests"] == candidate["executed_requests"]
         assert candidate["latency"]["time_per_output_token_s"]["p99"] > 0
+
+
+def test_too_few_requests_are_refused_before_any_work(door: Door, workload: tuple[object, ...], recording: str) -> None:
+    """With how many are needed to publish, and to see a gain of 5%; without a publication the evidence is shown."""
+    for given in ((*workload, "--limit", 6), ("--recording", recording)):
+        refused = door.call("tune", "--pair", door.pair, *given, *QUICK)
+        assert (refused.exit_code, refused.stdout) == (2, "")
+        line = refused.stderr.strip().splitlines()[-1]
+        assert not any(phase in refused.stderr for phase in ("decode:", "profile:", "search"))
+        assert "6 requests leave 2 to confirm a winner on, and 5 are needed to publish it: give 1" in line
+        assert "a gain of 5% takes about 177 requests" in line
+        assert "--no-publish" in line
 
 
 def test_policies_from_publication_to_rollback(door: Door, folder: Path, tuned: dict[str, Any]) -> None:
@@ -287,7 +296,9 @@ def test_a_quick_tuning_leaves_trees_out_and_says_so(door: Door, workload: tuple
     assert labels == {"chain"}
 
 
-def test_an_unfinished_recording_is_tuned_on_and_said_to_be_one(door: Door, tuned: dict[str, Any], recording: str, tmp_path: Path) -> None:
+def test_an_unfinished_recording_is_tuned_on_and_said_to_be_one(
+    door: Door, workload: tuple[object, ...], tuned: dict[str, Any], recording: str, tmp_path: Path
+) -> None:
     other = Door(str(tmp_path / "cut.db"), door.pair)
     with closing(sqlite3.connect(door.db)) as source, closing(sqlite3.connect(other.db)) as database, database:
         source.backup(database)
@@ -295,7 +306,10 @@ def test_an_unfinished_recording_is_tuned_on_and_said_to_be_one(door: Door, tune
     found = other.call("tune", "--pair", other.pair, "--recording", recording, *QUICK, "--no-publish", "--json")
     assert one_object(found.stdout)["recording"] == recording
     assert f"{recording} was never finished: tuning on the 6 requests it holds (`record --resume {recording}`" in found.stderr
-    whole = door.call("tune", "--pair", door.pair, "--recording", recording, *QUICK, "--no-publish")
+    assert one_object(found.stdout)["workload"].items() >= {"requests": 6, "duplicates": 0, "few": {"a": 3, "b": 3}}.items()
+    whole = door.call("tune", "--pair", door.pair, *workload, "--limit", 6, *QUICK, "--no-publish")
+    assert "decode:" not in whole.stderr, "what is recorded is found"
+    assert "fewer than 5 requests in a 3, b 3" in whole.stderr
     assert "never finished" not in whole.stderr
     assert "(as earlier tunings of this pair took)" in whole.stderr
     last = whole.stdout[whole.stdout.rindex("\n\n") :].split("\n")

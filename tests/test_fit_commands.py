@@ -224,7 +224,7 @@ def test_every_fit_replays_and_runs(door: Door, shared: TraceStore, pair: Loaded
     }
     info = shared.get_recording("latest")
     texts = shared.load(info.id, ())
-    search, _ = split([t.request_id for t in texts.trajectories], [t.category for t in texts.trajectories])
+    search = split([t.category for t in texts.trajectories]).search
     for kind, found in made.items():
         stored = shared.get_artifact(found["artifact"])
         assert (stored.kind, found["kind"], stored.pair_id) == (kind, kind, info.pair_id)

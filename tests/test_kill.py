@@ -15,7 +15,7 @@ KILLS = 2
 
 
 def test_killed_at_random_moments_nothing_is_lost_and_all_resumes(tiny_pair: Path, tmp_path: Path) -> None:
-    found = run_kills(tiny_pair, tmp_path, KILLS, seed=KILLS, requests=4)
+    found = run_kills(tiny_pair, tmp_path, KILLS, seed=KILLS, requests=6)
     assert found["problems"] == []
     assert found["count"] == KILLS
     assert {name.split()[0] for name in found["kills"]} == {"record", "tune"}

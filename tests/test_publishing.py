@@ -28,7 +28,7 @@ from spectune.traces.store import Publication, TraceStore
 T0 = datetime(2026, 5, 4, 12, 0, tzinfo=UTC)
 HOUR = timedelta(hours=1)
 TEXTS = ("def add(a, b):", "The quick brown fox", "import json", "0 1 2 3 4")
-WORKLOAD = Workload("w", tuple(Request(f"r{i}", "ab"[i % 2], (f"{TEXTS[i % 4]} {i}",)) for i in range(6)))
+WORKLOAD = Workload("w", tuple(Request(f"r{i}", "ab"[i % 2], (f"{TEXTS[i % 4]} {i}",)) for i in range(18)))
 CHOSEN = parse_policy({"draft": "near", "window": {"kind": "fixed", "gamma": 5}})
 """What an operator puts in force."""
 QUICK = TuneOptions(
@@ -141,7 +141,7 @@ def payload(pair: LoadedPair, workload: Path) -> dict[str, Any]:
 def workload(tmp_path: Path) -> Path:
     from doors import write_workload
 
-    return write_workload(tmp_path / "w.jsonl", 6)
+    return write_workload(tmp_path / "w.jsonl", 18)
 
 
 @pytest.mark.parametrize("lose", [taken_over, removed])

@@ -39,16 +39,16 @@ def test_the_notebook_runs(tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.
     (given,) = [cell for cell in code if "parameters" in cell["metadata"].get("tags", ())]
     own: dict[str, Any] = {}
     exec("".join(given["source"]), own)
-    names = {"models": {"pair": str(tiny_pair)}, "prompts": PROMPTS * 2, "tokens": {"max_new_tokens": 8}, "effort": TINY}
+    names = {"models": {"pair": str(tiny_pair)}, "prompts": PROMPTS * 3, "tokens": {"max_new_tokens": 8}, "effort": TINY}
     assert names.keys() == own.keys() - {"__builtins__"}
-    names["prompts"] = [f"{prompt} {n}" for n, prompt in enumerate(PROMPTS * 2)]
+    names["prompts"] = [f"{prompt} {n}" for n, prompt in enumerate(PROMPTS * 3)]
     put_profile("tour.db", str(tiny_pair))
     for cell in code:
         if cell is not given:
             exec(compile("".join(cell["source"]), "tour.ipynb", "exec"), names)
     made: Any = names
     assert all(isinstance(made[name], Result) for name in ("recorded", "executed", "result", "served"))
-    assert made["recorded"]["n_requests"] == 12
+    assert made["recorded"]["n_requests"] == 18
     assert made["result"].policy == made["result"]["winner"]["policy"]
     assert len(made["published"]) == (made["result"]["published"] is not None)
     html = made["result"]._repr_html_()

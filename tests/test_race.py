@@ -7,11 +7,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from spectune.optimizer.execute import BLOCK, NEGLIGIBLE, Comparison, Expected, Timings, eliminate
+from spectune.optimizer.execute import BLOCK, NEGLIGIBLE, Timings, eliminate
 from spectune.optimizer.search import PREDICTION_ERROR, Study, Trial, rivals
-from spectune.optimizer.verdict import Candidate, fastest_of, finite
+from spectune.optimizer.verdict import fastest_of, finite
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
-from spectune.traces.schema import Counts, Outcome, RequestOutcome
 
 
 class Machine:
@@ -89,12 +88,12 @@ def test_every_policy_goes_first_equally_often() -> None:
 
 
 def test_projection_undoes_the_luck_of_which_requests_were_executed() -> None:
-    """Executed requests favour b, the workload a; prediction knows, though it takes every b for 10% too slow."""
+    """Executed requests favour b, those of the race together a; prediction knows, though it takes every b for 10% too slow."""
     rng = np.random.default_rng(0)
     a, b = rng.uniform(1.0, 3.0, 50), rng.uniform(1.0, 3.0, 50)
-    chosen = np.argsort(b - a)[:20]
-    measured = {"a": a[chosen, None], "b": b[chosen, None]}
-    timings = Timings(measured, Expected({"a": a[chosen], "b": 1.1 * b[chosen]}, {"a": a.sum(), "b": 1.1 * b.sum()}))
+    done = np.isin(np.arange(50), np.argsort(b - a)[:20])
+    measured = {p: np.where(done, seconds, np.nan)[:, None] for p, seconds in (("a", a), ("b", b))}
+    timings = Timings(measured, {"a": a, "b": 1.1 * b})
     truth = b.sum() / a.sum()
     assert timings.ratio("a", "b")[0] < 0.9 * truth
     projected = timings.ratio("a", "b", projected=True)
@@ -122,31 +121,45 @@ def fixed(gamma: int, **stop: object) -> Policy:
     return parse_policy({"draft": "near", "window": {"kind": "fixed", "gamma": gamma}, **({"stop": stop} if stop else {})})
 
 
-def won(seconds: list[tuple[Policy, np.ndarray]]) -> Policy:
-    """The winner among policies with these seconds by request."""
-    outcomes = {
-        p.id: Outcome(
-            "", "executed", tuple(RequestOutcome(str(i), "", Counts(1, 1, 9, 8, 8, 8, 9, s)) for i, s in enumerate(took))
-        )
-        for p, took in seconds
-    }
+def won(seconds: list[tuple[Policy, np.ndarray]], predicted: dict[str, float] | None = None) -> Policy:
+    """The winner among policies with these seconds by request, predicted at these tokens/s, by default as executed."""
     timings = Timings({p.id: took[:, None] for p, took in seconds})
-    compared = Comparison(outcomes, {p.id: p for p, _ in seconds}, 0, timings, tuple(outcomes))
-    rows = [Candidate("", p, outcomes[p.id], outcomes[p.id], (1.0, 1.0, 1.0)) for p, _ in seconds]
-    return fastest_of(rows, compared, 0.02).policy
+    speeds = predicted or {p.id: 1.0 / took.sum() for p, took in seconds}
+    return fastest_of([p for p, _ in seconds], timings, speeds, 0.02)
 
 
-def test_only_a_true_tie_goes_to_the_simpler_kind() -> None:
-    """Half a percent, known: the simpler kind wins. The same with an interval beyond 1%, or 2%: the faster wins. A shorter window
-    is not simpler than a longer one."""
+def test_of_equals_the_simplest_wins() -> None:
+    """Equals are those that the measured interval cannot tell apart and prediction puts within 1%: of them a plain window wins over one
+    with a stop, and a shorter over a longer. Half a percent beyond noise, or 2% by prediction, is a difference."""
     base = np.linspace(1.0, 2.0, 20)
     noise = np.where(np.arange(20) % 2, 1.05, 0.95)
     plain, stopped, longer = fixed(3), fixed(3, kind="max_prob", threshold=0.4), fixed(6)
     assert won([(plain, base), (stopped, base)]) == plain
-    assert won([(plain, base * 1.003 * noise), (stopped, base)]) == stopped
+    assert won([(plain, base * 1.003 * noise), (stopped, base)]) == plain
+    assert won([(longer, base), (plain, base * 1.003 * noise)]) == plain
     assert won([(plain, base * 1.02), (stopped, base)]) == stopped
     assert won([(plain, base * 1.003), (longer, base)]) == longer
+    assert won([(plain, base * 1.01 * noise), (stopped, base)], {plain.id: 1.0, stopped.id: 1.03}) == stopped
     assert won([(AUTOREGRESSIVE, base), (plain, base)]) == AUTOREGRESSIVE
+
+
+def test_a_tree_of_three_nodes_needs_a_gain_beyond_noise() -> None:
+    """Whatever is predicted of it; one of more nodes does not."""
+    base = np.linspace(1.0, 2.0, 20)
+    noise = np.where(np.arange(20) % 2, 1.05, 0.95)
+    plain = fixed(3)
+    for nodes, wins in ((3, False), (8, True)):
+        tree = parse_policy(
+            {
+                "draft": "near",
+                "window": {"kind": "fixed", "gamma": 2},
+                "growth": {"kind": "top_k", "width": 4},
+                "select": {"top_n": nodes},
+            }
+        )
+        speeds = {plain.id: 1.0, tree.id: 1.04}
+        assert (won([(plain, base * 1.01 * noise), (tree, base)], speeds) == tree) is wins
+        assert won([(plain, base * 1.05), (tree, base)], speeds) == tree
 
 
 def test_rivals_are_the_fixed_windows_that_prediction_cannot_tell_apart() -> None:

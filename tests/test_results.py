@@ -148,7 +148,7 @@ def lose_database(url: str, here: Path) -> None:
 
 
 def test_what_a_race_has_shown_is_kept_where_it_cannot_be_published(door: Door, here: Path) -> None:
-    write_workload(here / "six.jsonl", 6)
+    write_workload(here / "many.jsonl", 18)
     put_profile(door.db, door.pair)
 
     def lose(_conn: Any, _cursor: Any, statement: str, *_: Any) -> None:
@@ -157,7 +157,7 @@ def test_what_a_race_has_shown_is_kept_where_it_cannot_be_published(door: Door, 
 
     with listening(lose):
         quick = ("--trials", 2, "--finalists", 1, "--budget", "1s", "--gamma-max", 4, "--tree-width", 0)
-        found = door.call("tune", "--pair", door.pair, "--workload", "six.jsonl", "--max-new-tokens", 8, *quick)
+        found = door.call("tune", "--pair", door.pair, "--workload", "many.jsonl", "--max-new-tokens", 8, *quick)
     assert (found.exit_code, found.stdout) == (2, "")
     document = kept(here, found.stderr)
     assert document["winner"]["policy"]

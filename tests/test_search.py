@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -10,21 +9,19 @@ import optuna
 import pytest
 from synthetic import flat_profile
 
-from spectune.optimizer.execute import Comparison, Timings
-from spectune.optimizer.record import split
+from spectune.optimizer.confirm import Confirmation
+from spectune.optimizer.record import mixed, split
 from spectune.optimizer.search import TIE, Study, Trial, _Judge, _seeded_study, complexity, finalists, search
 from spectune.optimizer.simulate.replay import replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.spaces import ALL_KINDS, Space, TreeLimit, TreeSpace, enumerated, enumerated_trees
-from spectune.optimizer.verdict import Candidate, fastest_of, verdict
+from spectune.optimizer.verdict import Candidate, verdict
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.traces.schema import (
     AGREE_NO,
     AGREE_YES,
     ChainPanorama,
-    Counts,
     Outcome,
-    RequestOutcome,
     Sampling,
     Trajectory,
 )
@@ -122,51 +119,51 @@ def test_finalists_draft_differently_and_no_close_draft_is_left_out() -> None:
 
 
 def test_split_is_stable_disjoint_and_by_category() -> None:
-    """Every request is in one part; a prefix of the workload is split like the whole; one request is in both."""
+    """Every request is in one part; a prefix of the workload is split like the whole; small categories fill every part."""
     categories = ["a", "b", "c"] * 20
-    ids = [str(i) for i in range(60)]
-    search_part, test_part = split(ids, categories)
-    assert sorted(search_part + test_part) == list(range(60))
-    assert {c: sum(categories[i] == c for i in test_part) for c in "abc"} == {"a": 8, "b": 8, "c": 8}
-    half = split(ids[:30], categories[:30])
-    assert half[1] == [i for i in test_part if i < 30]
-    assert split(["x"], ["a"]) == ([0], [0])
+    parts = split(categories)
+    assert sorted([*parts.search, *parts.race, *parts.confirm]) == list(range(60))
+    for part, share in zip(parts, (10, 4, 6), strict=True):
+        assert {c: sum(categories[i] == c for i in part) for c in "abc"} == {"a": share, "b": share, "c": share}
+    assert split(categories[:30]).confirm == [i for i in parts.confirm if i < 30]
+    assert [len(part) for part in split([str(i // 2) for i in range(20)])] == [10, 4, 6]
+    assert split(["a"]) == ([0], [], [])
 
 
-def executed(policy: Policy, seconds: Sequence[float]) -> Outcome:
-    rows = tuple(RequestOutcome(str(i), "a", Counts(1, 10, 50, 40, 60, 60, 70, s)) for i, s in enumerate(seconds))
-    return Outcome(policy.label(), "executed", rows)
+def test_the_beginning_of_a_part_has_every_category() -> None:
+    """Also where the workload has one after the other."""
+    categories = ["a"] * 20 + ["b"] * 10
+    order = mixed(range(30), categories)
+    assert sorted(order) == list(range(30))
+    assert [sum(categories[i] == "b" for i in order[:n]) for n in (3, 6, 15)] == [1, 2, 5]
 
 
-def verdict_of(incumbent_s: Sequence[float], challenger_s: Sequence[float], published: bool) -> tuple[str, str, bool]:
+def verdict_of(low: float, ratio: float, requests: int, published: bool) -> tuple[str, bool, bool]:
+    """(why, whether the challenger is to be in force, whether to publish) of a winner that was confirmed so."""
     challenger = parse_policy({"draft": "near", "window": {"kind": "fixed", "gamma": 3}})
-    outcomes = {AUTOREGRESSIVE.id: executed(AUTOREGRESSIVE, incumbent_s), challenger.id: executed(challenger, challenger_s)}
-    timings = Timings({p: np.array([[r.counts.seconds] for r in o.per_request]) for p, o in outcomes.items()})
-    compared = Comparison(outcomes, {AUTOREGRESSIVE.id: AUTOREGRESSIVE, challenger.id: challenger}, 0, timings, tuple(outcomes))
     rows = [
-        Candidate(role, p, outcomes[p.id], outcomes[p.id], compared.ratio(p.id, AUTOREGRESSIVE.id))
+        Candidate(role, p, *[Outcome(p.label(), "executed", ())] * 2, (2.0, 1.9, 2.1))
         for role, p in (("finalist 1", challenger), ("incumbent", AUTOREGRESSIVE))
     ]
-    reason, chosen, publish = verdict(fastest_of(rows, compared, 0.02), rows[1], published)
-    return reason, chosen.policy.id, publish
+    confirmed = Confirmation(challenger.id, (ratio, low, ratio**2 / low), requests, 2)
+    reason, chosen, publish = verdict(*rows, confirmed, published)
+    assert verdict(rows[1], rows[1], None, published)[1:] == (rows[1], not published)
+    return reason, chosen.policy == challenger, publish
 
 
-def test_only_a_gain_beyond_noise_is_published() -> None:
-    """Clearly faster: published. Faster by luck: the incumbent stays. Slower: the incumbent stays, or is published as the first."""
-    rng = np.random.default_rng(0)
-    base = 1.0 + 0.05 * rng.random(20)
-    reason, chosen, publish = verdict_of(base, base / 1.5, True)
-    assert publish
-    assert chosen != AUTOREGRESSIVE.id
-    assert reason.startswith("1.5")
-    noisy = base * (1 + 0.3 * rng.standard_normal(20))
-    reason, chosen, publish = verdict_of(base, np.abs(noisy), True)
-    assert chosen == AUTOREGRESSIVE.id
-    assert not publish
-    reason, chosen, publish = verdict_of(base, base * 1.2, False)
-    assert chosen == AUTOREGRESSIVE.id
-    assert publish
-    assert "autoregression is published" in reason
+def test_only_a_confirmed_gain_is_published() -> None:
+    """Whatever the race said: beyond noise, worth having, and on enough requests. Else the incumbent stays, or is published as the
+    first."""
+    reason, *came = verdict_of(1.45, 1.5, 12, True)
+    assert came == [True, True]
+    assert reason.startswith("1.500 times the incumbent's speed (99% interval 1.450 to 1.552) on 12 requests held out")
+    for low, ratio, requests, why in ((0.99, 1.3, 12, "not beyond noise"), (1.001, 1.005, 12, "1.01"), (1.4, 1.5, 4, "5 are needed")):
+        reason, *came = verdict_of(low, ratio, requests, True)
+        assert came == [False, False]
+        assert why in reason
+    reason, *came = verdict_of(0.99, 1.3, 12, False)
+    assert came == [False, True]
+    assert reason.endswith("autoregression is published")
 
 
 LIMIT = TreeLimit(3, 11, bins="bins", fitted_depth=5, classifier="grower", grown=10, static=(((0,), (0, 0), (1,)),), sharpness=2.4)

@@ -253,7 +253,7 @@ def test_tune_fits_and_executes_shortlists_where_they_may_win(recorded: Recorded
         store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
         store.put_profile(priced(profile, recorded.limits["near"].rows, saved, saved))
         wanted = TuneOptions(
-            OPTIONS, ("near",), GAMMA, 5, finalists=2, rivals=0, passes=1, budget_s=4, tree_width=4, tree_depth=3
+            OPTIONS, ("near",), GAMMA, 5, finalists=2, rivals=0, passes=1, budget_s=4, tree_width=4, tree_depth=3, publish=False
         )
         tuned = tune(store, pair, recorded.workload, wanted)
         document = store.get_study(tuned.study).document

@@ -40,7 +40,7 @@ QUICK: Final = {"tree_width": 0, "trials": 100, "limit": 48, "max_new_tokens": 6
 @decoding_options
 @deployment_option
 @search_options
-@option("--budget", key="budget", default="80s", show_default=True, help="Time for the executed comparison, e.g. 90s, 10m.")
+@option("--budget", key="budget", default="80s", show_default=True, help="Time for race and confirmation, e.g. 90s, 10m.")
 @click.option("--quick", is_flag=True, help="About two minutes: chains only, fewer requests and trials, a shorter race.")
 @click.option("--search-seed", type=SEED, default=0, show_default=True)
 @click.option("--recording", "recording_id", help="Tune on this recording instead of decoding a workload.")
@@ -57,7 +57,8 @@ def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     """Find the fastest policy, prove it by execution, and publish it.
 
     Records the workload (or resumes, or finds it recorded), profiles the device, searches in simulation, executes the best beside
-    plain baselines on requests the search has not seen, and publishes the winner if it beats the incumbent beyond noise.
+    plain baselines on requests the search has not seen, and publishes the winner if it beats the incumbent beyond noise on others
+    that were held out for this.
 
     \b
     Example:  cli.py tune --pair demo --limit 60 --max-new-tokens 96

@@ -314,7 +314,7 @@ def fit_chooser(
         raise TraceError(
             f"{len(prompts)} prompts for {len(trace.trajectories)} recorded requests; read them from the same recording"
         )
-    fit_part, test_part = parts or split([t.request_id for t in trace.trajectories], [t.category for t in trace.trajectories])
+    fit_part, test_part = parts or _fit_and_held_out(trace)
     measured = Measured.of(trace.select(fit_part), candidates, profile, artifacts=artifacts)
     ready = {d: compile_plan(p, [d], profile=profile, artifacts=artifacts) for d, p in candidates.items()}
     options = tuple(Option.of(d, p, profile, sampled=measured.sampled, ready=ready[d]) for d, p in candidates.items())
@@ -345,6 +345,11 @@ def fit_chooser(
         held_out = Measured.of(trace.select(test_part), candidates, profile, artifacts=artifacts)
         metrics["held_out"] = evaluate(chooser, held_out, [prompts[r] for r in test_part], profile, options=options).to_json()
     return replace(chooser, metrics=metrics)
+
+
+def _fit_and_held_out(trace: ReplayTrace) -> tuple[Sequence[int], Sequence[int]]:
+    parts = split([t.category for t in trace.trajectories])
+    return parts.search, sorted([*parts.race, *parts.confirm]) or parts.search
 
 
 def _check_candidates(candidates: Mapping[str, Policy]) -> None:

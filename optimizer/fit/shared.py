@@ -51,7 +51,7 @@ class StoredFit:
 
 def search_part(texts: Sequence[Trajectory]) -> list[int]:
     """The requests, by number, that fits and searches may see (:func:`optimizer.record.split`)."""
-    return split([t.request_id for t in texts], [t.category for t in texts])[0]
+    return split([t.category for t in texts]).search
 
 
 def recording_of(store: TraceStore, name: str, pair_id: str) -> RecordingInfo:

@@ -1,0 +1,132 @@
+"""Confirming a winner: it and the incumbent alone, executed afresh on requests that neither search nor race has used.
+
+A race's interval of the best of many, on the requests that chose it, promises more than there is (the winner's curse). What a
+tuning publishes and reports is this module's one estimate: the incumbent's seconds over the winner's, summed over requests that
+were held out, as total tokens/s is what a deployment gains; a request counts with the median of its executions, which one stall
+does not move. The number of executions is settled before the first, so nobody looks and stops where it pleases.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count, cycle, islice
+from typing import Any, Final
+
+import numpy as np
+from scipy.special import stdtrit
+
+from spectune.optimizer.execute import Timings
+from spectune.optimizer.record import SPLIT, split
+from spectune.traces.errors import TraceError
+
+LEVEL: Final = 0.99
+"""Two-sided level of the interval: its lower end is above the truth in one of 200 confirmations, and in fewer than one of 100 where
+requests are few and noise has heavy tails (`bench/nulls.py`)."""
+FLOOR: Final = 1.01
+"""A ratio below is not worth a publication."""
+LEAST: Final = 5
+"""Requests to confirm on without which nothing is published."""
+RACE_SHARE: Final = 2 / 3
+"""Part of the time for executions that the race may use; the confirmation has the rest."""
+SPREAD: Final = 0.1
+"""Standard deviation over requests that is assumed of the logarithm of two close policies' ratio."""
+POWER: Final = 0.8
+"""Chance with which a gain is to be seen where a number of requests is told."""
+
+
+@dataclass(frozen=True)
+class Confirmation:
+    """The speed of policy ``winner`` over the incumbent's on ``requests`` held out, each executed ``passes`` times by both, and
+    its 99% interval over requests."""
+
+    winner: str
+    ratio: tuple[float, float, float]
+    requests: int
+    passes: int
+
+    @property
+    def holds(self) -> bool:
+        """Whether it is a gain: beyond noise, and worth having."""
+        value, low, _ = self.ratio
+        return self.requests >= LEAST and low > 1.0 and value >= FLOOR
+
+    def __str__(self) -> str:
+        value, low, high = self.ratio
+        return (
+            f"{value:.3f} times the incumbent's speed ({100 * LEVEL:.0f}% interval {low:.3f} to {high:.3f}) on {self.requests} "
+            "requests held out for it"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-ready; an interval's end that is not known is None."""
+        ends = [v if math.isfinite(v) else None for v in self.ratio[1:]]
+        told = {"id": self.winner, "ratio": self.ratio[0], "interval": ends, "level": LEVEL, "floor": FLOOR}
+        return {**told, "requests": self.requests, "passes": self.passes, "holds": self.holds}
+
+
+def confirm(
+    winner: str,
+    incumbent: str,
+    execute: Callable[[str, int], float],
+    *,
+    requests: int,
+    passes: int,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> tuple[Confirmation, Timings]:
+    """Executes both on each request (by number), ``passes`` times, who goes first alternating; the winner begins, so that what a
+    first execution costs speaks against it. ``execute`` returns seconds."""
+    seconds = {p: np.full((requests, passes), np.nan) for p in (winner, incumbent)}
+    for k in range(passes):
+        for n in range(requests):
+            for p in (winner, incumbent) if (n + k) % 2 == 0 else (incumbent, winner):
+                seconds[p][n, k] = execute(p, n)
+            progress(k * requests + n + 1, requests * passes)
+    timings = Timings(seconds)
+    return Confirmation(winner, timings.ratio(winner, incumbent, level=LEVEL), requests, passes), timings
+
+
+def planned(requests: int, both_s: float, budget_s: float, most: int) -> tuple[int, int]:
+    """(requests, passes) to confirm with, of so many held out: as many as fit in ``budget_s`` where both policies together take
+    ``both_s`` a request, at least :data:`LEAST` once, all before any twice, none more than ``most`` times."""
+    fit = int(budget_s / max(both_s, 1e-9))
+    used = min(requests, max(LEAST, fit))
+    return used, max(1, min(most, fit // max(1, used)))
+
+
+def requests_to_see(gain: float, least: int = LEAST) -> int:
+    """Requests held out with which a confirmation sees a true gain (0.05: 5%) with a chance of :data:`POWER`."""
+    return next(n for n in count(least) if least_gain(n) <= gain)
+
+
+def least_gain(requests: int) -> float:
+    """The least true gain that a confirmation on so many requests sees with a chance of :data:`POWER`; inf below 2."""
+    if requests < 2:
+        return math.inf
+    quantiles = stdtrit(requests - 1, (1 + LEVEL) / 2) + stdtrit(requests - 1, POWER)
+    return float(math.expm1(quantiles * SPREAD / math.sqrt(requests)))
+
+
+def said_of(categories: Sequence[str], *, publish: bool) -> str:
+    """What is to be said, before any work, of requests of these categories; empty where a gain of 5% will be seen.
+
+    Raises TraceError where nothing could be raced, or, if something is to be published, confirmed.
+    """
+    parts = split(categories)
+    total, held = len(categories), len(parts.confirm)
+    for_5 = math.ceil(requests_to_see(0.05) * len(SPLIT) / SPLIT.count("c"))
+    needs = f"a gain of 5% takes about {for_5} requests (their ratios spreading by {100 * SPREAD:.0f}%)"
+    if not all(parts):
+        raise TraceError(f"too few requests to search, race and confirm on different ones: {total}; give at least 6; {needs}")
+    if publish and held < LEAST:
+        more = (list(islice(cycle(categories), n)) for n in count(total))
+        enough = next(len(these) for these in more if len(split(these).confirm) >= LEAST)
+        raise TraceError(
+            f"{total} requests leave {held} to confirm a winner on, and {LEAST} are needed to publish it: give {enough} or more; "
+            f"{needs}; --no-publish shows what there is"
+        )
+    if (seen := least_gain(held)) <= 0.05:
+        return ""
+    shown = f"gains below about {100 * seen:.0f}% will not be seen; " if math.isfinite(seen) else ""
+    return f"{held} of {total} requests are held out to confirm the winner; {shown}{needs}"
