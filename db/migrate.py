@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy import Connection, inspect, text
 
+from spectune.db.errors import SchemaError
 from spectune.db.tables import metadata
 
 if TYPE_CHECKING:  # alembic is imported by what migrates alone
@@ -39,11 +40,13 @@ def head() -> str:
 
 
 def current(connection: Connection) -> str | None:
-    """The revision a database has, or None if it never had one."""
+    """The revision a database has, or None if it never had one. Raises :class:`SchemaError` for more than one."""
     if not inspect(connection).has_table(VERSION_TABLE):
         return None
-    found: str | None = connection.execute(text(f"SELECT version_num FROM {VERSION_TABLE}")).scalar()
-    return found
+    found = connection.execute(text(f"SELECT version_num FROM {VERSION_TABLE}")).scalars().all()
+    if len(found) > 1:
+        raise SchemaError(f"table {VERSION_TABLE} names {len(found)} schemas, not one; restore the database from a backup")
+    return str(found[0]) if found else None
 
 
 def foreign_tables(connection: Connection) -> list[str]:

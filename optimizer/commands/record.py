@@ -88,9 +88,9 @@ def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         spec = pair_spec(kw, store, kw["resumed_id"])
         if kw["resumed_id"]:
             _go_on(kw, store)
-        workload = None if kw["resumed_id"] else workload_of(kw)
         for option, name in (("--policy", kw["policy_name"]), *(("--cover", name) for name in kw["covers"])):
             check_policy(store, name, option=option)
+        workload = None if kw["resumed_id"] else workload_of(kw)
         options = decode_options(kw)
         pair = load(kw, store, spec)
         from spectune.optimizer.record import Look, RecordRequest, begun_as, look_around

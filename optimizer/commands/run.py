@@ -74,8 +74,9 @@ def run(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     reads = [*files, *kw["workloads"], kw["policy_name"]]
     check_writable(ctx, ("--outputs", kw["outputs"]), ("--per-round", kw["per_round"]), reads=reads)
     with open_store(ctx) as store:
-        spec, workload = pair_spec(kw, store), workload_of(kw)
+        spec = pair_spec(kw, store)
         check_policy(store, kw["policy_name"])
+        workload = workload_of(kw)
         options = decode_options(kw)
         pair = load(kw, store, spec)
         from spectune.optimizer.changes import changes_json, changes_of, label_of, shares_of
