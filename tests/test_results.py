@@ -118,7 +118,7 @@ def test_a_learned_table_that_cannot_be_stored_is_kept(door: Door, here: Path) -
 
 def test_a_database_that_is_removed_meanwhile_takes_no_results_with_it(tiny_pair: Path, here: Path) -> None:
     door = Door("spectune.db", str(tiny_pair))
-    door.json("policies", "list", "--pair", tiny_pair)
+    door.json("db", "upgrade")
 
     def remove(_conn: Any, _cursor: Any, statement: str, *_: Any) -> None:
         if statement.startswith("INSERT INTO run"):

@@ -40,7 +40,7 @@ EVIDENCE: Final = "tuning"
 """The kind of artifact that holds what :mod:`optimizer.report.evidence` keeps."""
 ROUNDS_DRAWN: Final = 24
 LABELS_LISTED: Final = 8
-NOT_STORED: Final = "Not stored: this tuning was made by an earlier version."
+NOT_STORED: Final = "Not stored: this tuning was made by an earlier version, or its evidence was pruned."
 
 
 @dataclass(frozen=True)
