@@ -107,7 +107,7 @@ def course(
     race_s = wanted.budget_s * RACE_SHARE
     expected = {**(expected if known else TYPICAL), "execute": race_s, "confirm": wanted.budget_s - race_s}
     if not wanted.fresh:
-        if usable_profile(store, pair, wanted.drafts_of(pair), datetime.now(UTC), trees=trees) is not None:
+        if usable_profile(store, pair, wanted.drafts_of(pair), datetime.now(UTC), trees=wanted.prices_trees(pair)) is not None:
             expected["profile"] = 0.0
         if workload is None or _recorded(store, pair, wanted, workload):
             expected["record"] = 0.0

@@ -108,9 +108,9 @@ def record(
 ) -> Result:
     """Decodes prompts and stores the texts, with what every draft would have proposed from every start of them.
 
-    ``target`` and ``drafts`` are checkpoints, or ``pair`` a pair's file, its name or a loaded one. ``how`` takes DecodeOptions'
-    and Sampling's fields, ``device``, ``dtype``, and of a workload ``turns``, ``limit``, ``limit_seed``, ``categories``, ``column``,
-    ``overlong``. A row is a request.
+    ``target`` and ``drafts`` are checkpoints, or ``pair`` a pair's file, ``demo`` or a loaded pair (by default SPECTUNE_PAIR's).
+    ``how`` takes the fields of DecodeOptions and Sampling, ``device``, ``dtype``, ``threads``, and of a workload ``turns``, ``limit``,
+    ``limit_seed``, ``categories``, ``column``, ``overlong``. A row is a request.
     """
     loaded, workload, options = _prepared(target, drafts, prompts, pair, how)
     _none_left("record", how)
@@ -232,7 +232,8 @@ def _prepared(
         document = {"target": os.fspath(target), "drafts": {name: os.fspath(path) for name, path in (drafts or {}).items()}}
         loaded = load_pair(PairSpec.from_json(document, where="target", base=Path.cwd()), **where)
     else:
-        loaded = load_pair(read_pair(None if pair is None else os.fspath(pair)), **where)
+        named = pair or os.environ.get("SPECTUNE_PAIR")
+        loaded = load_pair(read_pair(None if named is None else os.fspath(named)), **where)
     workload, done = made_to_fit(loaded, workload, options, overlong)
     _warn([done] if done else [])
     return loaded, workload, options

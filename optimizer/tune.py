@@ -100,6 +100,10 @@ class TuneOptions:
         """Width and depth of the trees to record."""
         return (0, 0) if self.chains_only else (self.tree_width, self.tree_depth)
 
+    def prices_trees(self, pair: LoadedPair) -> bool:
+        """Whether rounds of trees need costs: a head's chains are drafted, recorded and priced as trees of width 1."""
+        return self.tree_size[0] > 0 or any(d not in pair.chain_drafts for d in self.drafts_of(pair))
+
     def drafts_of(self, pair: LoadedPair) -> tuple[str, ...]:
         """The drafts to tune: those named, or all that the verifier can be used with."""
         return self.drafts or tuple(d for d in pair.draft_names if d in pair.chain_drafts or not self.chains_only)
@@ -280,7 +284,7 @@ def _profile(tuning: Tuning) -> None:
         pair,
         tuning.drafts,
         gamma_max=wanted.gamma_max,
-        trees=wanted.tree_size[0] > 0,
+        trees=wanted.prices_trees(pair),
         fresh=wanted.fresh,
         trajectories=tuning.trace.trajectories,
         own_since=began,
@@ -454,7 +458,7 @@ STAGES: tuple[tuple[str, Callable[[Tuning], None]], ...] = (
 
 def _conclude(tuning: Tuning) -> tuple[Tuned, bool]:
     """What was found, and whether it is to take the place of what is in force."""
-    trees = tuning.wanted.tree_size[0] > 0
+    trees = tuning.wanted.prices_trees(tuning.pair)
     incumbent = next(c for c in tuning.executed if c.policy.id == tuning.incumbent.id)
     in_force = tuning.active is not None and not tuning.unusable
     reason, chosen, replaces = verdict(tuning.winner, incumbent, tuning.confirmed, in_force)

@@ -62,3 +62,10 @@ def test_earlier_tunings_tell_what_the_next_one_takes(tmp_path: Path, pair: Load
         assert course(store, pair, QUICK, None, NAMES).told(80.0) == f"about 85 s: search 4 s, execute 53 s, confirm 27 s {ending}"
         fresh = course(store, pair, replace(QUICK, fresh=True), WORKLOAD, NAMES)
         assert "profile 31 s" in fresh.told(80.0)
+
+
+def test_chains_of_a_head_are_priced_where_no_trees_are_searched(pair: LoadedPair) -> None:
+    """A head drafts its chains as trees of width 1: without the costs of trees `tune --tree-width 0` ended in an error."""
+    assert not replace(QUICK, drafts=("near", "ngram")).prices_trees(pair)
+    assert replace(QUICK, drafts=("near", "head")).prices_trees(pair)
+    assert replace(QUICK, drafts=("near",), tree_width=2).prices_trees(pair)

@@ -16,7 +16,7 @@ from doors import ROOT, put_profile
 import spectune
 from spectune.db.errors import DatabaseError
 from spectune.optimizer.python import Result
-from spectune.traces.errors import WorkloadError
+from spectune.traces.errors import PairError, WorkloadError
 
 PROMPTS = ["def add(a, b):", "The quick brown fox", "import json", "0 1 2 3 4", "for i in", "Ann buys 4 apples and"]
 TINY = {"gamma_max": 5, "trials": 2, "finalists": 1, "rivals": 1, "passes": 1, "tree_width": 0, "budget_s": 1}
@@ -76,9 +76,13 @@ def test_a_result_is_shown_and_becomes_a_data_frame(monkeypatch: pytest.MonkeyPa
 
 def test_what_a_call_does_not_take_is_refused(tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("SPECTUNE_PAIR", raising=False)
     how: dict[str, Any] = {"pair": str(tiny_pair), "db": "x.db"}
     with pytest.raises(TypeError, match=r"spectune.tune\(\) got unexpected arguments: tempratur"):
         spectune.tune(prompts=["x"], tempratur=1.0, **how)
+    with pytest.raises(PairError, match="no pair is named"):
+        spectune.run(prompts=["x"], db="x.db")
+    monkeypatch.setenv("SPECTUNE_PAIR", how.pop("pair"))
     with pytest.raises(WorkloadError, match=r"prompts\[1\]: the prompt is empty"):
         spectune.record(prompts=["x", " "], **how)
     with pytest.raises(WorkloadError, match="limit: for prompts of a file"):

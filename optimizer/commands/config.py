@@ -19,7 +19,7 @@ FILE: Final = "spectune.toml"
 PAIR_FOUND: Final = "spectune.pair"
 """Where a context keeps the pair that a recording named."""
 _META: Final = "spectune.config"
-KEYS: Final = ("pair", "workload", "database", "deployment", "budget", "device", "dtype", "threads")
+KEYS: Final = ("pair", "workload", "column", "overlong", "database", "deployment", "budget", "device", "dtype", "threads")
 SAMPLING: Final = ("temperature", "top_k", "top_p", "seed", "verifier", "max_new_tokens", "stop")
 _PATHS: Final = ("pair", "workload", "database")
 _LISTS: Final = ("workload", "stop")

@@ -19,6 +19,8 @@ TEMPLATE: Final = """\
 
 {pair}
 # workload = "chats.jsonl"      # or several: ["chats.jsonl", "code.jsonl"]
+# column = "prompt"             # of tables and JSON lines: what holds the prompts
+# overlong = "error"            # prompts beyond the context: or "skip", "truncate"
 # database = "spectune.db"      # a file, or postgresql://user@host/name
 # deployment = "default"        # each has one policy in force
 # budget = "80s"                # how long tune executes

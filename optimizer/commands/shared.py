@@ -124,14 +124,15 @@ workload_options = together(
         multiple=True,
         help="'demo' (default), files (JSONL, JSON, CSV, Parquet), or hf:NAME, a Hugging Face data set; repeatable.",
     ),
-    click.option("--column", help="The column, or key, that holds the prompts."),
+    option("--column", key="column", help="The column, or key, that holds the prompts."),
     click.option("--category", "categories", multiple=True, help="Only requests of this category; repeatable."),
     click.option("--all-turns", is_flag=True, help="Of several turns, each as a prompt (in a conversation with what was said before)."),
     click.option("--first-turn", is_flag=True, help="Of several turns, the first alone."),
     click.option("--limit", type=Whole(1), help="N requests, drawn from every file and category in proportion."),
     click.option("--limit-seed", type=SEED, default=0, show_default=True, help="Another seed, other requests."),
-    click.option(
+    option(
         "--overlong",
+        key="overlong",
         type=click.Choice(["error", "skip", "truncate"]),
         default="error",
         show_default=True,
