@@ -49,13 +49,15 @@ main(sys.argv[1:])
 
 
 def measure(command: tuple[str, ...], folder: Path, repeats: int) -> dict[str, Any]:
-    """Median seconds of a command, the first run left out, and the modules imported by its end."""
-    count, times = folder / "modules", []
+    """Median seconds of a command, of the clock and of the processor (which others' work hardly changes), the first run left out, and
+    the modules imported by its end."""
+    count, times, busy = folder / "modules", [], []
     for _ in range(repeats + 1):
-        begun = time.perf_counter()
+        begun, before = time.perf_counter(), os.times()
         subprocess.run([sys.executable, "-c", SCRIPT, str(count), *command], cwd=folder, capture_output=True, check=False)
         times.append(time.perf_counter() - begun)
-    return {"seconds": statistics.median(times[1:]), "modules": int(count.read_text())}
+        busy.append(sum(os.times()[2:4]) - sum(before[2:4]))
+    return {"seconds": statistics.median(times[1:]), "cpu_s": statistics.median(busy[1:]), "modules": int(count.read_text())}
 
 
 def main() -> None:
@@ -74,7 +76,9 @@ def main() -> None:
             a_recording(TraceStore(database))
         for name, command in COMMANDS.items():
             found[name] = {**measure(command, Path(folder), wanted.repeats), "limit_s": LIMITS_S.get(name, 1.0)}
-            print(f"{name:<26}{found[name]['seconds']:6.2f} s{found[name]['modules']:7} modules", file=sys.stderr)
+            one = found[name]
+            line = f"{name:<26}{one['seconds']:6.2f} s{one['cpu_s']:6.2f} s CPU{one['modules']:7} modules"
+            print(line, file=sys.stderr)
     data = {"python": platform.python_version(), "cores": os.cpu_count(), "commands": found}
     if wanted.json:
         text = json.dumps(data, indent=1)
