@@ -115,7 +115,7 @@ def _agreement(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def _tuned(state: Path, name: str, quick: bool) -> dict[str, Any]:
     """The final table of a tuning as a user runs it."""
     pair = demo() if name == "demo" else gpt2(state)
-    count, tokens, trials, budget_s = (6, 12, 4, 2.0) if quick else (24, 48, 150, 20.0)
+    count, tokens, trials, budget_s = (18, 12, 4, 2.0) if quick else (24, 48, 150, 20.0)
     wanted = TuneOptions(options=DecodeOptions(GREEDY, tokens), trials=trials, budget_s=budget_s, tree_width=0 if quick else 8)
     workload = requests(count, letters=None if name == "demo" else 200)
     tuned = tune(stored(state / f"tuned-{name}.db", fresh=True), pair, workload, wanted)

@@ -53,7 +53,7 @@ def _against_fixed(
     if measured is not None:
         store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
         store.put_profile(measured)
-    count, tokens, gammas, budget_s = (5, 10, 2, 2.0) if quick else (24, 48, 12, 25.0)
+    count, tokens, gammas, budget_s = (18, 10, 2, 2.0) if quick else (24, 48, 12, 25.0)
     workload, options = requests(count, category=category), DecodeOptions(Sampling(), tokens)
     wanted = TuneOptions(options=options, trials=4 if quick else 200, budget_s=budget_s, tree_width=0)
     tuned = tune(store, pair, workload, wanted)
@@ -93,7 +93,7 @@ def _no_gain(state: Path, pair: LoadedPair, quick: bool) -> dict[str, Any]:
     twin = load_pair(PairSpec("twin", pair.spec.target, (("twin", pair.spec.target),)), device="cpu")
     options = DecodeOptions(Sampling(), 8 if quick else 32)
     wanted = TuneOptions(options=options, drafts=("twin",), trials=4 if quick else 50, gamma_max=8, budget_s=20.0, tree_width=0)
-    tune(store, twin, requests(4 if quick else 12), wanted)
+    tune(store, twin, requests(18), wanted)
     published = store.active_publication(twin.id, "cpu")
     policy = AUTOREGRESSIVE if published is None else parse_policy(dict(published.document))
     return {"published": policy.label(), "speculates": policy.speculates}

@@ -32,7 +32,7 @@ from spectune.optimizer.commands.shared import (
 if TYPE_CHECKING:
     from spectune.traces.store import TraceStore
 
-QUICK: Final = {"tree_width": 0, "trials": 100, "limit": 48, "max_new_tokens": 64, "budget": "30s"}
+QUICK: Final = {"tree_width": 0, "trials": 100, "finalists": 2, "limit": 48, "max_new_tokens": 48, "budget": "40s"}
 """What --quick makes of options that nobody gave."""
 
 

@@ -43,8 +43,9 @@ def outcome_table(
             style=style,
         )
 
-    for name, counts in outcome.by_category.items():
-        row(name, counts)
+    if len(outcome.by_category) > 1:
+        for name, counts in outcome.by_category.items():
+            row(name, counts)
     row("all", outcome.total, "bold")
     for share in shares if changes else ():
         row(share.policy.label(), share.counts)
