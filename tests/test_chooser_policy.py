@@ -392,10 +392,10 @@ def test_the_guard_chooses_only_where_choosing_gains() -> None:
     assert mute.reader is None
     held = mute.metrics["held_out"]
     assert held["tokens_per_s"]["guarded"] == held["tokens_per_s"][mute.single]
-    assert held["picks"]["guarded"] == {d: 36 * (d == mute.single) for d in CANDIDATES}
+    assert held["picks"]["guarded"] == {d: 45 * (d == mute.single) for d in CANDIDATES}
     few = fit_chooser(*planted_trace(9), CANDIDATES, PROFILE, reader="near", guarded=True)
     assert not few.chooses
-    assert "6 requests are too few" in few.reason
+    assert "5 requests are too few" in few.reason
     again = Chooser.from_document(json.loads(json.dumps(mute.to_document()[0], allow_nan=False)), mute.to_document()[1])
     assert (again.chooses, again.single, again.reason) == (False, mute.single, mute.reason)
 

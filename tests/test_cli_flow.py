@@ -177,7 +177,7 @@ def test_too_few_requests_are_refused_before_any_work(door: Door, workload: tupl
         refused = door.call("tune", "--pair", door.pair, *given, *QUICK)
         assert (refused.exit_code, refused.stdout) == (2, "")
         line = refused.stderr.strip().splitlines()[-1]
-        assert not any(phase in refused.stderr for phase in ("decode:", "profile:", "search"))
+        assert not any(phase in refused.stderr for phase in ("decode:", "profile:", "search:"))
         assert "6 requests leave 2 to confirm a winner on, and 5 are needed to publish it: give 1" in line
         assert "a gain of 5% takes about 177 requests" in line
         assert "--no-publish" in line

@@ -33,6 +33,8 @@ PROMPTS = ["def add(a, b):", "Question: Bob has 9", "x"]
 GAMMA_MAX = 16
 TOKENS = 24
 SAMPLINGS = [Sampling(), Sampling(temperature=0.7, top_p=0.95, seed=3), Sampling(temperature=1.0, seed=4)]
+CASES = [("llama", SAMPLINGS[0]), ("gpt2", SAMPLINGS[0]), ("llama", SAMPLINGS[1]), ("gpt2", SAMPLINGS[2])]
+"""`make acceptance` has every sampling of both."""
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +81,7 @@ def recorded(pair: LoadedPair, sampling: Sampling) -> Recorded:
     return trajectories, {d: [record_panorama(pair, t, d, GAMMA_MAX) for t in trajectories] for d in pair.draft_names}
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: f"T{s.temperature}")
+@pytest.mark.parametrize(("either_pair", "sampling"), CASES, indirect=["either_pair"], ids=str)
 def test_replay_is_the_runtime_round_by_round(pair: LoadedPair, record: Record, sampling: Sampling) -> None:
     """simulate = run on every round, for every kind of policy; the plain loop over the trace agrees with both."""
     trajectories, panoramas = record(sampling)

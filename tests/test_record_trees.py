@@ -100,7 +100,7 @@ def test_resume_finishes_what_was_begun(door: Door, store: TraceStore) -> None:
     assert texts[0] == texts[1]
     assert len(texts[0]) == 3
     assert store.get_recording(newer).n_requests == 0
-    line = door.refused("record", "--pair", door.pair, "--resume", other, "--gamma-max", 4)
+    line = door.refused("record", "--pair", door.pair, "--resume", other, "--dtype", "float32", "--gamma-max", 4)
     assert f"recording {other} is unfinished and was begun on cpu in bfloat16" in line
     assert "--device cpu --dtype bfloat16" in line
 

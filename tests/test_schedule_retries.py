@@ -25,7 +25,8 @@ from spectune.traces.store import TraceStore
 
 T0 = datetime(2026, 5, 4, 12, 0, tzinfo=UTC)
 HOUR = timedelta(hours=1)
-REQUESTS = 4
+REQUESTS = 18
+"""So many that a winner can be confirmed."""
 
 
 @pytest.fixture

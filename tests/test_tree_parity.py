@@ -28,6 +28,8 @@ from spectune.traces.schema import LatencyProfile, Request, Sampling, Step, Traj
 TOKENS = 20
 WIDTH, DEPTH = 6, 7
 SAMPLINGS = [Sampling(), Sampling(temperature=0.7, top_p=0.95, seed=3), Sampling(temperature=1.0, seed=4)]
+CASES = [("llama", SAMPLINGS[0]), ("gpt2", SAMPLINGS[0]), ("llama", SAMPLINGS[1]), ("gpt2", SAMPLINGS[2])]
+"""`make acceptance` has every sampling of both."""
 STATIC = [[0], [1], [3], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 2], [0, 0, 0, 0]]
 
 
@@ -138,7 +140,7 @@ def covers(policies: list[Policy], sampling: Sampling, find: Artifacts) -> list[
     ]
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: f"T{s.temperature}")
+@pytest.mark.parametrize(("either_pair", "sampling"), CASES, indirect=["either_pair"], ids=str)
 def test_trees_change_no_text_and_replay_exactly(pair: LoadedPair, sampling: Sampling) -> None:
     draft = next(iter(pair.drafts))
     find = artifacts(draft)

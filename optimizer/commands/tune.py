@@ -74,6 +74,10 @@ def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     with open_store(ctx) as store:
         spec = pair_spec(kw, store, kw["recording_id"])
         workload = None if kw["recording_id"] else workload_of(kw)
+        if workload is not None:  # told again of what is left once the pair is loaded
+            from spectune.optimizer.confirm import said_of
+
+            said_of([r.category for r in workload.requests], publish=not kw["no_publish"])
         searched = search_asked(kw)
         options = decode_options(kw)
         pair = load(kw, store, spec)
