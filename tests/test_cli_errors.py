@@ -116,7 +116,7 @@ def test_a_category_that_is_not_there_lists_those_there_are(door: Door) -> None:
 
 @pytest.mark.parametrize("command", ["record", "run", "tune"])
 def test_a_prompt_longer_than_the_context_is_refused_before_anything_is_decoded(door: Door, command: str) -> None:
-    rows = [{"id": "short", "turns": ["x"]}, {"id": "long", "turns": ["many words " * 300]}]
+    rows = [*({"id": f"short {i}", "turns": ["x"]} for i in range(20)), {"id": "long", "turns": ["many words " * 300]}]
     Path("long.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     line = refused(door, command, "--pair", door.pair, "--workload", "long.jsonl", *SHORT)
     assert "request long" in line

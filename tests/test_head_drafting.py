@@ -50,7 +50,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: f"T{s.temperature}")
 def test_heads_change_no_text_and_replay_exactly(pair: LoadedPair, sampling: Sampling) -> None:
     find = artifacts("head")
-    policies = [p for p in tree_policies("head", 9, seed=9) if p.growth.kind == "static" or p.growth.width <= WIDTH]
+    policies = [p for p in tree_policies("head", 5, seed=9) if p.growth.kind == "static" or p.growth.width <= WIDTH]
     policies += [
         parse_policy({"draft": "head", "window": {"kind": "fixed", "gamma": 4}}),
         parse_policy({"draft": "head", "window": {"kind": "fsm", "gamma_max": 6}, "stop": {"kind": "max_prob", "threshold": 0.05}}),
