@@ -184,6 +184,19 @@ def checks() -> list[str]:
     return table(("check", "target", "figure", "verdict", "what it leaves out"), rows)
 
 
+def _nulls() -> list[str]:
+    """False publications and power of `tune`'s race and confirmation, simulated with the code that ships."""
+    found = load("nulls")
+    if found is None:
+        return []
+    rows = [
+        (null["candidates"], null["requests"], f"{null['published']} of {null['tunings']}", f"{100 * gain['rate']:.0f}%")
+        for null, gain in zip(found["nulls"], found["power"], strict=True)
+    ]
+    columns = ("candidates", "requests", "published without a gain", "published at a true gain of 5%")
+    return ["## What is published without a gain", "", *table(columns, rows)]
+
+
 def _speeds() -> list[str]:
     """Replay and the loop: measured, without a target of their own."""
     rows: list[tuple[str, str]] = []
@@ -217,7 +230,7 @@ def results() -> str:
         if picture := drawn():
             (DOCS / "results" / f"{name}.svg").write_text(standalone(*picture))
             lines += [f"![{caption}](results/{name}.svg)", "", f"*{caption}*", ""]
-    lines += _speeds() + _ranges()
+    lines += _nulls() + _speeds() + _ranges()
     return "\n".join(lines).rstrip() + "\n"
 
 
