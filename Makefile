@@ -29,7 +29,7 @@ tune: $(VENV)/.installed ## Record, search, execute and publish for the demo pai
 	$(RUN) cli.py tune --pair demo --limit 48 --max-new-tokens 64 $(ARGS)
 
 test: $(VENV)/.installed-dev ## The tests (under 6 minutes on two idle cores)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 3 --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: $(VENV)/.installed-dev ## Style and types
 	$(RUN) -m ruff check .

@@ -108,15 +108,15 @@ def series(count: int, candidates: int, requests: int, gain: float, seed: int) -
 
 
 def real(count: int, budget_s: float) -> dict[str, Any]:
-    """A/A tunings on the demo pair: six names of one behaviour, the incumbent the most elaborate, raced and confirmed for real."""
+    """A/A tunings on the demo pair: six names of one behaviour, raced and confirmed for real."""
     from lab import demo, requests
 
     from spectune.traces.schema import Sampling
 
     pair, workload = demo(), requests(40)
     window = {"kind": "fsm", "gamma_max": 5, "gamma_min": 5}
-    same = [{"window": window, "stop": {"kind": "joint_prob", "threshold": 10.0**-n}} for n in range(8, 4, -1)]
-    policies = [parse_policy({"draft": "small", **d}) for d in (*same, {"window": window}, {"window": {"kind": "fixed", "gamma": 5}})]
+    stops = [{"kind": "joint_prob", "threshold": 10.0**-n} for n in range(14, 8, -1)]  # none is ever reached; reading one takes time
+    policies = [parse_policy({"draft": "small", "window": window, "stop": stop}) for stop in stops]
     encoded, names = encode(pair, workload, DecodeOptions(Sampling(), 48)), [p.id for p in policies]
     categories = [r.category for r in workload.requests]
     parts, published, rows = split(categories), 0, []

@@ -194,7 +194,9 @@ def _nulls() -> list[str]:
         for null, gain in zip(found["nulls"], found["power"], strict=True)
     ]
     columns = ("candidates", "requests", "published without a gain", "published at a true gain of 5%")
-    return ["## What is published without a gain", "", *table(columns, rows)]
+    real = found.get("real")
+    said = [f"Executed, six names of one behaviour: {real['published']} of {real['tunings']} published.", ""] if real else []
+    return ["## What is published without a gain", "", *table(columns, rows), *said]
 
 
 def _speeds() -> list[str]:

@@ -20,10 +20,11 @@ if TYPE_CHECKING:  # torch is imported by those tests alone that need it
 
 TEMPLATE = "spectune_template"
 SLOWEST = (
-    *("cli_flow", "kill", "parity", "hot_reload", "schedule_workers", "head_drafting", "tree_parity", "shortlists", "record_trees"),
-    *("schedule_retries", "frequency_ranks", "shortlist_replay", "routing"),
+    *("cli_flow", "schedule_workers", "kill", "publishing", "parity", "hot_reload", "head_drafting", "tree_parity", "shortlists"),
+    *("record_trees", "schedule_retries", "frequency_ranks", "shortlist_replay", "routing"),
 )
-"""Test files that take longest, the slowest first: begun last, one of them would keep a single worker busy at the end."""
+"""Test files that are begun first: the longest, as one of them would keep a single worker busy at the end. While the first tunes,
+and so compiles what is compiled, the second needs none of it."""
 
 
 def pytest_configure(config: pytest.Config) -> None:

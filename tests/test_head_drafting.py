@@ -67,7 +67,7 @@ def test_heads_change_no_text_and_replay_exactly(pair: LoadedPair, sampling: Sam
             assert ran.trajectory.output_ids.tolist() == text.output_ids.tolist(), policy.label()
             assert [shape(s) for s in ran.steps] == [shape(s) for s in steps], policy.label()
             accepted += sum(s.accepted for s in steps)
-    assert accepted > 30 or sampling.greedy  # a random head finds the text by the shared noise alone
+    assert accepted > 20 or sampling.greedy  # a random head finds the text by the shared noise alone
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: f"T{s.temperature}")

@@ -107,8 +107,10 @@ def test_every_cost_is_there(pair: LoadedPair, profile: LatencyProfile) -> None:
     assert (profile.pair_id, profile.terms["target"].knots[1]) == (pair.id, (16.0, 64.0))
     assert set(profile.chain_drafts) == {"near", "far", "ngram"}
     assert set(profile.tree_drafts) == {"near", "far"}
-    for name in ("target", "prefill/target", "pass/near", "pass/far", "prefill/near", "round"):
+    for name in ("target", "prefill/target", "prefill/near", "round"):
         assert max(profile.terms[name].seconds) > 0, name
+    for draft in ("near", "far"):  # on a busy machine a tiny draft's passes may all be called its phase
+        assert max(*profile.terms[f"pass/{draft}"].seconds, *profile.terms[f"phase/{draft}"].seconds) > 0
     assert {"stop max_prob", "stop joint_prob", "stop entropy", "sampled target", "noise"} <= set(profile.terms)
     assert {"top_k/near", "static/near", "classifier/near", "stratify/near", "tree stop/near"} <= set(profile.terms)
     assert profile.shortlist_sizes("near", routed=True) == profile.shortlist_sizes("near", routed=False)
