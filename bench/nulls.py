@@ -18,16 +18,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
 import numpy as np
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "tests")]
-
-from spectune.optimizer.confirm import RACE_SHARE, Confirmation, confirm, planned  # noqa: E402
-from spectune.optimizer.execute import DecodeOptions, Executor, eliminate, encode  # noqa: E402
-from spectune.optimizer.record import mixed, split  # noqa: E402
-from spectune.optimizer.verdict import fastest_of  # noqa: E402
-from spectune.runtime.policies.document import Policy, parse_policy  # noqa: E402
+from spectune.optimizer.confirm import RACE_SHARE, Confirmation, confirm, planned
+from spectune.optimizer.execute import DecodeOptions, Executor, eliminate, encode
+from spectune.optimizer.record import mixed, split
+from spectune.optimizer.verdict import fastest_of
+from spectune.runtime.policies.document import Policy, parse_policy
 
 NOISE, EFFECT, ERROR, DRIFT = 0.12, 0.06, 0.03, 0.2
 """Standard deviations, of logarithms: of an execution, of a policy's effect on a request, of its prediction; and of the pace."""
@@ -146,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--real", type=int, metavar="N", help="run N A/A tunings instead")
     parser.add_argument("--budget", type=float, default=40.0, help="seconds of each A/A tuning")
-    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "nulls.json")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "nulls.json")
     wanted = parser.parse_args(arguments)
     stored = json.loads(wanted.out.read_text()) if wanted.out.exists() else {}
     if wanted.real:
