@@ -254,6 +254,14 @@ def test_other_commands_spare_the_database_too(sqlite_door: Door, here: Path) ->
     ):
         sqlite_door.refused(*command)
         assert state(here) == before
+    (here / "spectune.toml").write_text('pair = "pair"\nworkload = "three.jsonl"\n')
+    before = state(here)
+    for path in ("three.jsonl", "pair/pair.json", "spectune.toml"):
+        assert "read by this command" in sqlite_door.refused("tune", "--report", path)
+        assert state(here) == before
+    for command in (("report", "--out"), ("traces", "report", "--out"), ("traces", "export")):
+        assert "read by this command" in sqlite_door.refused(*command, "./spectune.toml")
+        assert state(here) == before
     with sqlite3.connect("spectune.db") as connection:
         assert connection.execute("SELECT count(*) FROM recording").fetchone() == (1,)
 

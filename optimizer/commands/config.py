@@ -45,7 +45,7 @@ class Configured(click.Option):
 
     def get_default(self, ctx: click.Context, call: bool = True) -> Any:
         """The file's value if it has one, checked. Raises ConfigError."""
-        config: Config | None = ctx.meta.get(_META)
+        config = config_of(ctx)
         if config is None or self.key not in config.values:
             return super().get_default(ctx, call=call)
         from spectune.traces.errors import ConfigError
@@ -74,9 +74,15 @@ def use_config(ctx: click.Context, named: str | None) -> Config | None:
     return found
 
 
+def config_of(ctx: click.Context) -> Config | None:
+    """The file that was read for a command; None where there is none."""
+    found: Config | None = ctx.meta.get(_META)
+    return found
+
+
 def is_given(ctx: click.Context, name: str) -> bool:
     """Whether an option was typed, or stands in the environment or the file."""
-    config: Config | None = ctx.meta.get(_META)
+    config = config_of(ctx)
     typed = ctx.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
     return typed or (config is not None and name in config.values)
 

@@ -17,7 +17,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from spectune.optimizer.commands.config import PAIR_FOUND
+from spectune.optimizer.commands.config import PAIR_FOUND, config_of
 
 # Options that say on what a command works.
 SAME = {"pair": "--pair", "target": "--target", "drafts": "--draft", "device": "--device", "deployment": "--deployment"}
@@ -107,16 +107,16 @@ def _keep(command: str, results: Any) -> str:
     return "the results could not be kept in a file either"
 
 
-def check_writable(ctx: click.Context, *options: tuple[str, str | None], reads: Iterable[str] = ()) -> None:
+def check_writable(ctx: click.Context, *options: tuple[str, str | None]) -> None:
     """Raises OutputError for an (option, path) that cannot be written or is needed otherwise, before the work is done whose result
-    would go there: databases, the files that a command ``reads`` (names of no file are no matter), and those of any model."""
+    would go there: databases, the files that this command reads, and those of any model."""
     from spectune.runtime.pair import is_content
     from spectune.traces.errors import OutputError
     from spectune.traces.files import is_file, why_not_writable
     from spectune.traces.text import shortened
 
     taken = {path.resolve(): "the database in use" for path in database_files(ctx)}
-    taken |= {Path(path).resolve(): "read by this command" for path in reads if is_file(path)}
+    taken |= {Path(path).resolve(): "read by this command" for path in _read_by(ctx) if is_file(path)}
     for option, path in options:
         if path is None:
             continue
@@ -132,6 +132,18 @@ def check_writable(ctx: click.Context, *options: tuple[str, str | None], reads: 
         if problem is not None:
             raise OutputError(f"{option} {shortened(path)}: that is {problem}; name another file")
         taken[target] = f"{option}, too"
+
+
+def _read_by(ctx: click.Context) -> Iterator[str]:
+    """What a command's options and spectune.toml name, the file itself too; some are no files."""
+    if (config := config_of(ctx)) is not None:
+        yield str(config.file)
+    if (pair := ctx.params.get("pair")) is not None:
+        yield from (pair, f"{pair}/pair.json")
+    for key in ("workloads", "covers"):
+        yield from ctx.params.get(key) or ()
+    if (policy := ctx.params.get("policy_name")) is not None:
+        yield policy
 
 
 def _is_database(file: Path) -> bool:

@@ -70,9 +70,7 @@ def run(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     \b
     Example:  cli.py run --pair demo --policy policy.json --workload demo --limit 32 --outputs texts.jsonl
     """
-    files = [] if kw["pair"] is None else [kw["pair"], f"{kw['pair']}/pair.json"]
-    reads = [*files, *kw["workloads"], kw["policy_name"]]
-    check_writable(ctx, ("--outputs", kw["outputs"]), ("--per-round", kw["per_round"]), reads=reads)
+    check_writable(ctx, ("--outputs", kw["outputs"]), ("--per-round", kw["per_round"]))
     with open_store(ctx) as store:
         spec = pair_spec(kw, store)
         check_policy(store, kw["policy_name"])

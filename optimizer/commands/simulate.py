@@ -42,7 +42,7 @@ def simulate(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     \b
     Example:  cli.py simulate --policy '{"draft": "small", "window": {"kind": "fixed", "gamma": 4}}'
     """
-    check_writable(ctx, ("--per-round", kw["per_round"]), reads=[kw["policy_name"]])
+    check_writable(ctx, ("--per-round", kw["per_round"]))
     with open_store(ctx, create=False) as store:
         info = store.get_recording(kw["recording"])
         device = kw["on"] or str(info.options.get("device", "cpu"))
