@@ -16,8 +16,8 @@ from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.execute import DecodeOptions, Encoded, Timings, encode, run
 from spectune.optimizer.fit.chooser_fits import ChooserSource, fit_source, keep_chooser
 from spectune.optimizer.fit.on_the_fly import read_prompts
+from spectune.optimizer.parts import split
 from spectune.optimizer.profiles import profile_for
-from spectune.optimizer.record import split
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.verdict import finite
 from spectune.runtime.loading import LoadedPair

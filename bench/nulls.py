@@ -24,7 +24,7 @@ import numpy as np
 
 from spectune.optimizer.confirm import RACE_SHARE, Confirmation, confirm, planned
 from spectune.optimizer.execute import DecodeOptions, Executor, eliminate, encode
-from spectune.optimizer.record import mixed, split
+from spectune.optimizer.parts import mixed, split
 from spectune.optimizer.verdict import fastest_of
 from spectune.runtime.policies.document import Policy, parse_policy
 

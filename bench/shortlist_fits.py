@@ -18,7 +18,8 @@ from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.execute import DecodeOptions, Encoded, encode
 from spectune.optimizer.fit.dynaspec import fit_router
 from spectune.optimizer.fit.fr_spec import fit_fr_spec
-from spectune.optimizer.record import RecordRequest, record, split
+from spectune.optimizer.parts import split
+from spectune.optimizer.record import RecordRequest, record
 from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import StaticSource

@@ -18,7 +18,7 @@ import numpy as np
 from scipy.special import stdtrit
 
 from spectune.optimizer.execute import Timings
-from spectune.optimizer.record import SPLIT, split
+from spectune.optimizer.parts import SPLIT, split
 from spectune.traces.errors import TraceError
 
 LEVEL: Final = 0.99

@@ -25,10 +25,11 @@ from spectune.optimizer.execute import Comparison, DecodeOptions, Encoded, Execu
 from spectune.optimizer.fit.chooser_fits import fit_chooser_artifact
 from spectune.optimizer.fit.on_the_fly import read_prompts
 from spectune.optimizer.fit.tuning import fit_shortlists, fit_trees, ranks_for
+from spectune.optimizer.parts import Parts, mixed, split
 from spectune.optimizer.processes import kept_helpers
 from spectune.optimizer.profiles import at_pace_of, doubts, expected_seconds, prediction_spread, profile_for
 from spectune.optimizer.publish import earlier_winners, incumbent_of, publish
-from spectune.optimizer.record import Look, Parts, RecordRequest, cover_of, look_around, mixed, record, split
+from spectune.optimizer.record import Look, RecordRequest, cover_of, look_around, record
 from spectune.optimizer.report.evidence import evidence_document, middle_request, rounds_of_one
 from spectune.optimizer.report.tuning import EVIDENCE
 from spectune.optimizer.report.words import sampling_in_words

@@ -24,7 +24,7 @@ from spectune.optimizer.fit.recorded_trees import RecordedTrees
 from spectune.optimizer.fit.score import score_examples
 from spectune.optimizer.fit.sequoia import DEPTH as STATIC_DEPTH
 from spectune.optimizer.fit.sequoia import rank_acceptance
-from spectune.optimizer.record import split
+from spectune.optimizer.parts import split
 from spectune.optimizer.serving import last_good, watch
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.runtime.loading import LoadedPair

@@ -10,7 +10,7 @@ import pytest
 from synthetic import flat_profile
 
 from spectune.optimizer.confirm import Confirmation
-from spectune.optimizer.record import mixed, split
+from spectune.optimizer.parts import mixed, split
 from spectune.optimizer.search import TIE, Study, Trial, _Judge, _seeded_study, complexity, finalists, search
 from spectune.optimizer.simulate.replay import replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace

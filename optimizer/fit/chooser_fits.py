@@ -1,6 +1,6 @@
 """Fitting a chooser of drafts to a recording, and keeping it as the artifact that ``"draft": {"kind": "ols"}`` names.
 
-It is fitted to the requests that a search may see (:func:`optimizer.record.split`) and scored on the others. Like the fits of shortlists it
+It is fitted to the requests that a search may see (:func:`optimizer.parts.split`) and scored on the others. Like the fits of shortlists it
 needs the pair itself: its smallest draft reads the prompts.
 """
 

@@ -2,7 +2,7 @@
 
 A recording knows, for every draft and position, whether the draft would have proposed the text's token, so the accuracy alpha of every
 draft on every prompt is counted, not estimated from rounds; and replay says what every draft with its policy would have cost on every
-request. A chooser is fitted to some requests (:func:`optimizer.record.split`) and measured on the others, against the best single draft
+request. A chooser is fitted to some requests (:func:`optimizer.parts.split`) and measured on the others, against the best single draft
 and against an oracle that knows each request's best draft.
 """
 
@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from spectune.optimizer.record import split
+from spectune.optimizer.parts import split
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace
 from spectune.runtime.loading import LoadedPair
@@ -303,7 +303,7 @@ def fit_chooser(
 
     ``prompts`` are those of ``trace.trajectories``, in order (:func:`read_prompts`), and ``reader`` is who read them. A ridge by
     cross-validation shrinks towards the mean what the prompts do not bear out. ``parts``: the requests fitted to and those held out, by
-    default those of :func:`optimizer.record.split`; ``Chooser.metrics`` has :func:`evaluate` on both. A ``guarded`` one keeps to the best
+    default those of :func:`optimizer.parts.split`; ``Chooser.metrics`` has :func:`evaluate` on both. A ``guarded`` one keeps to the best
     single draft unless :func:`cross_validated` finds a gain beyond noise; ``seed`` deals the requests into its parts.
 
     Raises PolicyError without candidates or for one that is not its draft's, TraceError when the recording lacks a draft or has too few

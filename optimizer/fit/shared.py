@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spectune.db.errors import CorruptedChunkError, NotFoundError
-from spectune.optimizer.record import split
+from spectune.optimizer.parts import split
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.schema import LatencyProfile, Trajectory
 from spectune.traces.store import RecordingInfo, TraceStore
@@ -50,7 +50,7 @@ class StoredFit:
 
 
 def search_part(texts: Sequence[Trajectory]) -> list[int]:
-    """The requests, by number, that fits and searches may see (:func:`optimizer.record.split`)."""
+    """The requests, by number, that fits and searches may see (:func:`optimizer.parts.split`)."""
     return split([t.category for t in texts]).search
 
 
