@@ -13,12 +13,13 @@ import numpy.typing as npt
 from lab import CATEGORIES, compare, demo, requests, stored
 
 from spectune.optimizer.artifacts import fitted
-from spectune.optimizer.execute import DecodeOptions, Encoded, Timings, encode, run
+from spectune.optimizer.execute import DecodeOptions, Encoded, encode, run
 from spectune.optimizer.fit.chooser_fits import ChooserSource, fit_source, keep_chooser
 from spectune.optimizer.fit.on_the_fly import read_prompts
 from spectune.optimizer.parts import split
 from spectune.optimizer.profiles import profile_for
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
+from spectune.optimizer.timings import Timings
 from spectune.optimizer.verdict import finite
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import StaticSource

@@ -18,7 +18,7 @@ from synthetic import flat_profile, with_heads
 
 from spectune.db.database import open_database
 from spectune.optimizer.artifacts import fitted
-from spectune.optimizer.execute import Comparison, DecodeOptions, Encoded, Expected, Timings, encode, race, run
+from spectune.optimizer.execute import Comparison, DecodeOptions, Encoded, encode, race, run
 from spectune.optimizer.fit.tuning import fit_shortlists, fit_trees, ranks_for
 from spectune.optimizer.inputs import load_workload
 from spectune.optimizer.profiles import profile_for
@@ -26,6 +26,7 @@ from spectune.optimizer.record import Look, RecordRequest, cover_of, look_around
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.trace import Grown, open_trace
 from spectune.optimizer.spaces import ShortlistLimit, TreeLimit, with_shortlist
+from spectune.optimizer.timings import Expected, Timings
 from spectune.runtime.decoder import Decoded
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.loop import StaticSource

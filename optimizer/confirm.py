@@ -17,8 +17,8 @@ from typing import Any, Final
 import numpy as np
 from scipy.special import stdtrit
 
-from spectune.optimizer.execute import Timings
 from spectune.optimizer.parts import SPLIT, split
+from spectune.optimizer.timings import Timings
 from spectune.traces.errors import TraceError
 
 LEVEL: Final = 0.99

@@ -9,10 +9,10 @@ from typing import Final
 
 import numpy as np
 
-from spectune.optimizer.execute import Expected, Timings
 from spectune.optimizer.record import whole_texts
 from spectune.optimizer.simulate.replay import replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
+from spectune.optimizer.timings import Expected, Timings
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import AnyPolicy

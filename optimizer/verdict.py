@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spectune.optimizer.confirm import FLOOR, LEAST, Confirmation
-from spectune.optimizer.execute import Comparison, Timings
+from spectune.optimizer.execute import Comparison
 from spectune.optimizer.search import TIE, complexity
+from spectune.optimizer.timings import Timings
 from spectune.runtime.policies.document import AUTOREGRESSIVE, AnyPolicy, Policy
 from spectune.traces.sanity import Sanity
 from spectune.traces.schema import Outcome

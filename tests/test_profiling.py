@@ -13,8 +13,8 @@ import pytest
 from synthetic import flat_profile
 
 import spectune.runtime.profiling.measure
-from spectune.optimizer.execute import Timings
 from spectune.optimizer.profiles import at_pace_of, doubts, prediction_spread, profile_for, served_contexts, usable_profile
+from spectune.optimizer.timings import Timings
 from spectune.runtime.costs import MeasuredRound, RoundKind
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.profiling import ACCEPTED_ERROR, measure_profile, predicted_seconds, refit_scale

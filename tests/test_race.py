@@ -7,8 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from spectune.optimizer.execute import BLOCK, NEGLIGIBLE, Timings, eliminate
+from spectune.optimizer.execute import BLOCK, NEGLIGIBLE, eliminate
 from spectune.optimizer.search import PREDICTION_ERROR, Study, Trial, rivals
+from spectune.optimizer.timings import Timings
 from spectune.optimizer.verdict import fastest_of, finite
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 

@@ -13,11 +13,12 @@ import pytest
 from test_report import DROPPED, FAST, candidate
 from test_tree_report import Page
 
-from spectune.optimizer.execute import Comparison, Timings
+from spectune.optimizer.execute import Comparison
 from spectune.optimizer.report.charts import section
 from spectune.optimizer.report.evidence import evidence_document
 from spectune.optimizer.report.tuning import TuningReport, page
 from spectune.optimizer.report.words import closing, finding, policy_in_words, verdict_in_words
+from spectune.optimizer.timings import Timings
 from spectune.optimizer.verdict import Candidate, Tuned
 from spectune.runtime.policies.document import AUTOREGRESSIVE, parse_policy
 from spectune.traces.store.catalog import Study
