@@ -47,10 +47,19 @@ class Confirmation:
     passes: int
 
     @property
-    def holds(self) -> bool:
-        """Whether it is a gain: beyond noise, and worth having."""
+    def against(self) -> str:
+        """What speaks against a publication; empty where it is a gain beyond noise, and worth having."""
         value, low, _ = self.ratio
-        return self.requests >= LEAST and low > 1.0 and value >= FLOOR
+        if self.requests < LEAST:
+            return f"{self.requests} requests are too few, {LEAST} are needed"
+        if low <= 1.0:
+            return "the gain is not beyond noise"
+        return "" if value >= FLOOR else f"less than {FLOOR} times as fast is not worth a change"
+
+    @property
+    def holds(self) -> bool:
+        """Whether nothing speaks against a publication."""
+        return not self.against
 
     def __str__(self) -> str:
         value, low, high = self.ratio
@@ -63,7 +72,7 @@ class Confirmation:
         """JSON-ready; an interval's end that is not known is None."""
         ends = [v if math.isfinite(v) else None for v in self.ratio[1:]]
         told = {"id": self.winner, "ratio": self.ratio[0], "interval": ends, "level": LEVEL, "floor": FLOOR}
-        return {**told, "requests": self.requests, "passes": self.passes, "holds": self.holds}
+        return {**told, "requests": self.requests, "passes": self.passes, "holds": self.holds, "against": self.against}
 
 
 def confirm(

@@ -82,5 +82,6 @@ def publish(
     except StaleVersionError:
         now = store.active_version(pair.id, pair.device.type, deployment)
         reason = f"version {now} came into force meanwhile and was not compared, so it stays"
-        return replace(tuned, reason=f"{reason}; `tune --recording {tuned.recording}` compares with it")
+        reason = f"{reason}; `tune --recording {tuned.recording}` compares with it"
+        return replace(tuned, reason=reason, superseded_by=now)
     return replace(tuned, published=published)

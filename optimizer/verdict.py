@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from spectune.optimizer.confirm import FLOOR, LEAST, Confirmation
+from spectune.optimizer.confirm import Confirmation
 from spectune.optimizer.execute import Comparison
 from spectune.optimizer.search import TIE, complexity
 from spectune.optimizer.timings import Timings
@@ -62,7 +62,8 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What a tuning found and did. ``published`` is the new publication, None when the incumbent stays (``reason`` says why);
+    """What a tuning found and did. ``published`` is the new publication, None when the incumbent stays (``reason`` says why), or
+    version ``superseded_by`` that came into force meanwhile;
     ``confirmed`` is what the race's winner was against the incumbent on requests held out, None where that is the incumbent;
     ``beyond`` is :meth:`optimizer.search.Study.left_out`."""
 
@@ -82,6 +83,7 @@ class Tuned:
     seconds: Mapping[str, float] = field(default_factory=dict)
     beyond: Mapping[str, Any] = field(default_factory=dict)
     workload: Sanity = field(default_factory=Sanity)
+    superseded_by: int | None = None
 
     @property
     def ratio(self) -> tuple[float, float, float]:
@@ -112,6 +114,7 @@ class Tuned:
                 "deployment": self.published.deployment,
             },
             "reason": self.reason,
+            "superseded_by": self.superseded_by,
             "recording": self.recording,
             "profile": self.profile,
             "study": self.study,
@@ -195,12 +198,5 @@ def verdict(
     if confirmed is None or winner.policy.id == incumbent.policy.id:
         return f"nothing executed is faster than the incumbent; {stays}", incumbent, not published
     if not confirmed.holds:
-        return f"{winner.policy.label()} was {confirmed}: {_failed(confirmed)}; {stays}", incumbent, not published
+        return f"{winner.policy.label()} was {confirmed}: {confirmed.against}; {stays}", incumbent, not published
     return str(confirmed), winner, True
-
-
-def _failed(confirmed: Confirmation) -> str:
-    """Why a confirmation does not hold."""
-    if confirmed.requests < LEAST:
-        return f"too few, {LEAST} are needed"
-    return "not beyond noise" if confirmed.ratio[1] <= 1.0 else f"less than {FLOOR}, not worth a change"

@@ -15,9 +15,13 @@ import pytest
 from doors import USAGE, Door, lines, one_object, put_profile, write_workload
 from synthetic import flat_profile
 from test_policies import CONTRACT
+from test_tuning_report import TUNED
 
+import spectune.optimizer.commands.report
+import spectune.optimizer.tune
 import spectune.runtime.profiling
 from spectune.db import open_database
+from spectune.db.errors import DatabaseError
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.inputs import load_workload
 from spectune.optimizer.jobs import tuning_options
@@ -402,6 +406,25 @@ def test_tables_for_people(door: Door, recording: str, profile: str, command: st
     assert shown.exit_code == 0
     assert shown.stdout.strip()
     assert door.call("simulate", "--policy", FIXED, "--recording", recording).stdout.strip()
+
+
+@pytest.mark.parametrize("asked", [(), ("--report", "page.html")])
+def test_a_page_that_cannot_be_made_costs_no_results(
+    door: Door, recording: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, asked: tuple[str, ...]
+) -> None:
+    """One that was asked for is an error all the same, after them."""
+
+    def broken(*_args: object, **_more: object) -> None:
+        raise DatabaseError("the database went away")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(spectune.optimizer.commands.report, "write_report", broken)
+    monkeypatch.setattr(spectune.optimizer.tune, "tune_recording", lambda *_args, **_more: TUNED)
+    found = door.call("tune", "--pair", door.pair, "--recording", recording, *QUICK, "--no-publish", *asked, "--json")
+    assert one_object(found.stdout)["study"] == TUNED.study
+    assert one_object(found.stdout)["report"] is None
+    assert "the database went away" in found.stderr
+    assert found.exit_code == (2 if asked else 0)
 
 
 def test_a_tuning_leaves_a_report(door: Door, tuned: dict[str, Any], tmp_path: Path) -> None:

@@ -71,6 +71,7 @@ def test_what_came_into_force_during_the_race_stays(store: TraceStore, pair: Loa
     assert tuned.published is None
     assert f"version {only.version} came into force" in tuned.reason
     assert "not compared" in tuned.reason
+    assert tuned.to_json()["superseded_by"] == only.version
     assert f"tune --recording {tuned.recording}" in tuned.reason
     assert "\n" not in tuned.reason
     assert store.get_study(tuned.study).trials, "what was searched is kept"

@@ -13,6 +13,7 @@ import pytest
 from test_report import DROPPED, FAST, candidate
 from test_tree_report import Page
 
+from spectune.optimizer.confirm import Confirmation
 from spectune.optimizer.execute import Comparison
 from spectune.optimizer.report.charts import section
 from spectune.optimizer.report.evidence import evidence_document
@@ -97,6 +98,8 @@ def test_the_last_lines_say_what_is_in_force_and_what_to_type() -> None:
         [("cli.py run --policy active", "decodes with what is in force")],
     )
 
+    what = "# decodes with what is in force cli.py run --policy active"
+
     def said(found: dict[str, Any]) -> str:
         text = closing(found, where, commands)
         assert max(map(len, text.splitlines())) < 80
@@ -125,6 +128,7 @@ def test_the_last_lines_say_what_is_in_force_and_what_to_type() -> None:
         WINNER,
         PLAIN,
         reason="version 7 came into force meanwhile and was not compared, so it stays",
+        superseded_by=7,
     )
     assert said(late).startswith("Nothing was published: version 7 came into force meanwhile")
     confirmed = {
@@ -139,6 +143,17 @@ def test_the_last_lines_say_what_is_in_force_and_what_to_type() -> None:
         "decodes 1.02 times as fast (99% interval 0.97 to 1.07) on 7 requests held out to confirm it."
         in held
     )
+    for ratio, requests, why in (
+        ((1.02, 0.97, 1.07), 7, "the gain is not beyond noise"),
+        ((1.5, 1.4, 1.6), 4, "4 requests are too few, 5 are needed"),
+        ((1.005, 1.002, 1.008), 7, "less than 1.01 times as fast is not worth a change"),
+    ):
+        against = Confirmation(FAST.id, ratio, requests, 1).to_json()
+        kept = tuned(SLOWER, SLOWER, confirmed=against, confirm_requests=requests)
+        assert said(kept).endswith(f"held out to confirm it: {why}. {what}")
+        assert verdict_in_words(kept, "cuda").endswith(f"nothing executed takes its place: {why}.")
+        assert "beyond noise" in said(kept) or ratio[1] > 1
+        assert f"6 searched on, 4 raced on, {requests} confirmed on" in page(report(document(kept)))
     sure = tuned(
         WINNER,
         PLAIN,

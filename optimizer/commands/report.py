@@ -99,7 +99,8 @@ def write_report(
 
 
 def _trees(store: TraceStore, recording: str | None, meter: Meter) -> list[str]:
-    """The figures of a recording's trees as a section; none where it has no trees."""
+    """The figures of a recording's trees as a section, or why there are none; nothing where it has no
+    trees."""
     from spectune.db.errors import NotFoundError
     from spectune.optimizer.report.charts import safe, section
     from spectune.optimizer.report.tree_page import figures, lead
@@ -109,14 +110,20 @@ def _trees(store: TraceStore, recording: str | None, meter: Meter) -> list[str]:
     if recording is None:
         return []
     try:
+        info = store.get_recording(recording)
+    except NotFoundError:  # it was pruned
+        return []
+    if not info.trees_shown():
+        return []
+    try:
         report, _ = report_of(
             store,
             recording,
             top_n=60,
             progress=lambda done, total: meter("replay trees", done, total),
         )
-    except (TraceError, NotFoundError):  # no trees of all requests, or the recording was pruned
-        return []
+    except TraceError as error:
+        return [f"<p>{safe(f'No figures of draft trees: {error}')}</p>"]
     return [
         section(f"Draft trees of {report.draft}", *figures(report)),
         f"<p>{safe(lead(report))}</p>",

@@ -117,11 +117,14 @@ def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
                 tuned = tune_recording(store, pair, recording, wanted, progress=meter)
             else:
                 tuned = do_tune(store, pair, workload, wanted, progress=meter)
-        found = {**tuned.to_json(), "report": _page(ctx, store, tuned.study, kw["report_path"])}
+        page, failed = _page(ctx, store, tuned.study, kw["report_path"])
+        found = {**tuned.to_json(), "report": page}
     emit(as_json, found, lambda: evidence_table(tuned))
     if not as_json:
         where = f"in deployment {kw['deployment']}, for pair {pair.spec.name} on {pair.device.type}"
         say(closing(found, where, _next(ctx, found)))
+    if failed is not None:
+        raise failed
 
 
 def _be_quick(ctx: click.Context, kw: dict[str, Any]) -> str:
@@ -132,21 +135,25 @@ def _be_quick(ctx: click.Context, kw: dict[str, Any]) -> str:
     return f"quick: {on}, {kw['trials']} trials, a race of {kw['budget']}{trees} (`tune` without --quick tries all)\n"
 
 
-def _page(ctx: click.Context, store: TraceStore, study: str, path: str | None) -> str | None:
-    """Writes the report and says where; None where none is wanted. A page that nobody asked for and
-    that cannot be written costs a line, not the command."""
+def _page(
+    ctx: click.Context, store: TraceStore, study: str, path: str | None
+) -> tuple[str | None, Exception | None]:
+    """Writes the report: (where, None); (None, None) where none is wanted or a page that nobody asked
+    for cannot be made, which costs a line; (None, why) for one that was asked for: the results are
+    printed first."""
+    from spectune.db.errors import DatabaseError
     from spectune.optimizer.commands.report import write_report
     from spectune.traces.errors import OutputError
 
     if path == "none":
-        return None
+        return None, None
     try:
-        return str(write_report(ctx, store, study, path)["path"])
-    except OutputError as error:
+        return str(write_report(ctx, store, study, path)["path"]), None
+    except (OutputError, DatabaseError) as error:
         if path is not None:
-            raise
+            return None, error
         say(f"{error}; `{to_type(ctx, f'report {study} --out FILE')}` writes the report elsewhere", err=True)
-        return None
+        return None, None
 
 
 def _next(ctx: click.Context, tuned: dict[str, Any]) -> list[tuple[str, str]]:

@@ -57,8 +57,10 @@ th { color: var(--soft); font-weight: 600; } th.text, td.text { text-align: left
 Cell = str | int | float | None
 Bar = tuple[float, float | None, str, str]
 """(x, height, class, what a browser says of it); no height: no bar."""
-Curve = tuple[str, str, Sequence[tuple[float, float, str]], bool]
-"""(name, number of its colour, points (x, y, what a browser says of it), whether a line joins them)."""
+Point = tuple[float, float, str] | tuple[float, float, str, bool]
+"""(x, y, what a browser says of it, whether its mark is hollow)."""
+Curve = tuple[str, str, Sequence[Point], bool]
+"""(name, number of its colour, points, whether a line joins them)."""
 Dot = tuple[float, tuple[float | None, float | None], str, str]
 """(x, its interval, number of its colour, what a browser says of it)."""
 
@@ -137,10 +139,10 @@ class Plot:
         places = " ".join(f"{short(x)},{short(y)}" for x, y in (self.at(*p) for p in points))
         self.add("polyline", class_=class_, points=places, title=title)
 
-    def dot(self, x: float, y: float, colour: str, title: str, r: float = 4.5) -> None:
+    def dot(self, x: float, y: float, colour: str, title: str, r: float = 4.5, *, hollow: bool = False) -> None:
         """A mark at a point of the data."""
         at_x, at_y = self.at(x, y)
-        look = f"hollow s{colour}" if title.endswith("approximate") else f"f{colour}"
+        look = f"hollow s{colour}" if hollow else f"f{colour}"
         self.add("circle", title=title, class_=look, cx=at_x, cy=at_y, r=r)
 
     def svg(self, name: str, title: str, description: str) -> str:
@@ -235,15 +237,13 @@ def curves(
 ) -> Plot:
     """Series of points, some joined by lines."""
     points = [p for _, _, series, _ in given for p in series]
-    plot = Plot(
-        (0.0, top(x for x, _, _ in points)), (low, top(y for _, y, _ in points)), height=height
-    )
+    plot = Plot((0.0, top(p[0] for p in points)), (low, top(p[1] for p in points)), height=height)
     plot.axes(x_name, y_name)
     for _, colour, series, joined in given:
         if joined:
-            plot.line([(x, y) for x, y, _ in series], f"s{colour} dash")
-        for x, y, said in series:
-            plot.dot(x, y, colour, said)
+            plot.line([p[:2] for p in series], f"s{colour} dash")
+        for x, y, said, *hollow in series:
+            plot.dot(x, y, colour, said, hollow=any(hollow))
     return plot
 
 

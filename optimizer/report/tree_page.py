@@ -164,6 +164,7 @@ def _verified(r: TreeReport) -> Figure:
                     f"{p.label}: tau {p.tau:.3f}, {p.per_token:.2f} verified per token, {p.per_round:.1f} a round "
                     f"({p.origin})"
                     + (f", {p.missing:.1%} of its rounds approximate" if p.missing else ""),
+                    p.missing > 0,
                 )
                 for p in points
                 if p.family == family and p.origin in origins

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Final
 
-from spectune.db.errors import DatabaseError
+from spectune.db.errors import NotFoundError
 from spectune.optimizer.report.charts import (
     Cell,
     Curve,
@@ -89,7 +89,7 @@ def _acceptance(store: TraceStore, study: Study) -> dict[str, Sequence[float]]:
         found = acceptance_stats(
             store.database, TraceFilter(recordings=(study.recording_id,)), ("draft",)
         )
-    except DatabaseError:  # the recording was pruned
+    except NotFoundError:  # the recording was pruned
         return {}
     return {dict(stats.group)["draft"]: stats.survival.marginal for stats in found}
 
@@ -468,8 +468,10 @@ def page(
     if tuned is not None:
         device = str(report.about.get("device", "cpu"))
         lead = [outcome_in_words(tuned), *savings(tuned, device, gpus=gpus, price=price)[1:]]
-        held = f"{finding(tuned).requests} executed that the search has not seen"
-        about.append(("requests", f"{tuned['search_requests']} searched on, {held}"))
+        parts = [f"{tuned['search_requests']} searched on", f"{tuned['test_requests']} raced on"]
+        if held := tuned.get("confirm_requests"):
+            parts.append(f"{held} confirmed on")
+        about.append(("requests", ", ".join(parts)))
         if tuned.get("published"):
             about.append(("published", f"version {tuned['published']['version']}"))
         about.append(

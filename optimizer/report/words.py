@@ -124,16 +124,22 @@ def outcome_in_words(tuned: Json) -> str:
         return f"{said}: {speed} that the search has not seen."
     if found.best is None:
         return "Nothing else was executed."
-    best, where = found.best, ""
+    best, first, last = found.best, "Nothing executed is faster beyond noise", ""
     ratio, (low, high) = best["ratio_to_incumbent"], best["ratio_interval"]
     if confirmed:
         best = next(c for c in tuned["candidates"] if c["id"] == confirmed["id"])
         ratio, (low, high) = confirmed["ratio"], confirmed["interval"]
-        where = f" on {confirmed['requests']} requests held out to confirm it"
+        first = "Nothing executed takes its place"
+        last = f" on {confirmed['requests']} requests held out to confirm it{_against(confirmed)}"
     return (
-        f"Nothing executed is faster beyond noise; the best of the others, {best['label']}, "
-        f"decodes {ratio:.2f} times as fast{interval(low, high, level=found.level)}{where}."
+        f"{first}; the best of the others, {best['label']}, "
+        f"decodes {ratio:.2f} times as fast{interval(low, high, level=found.level)}{last}."
     )
+
+
+def _against(confirmed: Json) -> str:
+    """What speaks against what was confirmed; earlier tunings do not say."""
+    return f": {confirmed['against']}" if confirmed.get("against") else ""
 
 
 def closing(tuned: Json, where: str, commands: Iterable[tuple[str, str]]) -> str:
@@ -142,7 +148,7 @@ def closing(tuned: Json, where: str, commands: Iterable[tuple[str, str]]) -> str
     found, published = finding(tuned), tuned["published"]
     if published:
         first = f"In force now {where}, as version {published['version']}: {found.name}."
-    elif found.deploys and "came into force meanwhile" in tuned["reason"]:
+    elif found.deploys and tuned.get("superseded_by"):
         first = f"Nothing was published: {tuned['reason']}. The winner: {found.name}."
     elif found.deploys:
         first = f"Nothing was published, as asked. The winner {where}: {found.name}."
@@ -194,7 +200,10 @@ def verdict_in_words(tuned: Json, device: str, *, gpus: int = 1, price: float | 
     found = finding(tuned)
     if found.deploys:
         return f"Deploy this: {found.name}; {savings(tuned, device, gpus=gpus, price=price)[0]}."
+    confirmed = tuned.get("confirmed")
     why = "nothing executed is faster beyond noise"
+    if confirmed:
+        why = f"nothing executed takes its place{_against(confirmed)}"
     if not speculates(found.policy):
         return f"Decode without a draft: {why}."
     return f"Keep what you have: {found.name}; {why}."
