@@ -83,10 +83,9 @@ def tuned(rng: np.random.Generator, candidates: int, requests: int, gain: float 
         return None
     both_s = sum(float(np.nanmean(timings.seconds[name])) for name in (winner.id, names[0]))
     used, passes = planned(len(held), both_s, BUDGET_S - min(BUDGET_S * RACE_SHARE, machine.now), PASSES)
-    found, _ = confirm(
+    return confirm(
         winner.id, names[0], lambda name, n: machine.execute(number[name], held[n]), requests=used, passes=passes
     )
-    return found
 
 
 def series(count: int, candidates: int, requests: int, gain: float, seed: int) -> dict[str, Any]:
@@ -131,7 +130,7 @@ def real(count: int, budget_s: float) -> dict[str, Any]:
         left_s = budget_s - min(budget_s * RACE_SHARE, time.perf_counter() - began)
         both_s = sum(float(np.nanmean(timings.seconds[name])) for name in (winner, names[0]))
         used, passes = planned(len(held), both_s, left_s, PASSES)
-        found, _ = confirm(winner, names[0], lambda name, i, run=executor: run(name, held[i]), requests=used, passes=passes)
+        found = confirm(winner, names[0], lambda name, i, run=executor: run(name, held[i]), requests=used, passes=passes)
         published += found.holds
         rows.append({"raced": list(timings.ratio(winner, names[0])), **found.to_json()})
         print(f"  {n + 1} of {count}: raced {rows[-1]['raced'][0]:.3f}, confirmed {found}; published: {found.holds}", flush=True)

@@ -34,8 +34,9 @@ class Database:
 
     def __init__(self, url: URL, *, is_missing: bool = False) -> None:
         self.url = url
-        self._missing = _nothing() if is_missing else None
-        """Stands for a SQLite file that nobody has made yet."""
+        self._missing = is_missing
+        self._stand_in: Engine | None = None
+        """Is read in place of a SQLite file that nobody has made yet."""
         self.dialect = url.get_backend_name()
         self._engine = make_engine(url)
         self._writing = self._engine.execution_options(**WRITES)
@@ -62,9 +63,10 @@ class Database:
     def snapshot(self) -> Iterator[Session]:
         """A read transaction that sees one moment, on PostgreSQL too. Who uses it judges the rows: a value that is none of its column
         raises whatever reading it raises. Raises :class:`DatabaseError`."""
-        engine = self._to_read().execution_options(**_one_moment(self.url))
-        with translated(self.url), Session(engine, expire_on_commit=False) as session, session.begin():
-            yield session
+        with translated(self.url):
+            engine = self._to_read().execution_options(**_one_moment(self.url))
+            with Session(engine, expire_on_commit=False) as session, session.begin():
+                yield session
 
     @contextmanager
     def write(self, *, is_long: bool = False) -> Iterator[Session]:
@@ -73,20 +75,23 @@ class Database:
         A statement of one that ``is_long`` may take an hour. Raises :class:`DatabaseError` when the database is
         unreachable or stays locked.
         """
-        if self._missing is not None:
+        if self._missing:
             self._make()
         engine = self._writing.execution_options(**LONG) if is_long else self._writing
         with self._alone(), translated(self.url), Session(engine, expire_on_commit=False) as session, session.begin():
             yield session
 
     def _to_read(self) -> Engine:
-        if self._missing is not None and Path(str(self.url.database)).is_file():
+        if self._missing and Path(str(self.url.database)).is_file():
             self._make()  # another process did
-        return self._missing or self._engine
+        if not self._missing:
+            return self._engine
+        self._stand_in = self._stand_in or _nothing()
+        return self._stand_in
 
     def _make(self) -> None:
         _prepare(self.url, create=True, may_upgrade=True)
-        self._missing = None
+        self._missing = False
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -125,6 +130,9 @@ class Database:
     def close(self) -> None:
         """Closes every idle connection; the object can still be used and reconnects."""
         self._engine.dispose()
+        if self._stand_in is not None:
+            self._stand_in.dispose()
+            self._stand_in = None
 
     def __enter__(self) -> Database:
         return self

@@ -76,6 +76,8 @@ def shares_of(decoded: Sequence[Decoded]) -> list[Share]:
 def label_of(shares: Sequence[Share], changes: Sequence[Change]) -> str:
     """A run's policies in few words: one label, or what ran first, and what then."""
     labels = [share.policy.label() for share in shares]
+    if changes and changes[0].before != labels[0]:  # it came before anything ran
+        changes = changes[1:]
     if len(labels) <= 3 and len(changes) == len(labels) - 1:
         return ", then ".join(labels)
     return f"{labels[0]}, then {len(changes)} changes"

@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 from scipy.special import stdtrit
 
-from spectune.optimizer.parts import SPLIT, split
+from spectune.optimizer.parts import SPLIT, Parts, split
 from spectune.optimizer.timings import Timings
 from spectune.traces.errors import TraceError
 
@@ -83,7 +83,7 @@ def confirm(
     requests: int,
     passes: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> tuple[Confirmation, Timings]:
+) -> Confirmation:
     """Executes both on each request (by number), ``passes`` times, who goes first alternating; the winner begins, so that what a
     first execution costs speaks against it. ``execute`` returns seconds."""
     seconds = {p: np.full((requests, passes), np.nan) for p in (winner, incumbent)}
@@ -92,8 +92,7 @@ def confirm(
             for p in (winner, incumbent) if (n + k) % 2 == 0 else (incumbent, winner):
                 seconds[p][n, k] = execute(p, n)
             progress(k * requests + n + 1, requests * passes)
-    timings = Timings(seconds)
-    return Confirmation(winner, timings.ratio(winner, incumbent, level=LEVEL), requests, passes), timings
+    return Confirmation(winner, Timings(seconds).ratio(winner, incumbent, level=LEVEL), requests, passes)
 
 
 def planned(requests: int, both_s: float, budget_s: float, most: int) -> tuple[int, int]:
@@ -126,15 +125,18 @@ def said_of(categories: Sequence[str], *, publish: bool) -> str:
     total, held = len(categories), len(parts.confirm)
     for_5 = math.ceil(requests_to_see(0.05) * len(SPLIT) / SPLIT.count("c"))
     needs = f"a gain of 5% takes about {for_5} requests (their ratios spreading by {100 * SPREAD:.0f}%)"
-    if not all(parts):
-        raise TraceError(f"too few requests to search, race and confirm on different ones: {total}; give at least 6; {needs}")
-    if publish and held < LEAST:
-        more = (list(islice(cycle(categories), n)) for n in count(total))
-        enough = next(len(these) for these in more if len(split(these).confirm) >= LEAST)
-        raise TraceError(
-            f"{total} requests leave {held} to confirm a winner on, and {LEAST} are needed to publish it: give {enough} or more; "
-            f"{needs}; --no-publish shows what there is"
-        )
+    least = LEAST if publish else 1
+
+    def suffice(parts: Parts) -> bool:
+        return all(parts) and len(parts.confirm) >= least
+
+    if not suffice(parts):
+        more = (list(islice(cycle(categories or [""]), n)) for n in count(total))
+        give = f"give {next(len(these) for these in more if suffice(split(these)))} or more of these categories; {needs}"
+        if not all(parts):
+            raise TraceError(f"too few requests to search, race and confirm on different ones: {total}; {give}")
+        leave = f"{total} requests leave {held} to confirm a winner on, and {LEAST} are needed to publish it"
+        raise TraceError(f"{leave}: {give}; --no-publish shows what there is")
     if (seen := least_gain(held)) <= 0.05:
         return ""
     shown = f"gains below about {100 * seen:.0f}% will not be seen; " if math.isfinite(seen) else ""

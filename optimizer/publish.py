@@ -58,18 +58,16 @@ def publish(
     idempotency_key: str | None = None,
     guard: Callable[[Session], None] | None = None,
 ) -> Tuned:
-    """Puts the winner in force in a deployment with its evidence and the sampling it was tuned for,
+    """Puts the winner, a policy that is stored, in force in a deployment with its evidence and the sampling it was tuned for,
     once per idempotency key, in place of ``over`` (None: of nothing).
 
     Where another version came into force meanwhile nothing is published, and the reason says so. Raises what ``guard`` raises.
     """
-    policy = tuned.winner.policy
-    store.put_policy(policy.id, policy.spelled_out(), policy.label())
     try:
         published = store.publish(
             pair.id,
             pair.device.type,
-            policy.id,
+            tuned.winner.policy.id,
             actor=actor,
             deployment=deployment,
             sampling=sampling,

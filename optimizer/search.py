@@ -225,7 +225,7 @@ def search(
     trees: Mapping[str, TreeLimit] | None = None,
     shortlists: Mapping[str, ShortlistLimit] | None = None,
     artifacts: Artifacts | None = None,
-    known: Iterable[Trial] = (),
+    known: Study | None = None,
     kinds: Kinds = ALL_KINDS,
     bounded: bool = True,
 ) -> Study:
@@ -237,7 +237,9 @@ def search(
 
     ``progress`` is called with (trials done, in all, best tokens/s). The result is a function of the arguments alone.
     """
-    judge = _Judge(trace, profile, shortlists or {}, artifacts, {t.policy.id: t for t in known})
+    known = known or Study((), seed, "")
+    done, beyond = ({t.policy.id: t for t in trials} for trials in (known.trials, known.beyond))
+    judge = _Judge(trace, profile, shortlists or {}, artifacts, done, beyond)
     todo = [p for p in (*enumerated(drafts, gamma_max), *enumerated_trees(trees or {})) if kinds.hold(p)]
     for policy in incumbents:
         with suppress(PolicyError, TraceError):  # its draft or artifact is gone, or its trees were not recorded
@@ -305,10 +307,11 @@ class _Judge:
         return self.done[key].value if key in self.done else None
 
 
-def _did(parts: Iterable[Replay]) -> bytes:
+def _did(parts: Sequence[Replay]) -> bytes:
     """A digest of what each request's rounds came to, whatever parts the requests were replayed in."""
-    rows = sorted((r, *c) for part in parts for r, c in zip(part.trace.order.tolist(), part.counts[:, :6].tolist(), strict=True))
-    return hashlib.blake2b(np.array(rows, dtype=np.int64).tobytes(), digest_size=16).digest()
+    order = np.concatenate([part.trace.order for part in parts])
+    rows = np.column_stack([order, np.concatenate([part.counts[:, :6] for part in parts])])[np.argsort(order)]
+    return hashlib.blake2b(rows.astype(np.int64).tobytes(), digest_size=16).digest()
 
 
 def _seeded_study(

@@ -31,7 +31,6 @@ from spectune.optimizer.profiles import at_pace_of, doubts, expected_seconds, pr
 from spectune.optimizer.publish import earlier_winners, incumbent_of, publish
 from spectune.optimizer.record import Look, RecordRequest, cover_of, look_around, record
 from spectune.optimizer.report.evidence import evidence_document, middle_request, rounds_of_one
-from spectune.optimizer.report.tuning import EVIDENCE
 from spectune.optimizer.report.words import sampling_in_words
 from spectune.optimizer.search import Study, finalists, is_fixed, rivals, search, worth_trying
 from spectune.optimizer.simulate.replay import replay
@@ -51,6 +50,7 @@ from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.sanity import Sanity, checked
 from spectune.traces.schema import Trajectory, Workload
 from spectune.traces.store import Publication, StoredProfile, TraceStore
+from spectune.traces.store.kinds import EVIDENCE
 from spectune.traces.store.publications import DEFAULT_DEPLOYMENT
 
 MOST_COVERS = 4
@@ -164,6 +164,8 @@ def tune_recording(
         stage(tuning)
         tuning.seconds[name] = tuning.seconds.get(name, 0.0) + clock() - began
     tuned, replaces = _conclude(tuning)
+    policy = tuned.winner.policy
+    store.put_policy(policy.id, policy.spelled_out(), policy.label())
     with wanted.publishing(tuned):
         if replaces and wanted.publish:
             tuned = _publish(tuning, tuned)
@@ -244,7 +246,7 @@ class Tuning:
             artifacts=self.artifacts,
             trees=self.trees,
             shortlists=self.shortlists,
-            known=known.trials if known else (),
+            known=known,
             progress=lambda done, total, best: self.progress(f"search, best {best:.0f} tokens/s", done, total),
         )
 
@@ -320,7 +322,7 @@ def _cover(tuning: Tuning) -> None:
     """Records growths that promise more than the recording can tell, and searches again with what they read."""
     if record_beyond(tuning.store, tuning.pair, tuning.recording, tuning.study, tuning.wanted, tuning.artifacts, tuning.progress):
         tuning.open()
-        tuning.search(0, tuning.study)
+        tuning.search(0, replace(tuning.study, beyond=()))
 
 
 def _shortlists(tuning: Tuning) -> None:
@@ -431,7 +433,7 @@ def _confirm(tuning: Tuning) -> None:
         artifacts=tuning.artifacts,
         clock=tuning.clock,
     )
-    tuning.confirmed, _ = confirm(
+    tuning.confirmed = confirm(
         winner.id,
         incumbent.id,
         executor,
@@ -501,9 +503,7 @@ def _publish(tuning: Tuning, tuned: Tuned) -> Tuned:
 
 
 def _keep_evidence(tuning: Tuning, tuned: Tuned) -> None:
-    """Stores what the report draws beside the study, and the winner, whether it is published or not."""
-    policy = tuned.winner.policy
-    tuning.store.put_policy(policy.id, policy.spelled_out(), policy.label())
+    """Stores what the report draws beside the study."""
     pair, trace = tuning.pair, tuning.trace
     shown = {c.policy.id: c.policy for c in (tuned.winner, tuned.incumbent)}
     request = middle_request(trace, (r.request_id for r in tuned.winner.executed.per_request))

@@ -255,7 +255,7 @@ class Decoded:
     trajectory: Trajectory
     steps: tuple[Step, ...]
     seconds: float
-    plans: tuple[tuple[int, AnyPlan], ...] = ()
+    plans: tuple[tuple[int, AnyPlan], ...]
 
 
 @dataclass

@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
+from sqlalchemy import update
 from trace_values import PAIR, POLICY, POLICY_ID, a_profile, a_recording, an_outcome
 
 from spectune.cli import main
 from spectune.db import Database, NotFoundError, open_database
+from spectune.db.models import ArtifactRow
 from spectune.optimizer.commands import database as commands
 from spectune.optimizer.report.fitting import cell, when
 from spectune.optimizer.report.tables import rows_table
@@ -183,6 +185,28 @@ def test_what_anything_that_stays_names_is_never_pruned(database: Database) -> N
     assert [row["id"] for row in list_kind(database, "runs")] == [run]
     with pytest.raises(NotFoundError, match="nothing has the id"):
         find(database, old["runs"])
+
+
+def test_artifacts_that_a_policy_names_by_a_beginning_or_as_the_latest_are_spared(database: Database) -> None:
+    store, old = TraceStore(database), filled(database)
+    begun, latest = (store.put_artifact(kind, {"a": 1}, pair_id=PAIR) for kind in ("static", "router"))
+    far = datetime(2099, 1, 1, tzinfo=UTC)
+    with database.write() as session:
+        session.execute(update(ArtifactRow).where(ArtifactRow.id == latest).values(created_at=far))
+    store.put_policy("by-artifact", {"growth": {"artifact": begun[:7]}, "shortlist": {"artifact": "latest"}}, "x")
+    removed, spared = prune_kinds(database, ["artifacts"], keep_last=0)
+    assert removed == {"artifacts": [old["artifacts"]]}
+    assert set(spared["artifacts"]) == {begun, latest}
+
+
+def test_what_a_tuning_draws_goes_with_its_study_and_not_before(database: Database) -> None:
+    store, old = TraceStore(database), filled(database)
+    page = store.put_artifact("tuning", {"a": 1}, pair_id=PAIR, provenance={"study": old["studies"]})
+    assert prune_kinds(database, ["artifacts"], keep_last=0)[1] == {"artifacts": [page]}
+    removed, spared = prune_kinds(database, ["runs", "studies"], keep_last=0)
+    assert removed == {"runs": [old["runs"]], "studies": [old["studies"]], "artifacts": [page]}
+    assert not any(spared.values())
+    assert not store.list_artifacts()
 
 
 def test_db_prune_asks_what_to_keep_and_tells_what_it_removed(folder: Path) -> None:

@@ -25,10 +25,10 @@ def test_both_are_executed_alternately_and_the_ratio_is_of_total_speed() -> None
         stall = 50.0 if calls.count((policy, n)) == 2 and n == 3 and policy == "new" else 1.0
         return float(size[n] * stall * ((1.0 if n % 2 else 0.9) if policy == "new" else 1.2))
 
-    found, timings = confirm("new", "old", execute, requests=8, passes=3)
+    found = confirm("new", "old", execute, requests=8, passes=3)
     assert calls[:4] == [("new", 0), ("old", 0), ("old", 1), ("new", 1)]
     assert calls[16:18] == [("old", 0), ("new", 0)], "the second pass is in the other order"
-    assert {timings.seconds[p].shape for p in ("new", "old")} == {(8, 3)}
+    assert (found.requests, found.passes, len(calls)) == (8, 3, 2 * 8 * 3)
     assert found.ratio[0] == pytest.approx(1.2 * size.sum() / (size * np.where(np.arange(8) % 2, 1.0, 0.9)).sum())
     assert found.holds
     assert found.to_json()["interval"] == list(found.ratio[1:])
@@ -60,8 +60,19 @@ def test_what_so_many_requests_cannot_show_is_said_with_what_would() -> None:
         said_of(["a"] * 10, publish=True)
     assert said_of(["a"] * 16, publish=True)
     assert "3 of 10 requests are held out" in said_of(["a"] * 10, publish=False)
-    with pytest.raises(TraceError, match="too few requests to search, race and confirm on different ones: 3"):
-        said_of(["a"] * 3, publish=False)
+
+
+@pytest.mark.parametrize("categories", ["aaa", "aaabbc", "abc", ""])
+@pytest.mark.parametrize("publish", [False, True])
+def test_the_number_said_to_suffice_suffices_and_one_fewer_does_not(categories: str, publish: bool) -> None:
+    """Six requests of three categories leave nothing to race on; of one category four are enough."""
+    with pytest.raises(TraceError, match="too few requests to search, race and confirm on different ones") as raised:
+        said_of(categories, publish=publish)
+    least = int(str(raised.value).partition("give ")[2].split()[0])
+    more = [(categories or "a")[i % max(1, len(categories))] for i in range(least)]
+    assert said_of(more, publish=publish)
+    with pytest.raises(TraceError, match="give "):
+        said_of(more[:-1], publish=publish)
 
 
 def test_the_best_of_twelve_equals_is_seldom_published_and_a_gain_is() -> None:

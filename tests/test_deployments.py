@@ -180,4 +180,7 @@ def test_a_run_is_labelled_by_what_ran_in_each_round(pair: LoadedPair) -> None:
     assert sum(s.counts.emitted_tokens for s in shares) == whole.emitted_tokens
     assert sum(s.counts.seconds for s in shares) == pytest.approx(whole.seconds)
     assert label_of(shares, changes) == f"{fixed(2).label()}, then {fixed(5).label()}"
+    early = [replace(changes[0], before="another"), *changes]
+    assert label_of(shares, early) == label_of(shares, changes), "what came before the run is no part of it"
+    assert label_of(shares[:1], early[:1]) == fixed(2).label()
     assert "fixed(gamma=7)" not in str(changes_json(shares, changes))

@@ -188,13 +188,15 @@ def test_tune_covers_what_promises_more_than_the_recording_can_tell(door: Door, 
     (beyond,) = study.beyond
     assert (beyond.policy, study.left_out()["policies"]) == (wide, 1)
     assert wide not in [t.policy for t in study.trials]
+    known = replace(study, beyond=(replace(beyond, value=-1.0),))
+    assert search(trace(), profile, ["near"], gamma_max=2, trials=0, incumbents=[wide], artifacts=find, known=known) == known
     wanted = TuneOptions(tree_width=2, tree_depth=3, gamma_max=4)
     better = replace(study, trials=(replace(beyond, value=beyond.value * 1.01),))
     assert record_beyond(store, pair, recording, better, wanted, find, lambda *_: None) == []
     worse = replace(study, trials=(replace(beyond, value=beyond.value * 0.99),))
     assert record_beyond(store, pair, recording, worse, wanted, find, lambda *_: None) == ["near"]
     assert run_replay(trace(), wide, profile, artifacts=find).missing == 0
-    again = search(trace(), profile, ["near"], gamma_max=2, trials=0, incumbents=[wide], artifacts=find, known=study.trials)
+    again = search(trace(), profile, ["near"], gamma_max=2, trials=0, incumbents=[wide], artifacts=find, known=replace(study, beyond=()))
     assert not again.beyond
     assert wide in [t.policy for t in again.trials]
 

@@ -176,7 +176,7 @@ def test_what_is_known_is_not_tried_again_and_kinds_are_kept_to(recorded: Record
     profile = priced(flat_profile("p", ["near"]), recorded.limits["near"].rows, 0.9, 0.8)
     first = recorded.search(profile, trials=0, shortlists=None)
     assert not any(t.policy.shortlisted for t in first.trials)
-    assert recorded.search(profile, known=first.trials).trials == recorded.search(profile).trials
+    assert recorded.search(profile, known=first).trials == recorded.search(profile).trials
     kinds = Kinds(windows=("fixed", "fsm"), stops=("none",), shortlists=("full", "frequency"))
     kept = recorded.search(profile, kinds=kinds)
     assert all(kinds.hold(t.policy) for t in kept.trials)

@@ -14,7 +14,7 @@ LONGEST_CYCLE = 32
 SHORTEST_TEXT = 16
 """Tokens of the shortest text in which a cycle is no accident."""
 LEAST = 5
-"""Requests of a category below which fewer than two are held out to be tested on."""
+"""Requests of a category below which its own figures say little."""
 MANY = 0.1
 """Share of repetitive texts that is said: a few are found in any workload."""
 

@@ -94,7 +94,8 @@ def _content(store: Any, kind: str, name: str) -> dict[str, Any]:
 @json_option
 @with_context
 def db_prune(ctx: click.Context, as_json: bool, kinds: tuple[str, ...], **kw: Any) -> None:
-    """Remove what is old, of all kinds or of those named. What a publication, a schedule or anything else that stays refers to is spared.
+    """Remove what is old, of all kinds or of those named. What a publication, a schedule or anything else that stays refers to is
+    spared; recordings only where a publication's evidence refers to them. What a study's page draws goes with the study.
 
     \b
     Example:  cli.py db prune --older-than 30d --dry-run

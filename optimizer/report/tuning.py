@@ -34,10 +34,9 @@ from spectune.optimizer.report.words import (
 )
 from spectune.traces.store import TraceStore
 from spectune.traces.store.catalog import Study
+from spectune.traces.store.kinds import EVIDENCE
 from spectune.traces.store.query import TraceFilter, acceptance_stats
 
-EVIDENCE: Final = "tuning"
-"""The kind of artifact that holds what :mod:`optimizer.report.evidence` keeps."""
 ROUNDS_DRAWN: Final = 24
 LABELS_LISTED: Final = 8
 NOT_STORED: Final = "Not stored: this tuning was made by an earlier version, or its evidence was pruned."

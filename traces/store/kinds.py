@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final
@@ -37,6 +38,8 @@ _COLUMNS: Final[Mapping[str, tuple[Any, ...]]] = {
 }
 """What a list shows of each kind, its id first; when it was made follows."""
 KINDS: Final = tuple(_COLUMNS)
+EVIDENCE: Final = "tuning"
+"""The kind of artifact that belongs to a study: what its page draws (:mod:`optimizer.report.evidence`)."""
 PRUNED: Final = ("runs", "studies", "profiles", "artifacts")
 """Kinds that :func:`prune_kinds` removes; recordings are :mod:`traces.store.prune`'s, the others hardly take room."""
 
@@ -83,17 +86,22 @@ def prune_kinds(
 ) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
     """Removes of each kind what was made ``before`` a moment and is not among the newest ``keep_last``; (removed, spared) by kind.
 
-    Spared is what anything that stays names: a publication, a schedule or its jobs, a policy, a run, a study, an artifact; and of
-    each pair, device and dtype the newest profile, which everything is predicted by.
+    What a tuning's page draws goes with its study, and not before. Spared is what anything that stays names: a publication, a
+    schedule or its jobs, a policy, a run, a study, an artifact; and of each pair, device and dtype the newest profile, which
+    everything is predicted by.
     """
     with database.read() if dry_run else database.write(is_long=True) as session:
         chosen = {kind: _old(session, kind, before, keep_last) for kind in kinds}
-        spared = _named_elsewhere(session, {name for names in chosen.values() for name in names}) | _newest_profiles(session)
-        removed = {kind: [name for name in names if name not in spared] for kind, names in chosen.items()}
+        pages = _pages(session)
+        doomed = {name for names in chosen.values() for name in names} - pages.keys()
+        spared = _named_elsewhere(session, doomed) | _newest_profiles(session)
+        removed = {kind: [name for name in names if name in doomed - spared] for kind, names in chosen.items()}
+        if gone := [page for page, study in pages.items() if study in removed.get("studies", ())]:
+            removed["artifacts"] = [*removed.get("artifacts", ()), *gone]
         if not dry_run:
             for kind, names in removed.items():
                 session.execute(delete(_table(kind)).where(_COLUMNS[kind][0].in_(names)))
-    return removed, {kind: [name for name in names if name in spared] for kind, names in chosen.items()}
+    return removed, {kind: [n for n in chosen.get(kind, ()) if n not in names] for kind, names in removed.items()}
 
 
 def _table(kind: str) -> Any:
@@ -113,25 +121,42 @@ def _newest_profiles(session: Session) -> set[str]:
     return set(newest.values())
 
 
+def _pages(session: Session) -> dict[str, str]:
+    """The study, while it is stored, of each artifact that a tuning's page draws."""
+    rows = session.execute(select(ArtifactRow.id, ArtifactRow.provenance).where(ArtifactRow.kind == EVIDENCE))
+    origins, studies = {name: origin.get("study") for name, origin in rows}, set(session.scalars(select(StudyRow.id)))
+    return {name: study for name, study in origins.items() if study in studies}
+
+
 def _named_elsewhere(session: Session, doomed: set[str]) -> set[str]:
-    """Those that a row names which stays, also because another one names it."""
+    """Those that a row names which stays, also because another one names it. Artifacts may be named by the beginning of an id, or
+    as the latest."""
     stay: list[str] = []
     told = [select(PublicationRow.policy_id, PublicationRow.evidence), select(ScheduleRow.payload), select(JobRow.result)]
     told += [select(PolicyRow.document), select(RecordingRow.options)]
     for query in told:
         stay += [_as_text(row) for row in session.execute(query)]
-    owners = {name: _as_text(said) for name, *said in session.execute(select(ArtifactRow.id, ArtifactRow.provenance))}
+    made = select(ArtifactRow.id, ArtifactRow.provenance).where(ArtifactRow.kind != EVIDENCE)
+    owners = {name: _as_text(said) for name, *said in session.execute(made)}
     run = (RunRow.id, RunRow.recording_id, RunRow.profile_id, RunRow.options)
     owners |= {name: _as_text(said) for name, *said in session.execute(select(*run))}
     owners |= {name: _as_text(said) for name, *said in session.execute(select(StudyRow.id, StudyRow.document))}
     stay += [said for name, said in owners.items() if name not in doomed]
+    latest = session.scalar(select(ArtifactRow.id).order_by(ArtifactRow.created_at.desc(), ArtifactRow.id).limit(1))
     spared: set[str] = set()
     while stay:
-        found = {name for name in doomed - spared if any(name in text for text in stay)}
+        words = {word for text in stay for word in _WORD.findall(text)}
+        begun = {latest if name == "latest" else name for text in stay for name in _ARTIFACT.findall(text)}
+        begins = tuple(str(name) for name in begun if name)
+        found = {name for name in doomed - spared if name in words or name.startswith(begins)}
         spared |= found
         stay = [owners[name] for name in found if name in owners]
     return spared
 
 
+_WORD: Final = re.compile(r"[\w-]+")
+_ARTIFACT: Final = re.compile(r'"artifact": "([^"]*)"')
+
+
 def _as_text(values: Sequence[Any]) -> str:
-    return json.dumps(list(values), default=str)
+    return json.dumps(list(values), default=str, ensure_ascii=False)
