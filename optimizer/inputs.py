@@ -1,16 +1,16 @@
-"""What the commands take as workloads and policies, by name, file or id, and as sizes of trees."""
+"""What commands and calls take as workloads and policies, by name, file or id, and as sizes of trees; and what they tell of a policy."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from spectune.demo.prompts import demo_workload
 from spectune.runtime.policies.document import BUILT_IN, GAMMA_LIMIT, POOL_LIMIT, WIDTH_LIMIT, AnyPolicy, parse_policy
 from spectune.traces.errors import PolicyError, TraceError, WorkloadError
 from spectune.traces.files import is_file, parse_json, read_json
 from spectune.traces.recording import TREE_DEPTH, TREE_WIDTH
-from spectune.traces.schema import Workload
+from spectune.traces.schema import Outcome, Workload
 from spectune.traces.workload_files import read_workload
 from spectune.traces.workloads import Line, Turns, make_workload, take
 
@@ -40,6 +40,14 @@ def load_workload(
         raise WorkloadError("--workload demo cannot be mixed with files; record them apart")
     else:
         workload = read_workload(names, turns=turns, column=column)
+    return narrowed(workload, limit=limit, categories=categories, limit_seed=limit_seed)
+
+
+def narrowed(
+    workload: Workload, *, limit: int | None = None, categories: Sequence[str] = (), limit_seed: int = 0
+) -> Workload:
+    """The requests of some categories (all where none is named), ``limit`` of them as
+    :func:`traces.workloads.take` draws them. Raises WorkloadError where nothing is left."""
     if categories:
         kept = tuple(r for r in workload.requests if r.category in categories)
         if not kept:
@@ -79,6 +87,11 @@ def named_policy(name: str) -> AnyPolicy | None:
     if is_file(name) or name.endswith(".json"):
         return read_policy_file(name)
     return None
+
+
+def outcome_json(outcome: Outcome, policy: AnyPolicy) -> dict[str, Any]:
+    """What a policy came to, as ``run`` and ``simulate`` print it."""
+    return {**outcome.to_json(), "policy": policy.spelled_out(), "policy_id": policy.id, "label": policy.label()}
 
 
 def tree_size(width: int | None, depth: int | None, covers: Sequence[tuple[str, Cover]] = ()) -> tuple[int, int]:

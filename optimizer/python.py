@@ -9,14 +9,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from html import escape
-from pathlib import Path
 from typing import Any
 
 from spectune.db import open_database
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.execute import DecodeOptions, encode, outcome
 from spectune.optimizer.execute import run as execute
-from spectune.optimizer.inputs import load_workload, named_policy, published_policy, stored_policy
+from spectune.optimizer.inputs import load_workload, named_policy, narrowed, outcome_json, published_policy, stored_policy
 from spectune.optimizer.overlong import made_to_fit
 from spectune.optimizer.record import RecordRequest
 from spectune.optimizer.record import record as do_record
@@ -30,7 +29,7 @@ from spectune.runtime.loop import StaticSource
 from spectune.runtime.pair import PairSpec, read_pair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, AnyPolicy, parse_policy
 from spectune.runtime.policies.prepare import prepare
-from spectune.traces.errors import WorkloadError
+from spectune.traces.errors import PairError, WorkloadError
 from spectune.traces.sanity import checked
 from spectune.traces.schema import Counts, Outcome, Sampling, Workload
 from spectune.traces.store import TraceStore
@@ -88,11 +87,12 @@ def _cell(value: Any) -> str:
 
 @contextmanager
 def open(db: str | os.PathLike[str] | None = None, *, create: bool = False) -> Iterator[TraceStore]:
-    """The store of a database, closed at the end of the block: recordings, studies, publications. Without ``create`` it must exist.
+    """The store of a database, closed at the end of the block: recordings, studies, publications. Without ``create`` it must exist,
+    with it a new one is made by what is stored first.
 
     ``db`` is a file or a URL; by default what SPECTUNE_DB says, else ``spectune.db``. Raises DatabaseError.
     """
-    with open_database(os.fspath(db or os.environ.get("SPECTUNE_DB") or "spectune.db"), create=create) as database:
+    with open_database(os.fspath(db or os.environ.get("SPECTUNE_DB") or "spectune.db"), create=create, lazily=True) as database:
         yield TraceStore(database)
 
 
@@ -109,11 +109,10 @@ def record(
     """Decodes prompts and stores the texts, with what every draft would have proposed from every start of them.
 
     ``target`` and ``drafts`` are checkpoints, or ``pair`` a pair's file, ``demo`` or a loaded pair (by default SPECTUNE_PAIR's).
-    ``how`` takes the fields of DecodeOptions and Sampling, ``device``, ``dtype``, ``threads``, and of a workload ``turns``, ``limit``,
-    ``limit_seed``, ``categories``, ``column``, ``overlong``. A row is a request.
+    ``how`` takes the fields of DecodeOptions and Sampling, ``device``, ``dtype``, ``threads``, and of a workload ``limit``,
+    ``limit_seed``, ``categories``, ``overlong``, ``turns`` (of no Workload) and ``column`` (of a file). A row is a request.
     """
-    loaded, workload, options = _prepared(target, drafts, prompts, pair, how)
-    _none_left("record", how)
+    loaded, workload, options = _prepared("record", target, drafts, prompts, pair, how)
     plain = StaticSource(prepare(AUTOREGRESSIVE, loaded.draft_names))
     with open(db, create=True) as store:
         info = do_record(store, loaded, RecordRequest(workload, options, loaded.draft_names, gamma_max), plain)
@@ -148,10 +147,9 @@ def tune(
     """Finds the fastest policy, proves it by execution and publishes it, as the command does. Arguments are :func:`record`'s, and
     ``how`` takes TuneOptions' fields as well (``publish``, ``budget_s``, ``deployment``, ``tree_width`` ...). A row is a policy that
     was executed, fastest first."""
-    loaded, workload, options = _prepared(target, drafts, prompts, pair, how)
-    chosen = {f.name: how.pop(f.name) for f in fields(TuneOptions) if f.name in how}
-    _none_left("tune", how)
-    wanted = TuneOptions(**{"options": options, "tell": lambda line: _warn([line]), **chosen})
+    own = [f.name for f in fields(TuneOptions)]
+    loaded, workload, options = _prepared("tune", target, drafts, prompts, pair, how, own)
+    wanted = TuneOptions(**{"options": options, "tell": lambda line: _warn([line]), **how})
     with open(db, create=True) as store:
         tuned = do_tune(store, loaded, workload, wanted, progress=progress)
     data = tuned.to_json()
@@ -195,8 +193,7 @@ def run(
 ) -> Result:
     """Executes a policy on prompts and measures it; nothing is stored. Arguments are :func:`record`'s. A row is a request, with its
     text."""
-    loaded, workload, options = _prepared(target, drafts, prompts, pair, how)
-    _none_left("run", how)
+    loaded, workload, options = _prepared("run", target, drafts, prompts, pair, how)
     with open(db, create=True) as store:
         stored = store.latest_profile(loaded.id, loaded.device.type, None)
         profile = stored.profile if stored else None
@@ -212,43 +209,66 @@ def run(
 
 
 def _prepared(
+    call: str,
     target: str | None,
     drafts: Mapping[str, str] | None,
     prompts: Prompts,
     pair: str | os.PathLike[str] | LoadedPair | None,
     how: dict[str, Any],
+    own: Sequence[str] = (),
 ) -> tuple[LoadedPair, Workload, DecodeOptions]:
-    """A pair, prompts that fit it and how they are decoded; what is used of ``how`` is taken out of it."""
-    sampling = Sampling(**{f.name: how.pop(f.name) for f in fields(Sampling) if f.name in how})
-    asked = {f.name: how.pop(f.name) for f in fields(DecodeOptions)[1:] if f.name in how}
-    options = DecodeOptions(sampling, **asked)
-    read: dict[str, Any] = {key: how.pop(key) for key in ("turns", "limit", "limit_seed", "categories", "column") if key in how}
-    overlong = how.pop("overlong", "error")
-    workload = _workload(prompts, read)
-    where = {key: how.pop(key) for key in ("device", "dtype", "threads") if key in how}
-    if isinstance(pair, LoadedPair):
-        loaded = pair
-    elif target is not None:
-        document = {"target": os.fspath(target), "drafts": {name: os.fspath(path) for name, path in (drafts or {}).items()}}
-        loaded = load_pair(PairSpec.from_json(document, where="target", base=Path.cwd()), **where)
-    else:
-        named = pair or os.environ.get("SPECTUNE_PAIR")
-        loaded = load_pair(read_pair(None if named is None else os.fspath(named)), **where)
+    """A pair, prompts that fit it and how they are decoded; what is used of ``how`` is taken out of it.
+    Raises TypeError, before anything is read, where more is left than what is the ``call``'s ``own``."""
+
+    def taken(names: Iterable[str]) -> dict[str, Any]:
+        return {name: how.pop(name) for name in names if name in how}
+
+    sampling = Sampling(**taken(f.name for f in fields(Sampling)))
+    options = DecodeOptions(sampling, **taken(f.name for f in fields(DecodeOptions)[1:]))
+    read, drawn = taken(("turns", "column")), taken(("limit", "limit_seed", "categories"))
+    overlong, where = how.pop("overlong", "error"), taken(("device", "dtype", "threads"))
+    if left := how.keys() - set(own):
+        raise TypeError(f"spectune.{call}() got unexpected arguments: {', '.join(sorted(left))}")
+    found = _pair(target, drafts, pair, where)
+    workload = narrowed(_workload(prompts, read), **drawn)
+    loaded = found if isinstance(found, LoadedPair) else load_pair(found, **where)
     workload, done = made_to_fit(loaded, workload, options, overlong)
     _warn([done] if done else [])
     return loaded, workload, options
 
 
+def _pair(
+    target: str | None,
+    drafts: Mapping[str, str] | None,
+    pair: str | os.PathLike[str] | LoadedPair | None,
+    where: Mapping[str, Any],
+) -> PairSpec | LoadedPair:
+    """The pair meant. Raises PairError as the command line does, and for what a loaded one cannot take."""
+    if isinstance(pair, LoadedPair):
+        beside = {"target": target, "drafts": drafts, **where}
+        if given := [name for name, value in beside.items() if value is not None]:
+            raise PairError(f"{', '.join(given)}: the pair is loaded already; say them where it is loaded")
+        return pair
+    named = pair if target is not None or drafts else pair or os.environ.get("SPECTUNE_PAIR")
+    return read_pair(
+        None if named is None else os.fspath(named),
+        None if target is None else os.fspath(target),
+        [f"{name}={os.fspath(path)}" for name, path in (drafts or {}).items()],
+    )
+
+
 def _workload(prompts: Prompts, read: dict[str, Any]) -> Workload:
     if isinstance(prompts, str):
         return load_workload([prompts], **read)
+    is_whole = isinstance(prompts, Workload)
+    if refused := sorted(read.keys() - (set() if is_whole else {"turns"})):
+        kind = "a Workload" if is_whole else "a list of them"
+        raise WorkloadError(f"{', '.join(refused)}: for prompts of a file, not for {kind}")
     if isinstance(prompts, Workload):
         return prompts
     given = [{"prompt": p} if isinstance(p, str) else p for p in prompts]
-    if set(read) - {"turns"}:
-        raise WorkloadError(f"{', '.join(sorted(set(read) - {'turns'}))}: for prompts of a file, not for a list of them")
     lines = (Line(f"prompts[{n}]", prompt, str(n)) for n, prompt in enumerate(given))
-    return make_workload("prompts", lines, turns=read.get("turns"))
+    return make_workload("prompts", lines, **read)
 
 
 def _policy(
@@ -274,14 +294,7 @@ def _outcome(found: Outcome, policy: AnyPolicy, verb: str, texts: Sequence[str] 
     total = found.total
     speed = f", {total.tokens_per_s:.1f} tokens/s {verb}" if total.seconds else ""
     said = f"{policy.label()}: {total.emitted_tokens} tokens in {total.rounds} rounds, {total.mean_accepted_length:.2f} a round{speed}"
-    data = {**found.to_json(), "policy": policy.spelled_out(), "policy_id": policy.id, "label": policy.label()}
-    return Result(said, data, rows)
-
-
-def _none_left(call: str, how: Mapping[str, Any]) -> None:
-    """Raises TypeError for arguments that nothing took."""
-    if how:
-        raise TypeError(f"spectune.{call}() got unexpected arguments: {', '.join(sorted(how))}")
+    return Result(said, outcome_json(found, policy), rows)
 
 
 def _warn(lines: Iterable[str]) -> None:

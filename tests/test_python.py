@@ -15,7 +15,9 @@ from doors import ROOT, put_profile
 
 import spectune
 from spectune.db.errors import DatabaseError
+from spectune.optimizer.inputs import load_workload
 from spectune.optimizer.python import Result
+from spectune.runtime.loading import LoadedPair
 from spectune.traces.errors import PairError, WorkloadError
 
 PROMPTS = ["def add(a, b):", "The quick brown fox", "import json", "0 1 2 3 4", "for i in", "Ann buys 4 apples and"]
@@ -74,7 +76,24 @@ def test_a_result_is_shown_and_becomes_a_data_frame(monkeypatch: pytest.MonkeyPa
         result.to_pandas()
 
 
-def test_what_a_call_does_not_take_is_refused(tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_of_every_kind_are_narrowed(pair: LoadedPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of a list, a Workload or a file; a call that stores nothing leaves no database."""
+    monkeypatch.chdir(tmp_path)
+    lines = [{"id": f"{c}{n}", "category": c, "prompt": f"{c} {n}"} for c in "ab" for n in range(3)]
+    (tmp_path / "w.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    whole = load_workload(["w.jsonl"])
+    for prompts in (whole, "w.jsonl", lines):
+        found = spectune.run("autoregressive", prompts=prompts, pair=pair, max_new_tokens=1, limit=2, categories=["b"])
+        assert [row["category"] for row in found.rows] == ["b", "b"]
+    for column in ("turns", "column"):
+        with pytest.raises(WorkloadError, match=f"{column}: for prompts of a file, not for a Workload"):
+            spectune.run("autoregressive", prompts=whole, pair=pair, **{column: "first"})
+    assert not Path("spectune.db").exists()
+
+
+def test_what_a_call_does_not_take_is_refused(
+    tiny_pair: Path, pair: LoadedPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("SPECTUNE_PAIR", raising=False)
     how: dict[str, Any] = {"pair": str(tiny_pair), "db": "x.db"}
@@ -82,11 +101,23 @@ def test_what_a_call_does_not_take_is_refused(tiny_pair: Path, tmp_path: Path, m
         spectune.tune(prompts=["x"], tempratur=1.0, **how)
     with pytest.raises(PairError, match="no pair is named"):
         spectune.run(prompts=["x"], db="x.db")
+    near = {"near": str(tiny_pair.parent / "near")}
+    for more, says in (
+        ({**how, "drafts": near}, "--draft needs --target"),
+        ({**how, "target": str(tiny_pair.parent / "target")}, "either --pair or --target"),
+        ({"drafts": near}, "--draft needs --target"),
+        ({"pair": pair, "drafts": near, "threads": 2}, "drafts, threads: the pair is loaded already"),
+        ({"pair": pair, "device": "cpu"}, "device: the pair is loaded already"),
+    ):
+        with pytest.raises(PairError, match=says):
+            spectune.run("autoregressive", prompts=["x"], **{"db": "x.db", **more})
+    with pytest.raises(TypeError, match="unexpected arguments: draft"):
+        spectune.run(pair="there is none", draft="x", db="x.db")
     monkeypatch.setenv("SPECTUNE_PAIR", how.pop("pair"))
     with pytest.raises(WorkloadError, match=r"prompts\[1\]: the prompt is empty"):
         spectune.record(prompts=["x", " "], **how)
-    with pytest.raises(WorkloadError, match="limit: for prompts of a file"):
-        spectune.record(prompts=["x"], limit=1, **how)
+    with pytest.raises(WorkloadError, match="column: for prompts of a file, not for a list"):
+        spectune.record(prompts=["x"], column="y", **how)
     with pytest.raises(DatabaseError, match="no database at"):
         spectune.simulate("autoregressive", db="x.db")
     with pytest.raises(DatabaseError, match="no database at"), spectune.open("x.db"):

@@ -282,8 +282,8 @@ def test_the_page_is_whole(report: TreeReport) -> None:
     data = json.loads(json.dumps(report.to_json(), allow_nan=False))
     assert data["about"]["pair"] == "tiny & small"
     assert len(data["points"]) == len(report.points)
-    assert 'class="hollow s' not in page(replace(report, points=[replace(p, missing=0.0) for p in report.points]))
-    assert 'class="hollow s' in page(replace(report, points=[replace(p, missing=0.01) for p in report.points]))
+    assert 'class="hollow s' not in page(replace(report, points=tuple(replace(p, missing=0.0) for p in report.points)))
+    assert 'class="hollow s' in page(replace(report, points=tuple(replace(p, missing=0.01) for p in report.points)))
 
 
 def test_a_page_of_little_is_whole_too(report: TreeReport) -> None:

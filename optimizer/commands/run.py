@@ -21,7 +21,6 @@ from spectune.optimizer.commands.shared import (
     json_option,
     load,
     open_store,
-    outcome_json,
     pair_spec,
     prepared,
     profile_of,
@@ -80,6 +79,7 @@ def run(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         from spectune.optimizer.changes import changes_json, changes_of, label_of, shares_of
         from spectune.optimizer.execute import encode, outcome
         from spectune.optimizer.execute import run as execute
+        from spectune.optimizer.inputs import outcome_json
         from spectune.optimizer.record import record_served
         from spectune.optimizer.report.tables import outcome_table
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from spectune.runtime.pair import PairSpec
     from spectune.runtime.policies.document import AnyPolicy
     from spectune.runtime.policies.prepared_chooser import AnyPlan
-    from spectune.traces.schema import LatencyProfile, Outcome, Step, Workload
+    from spectune.traces.schema import LatencyProfile, Step, Workload
     from spectune.traces.store import Publication, TraceStore
     from spectune.traces.workloads import Turns
 
@@ -520,11 +520,6 @@ def same_pair(pair_id: str, pair: LoadedPair, recording: str) -> None:
             "out most of the weights: it may be of others; `record` makes one of these"
         )
     raise TraceError(f"recording {recording} was made with pair {pair_id}, not with {pair.id} ({pair.spec.name}); give that pair")
-
-
-def outcome_json(outcome: Outcome, policy: AnyPolicy) -> dict[str, Any]:
-    """What a policy came to, as ``run`` and ``simulate`` print it."""
-    return {**outcome.to_json(), "policy": policy.spelled_out(), "policy_id": policy.id, "label": policy.label()}
 
 
 def rounds_of(request: str, steps: Iterable[Step]) -> Iterator[dict[str, Any]]:

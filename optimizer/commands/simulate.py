@@ -14,7 +14,6 @@ from spectune.optimizer.commands.shared import (
     emit,
     json_option,
     open_store,
-    outcome_json,
     policy_named,
     profile_of,
     rounds_of,
@@ -49,6 +48,7 @@ def simulate(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         policy = policy_named(store, kw["policy_name"], info.pair_id, device, kw["deployment"])
         _, found = profile_of(store, kw["profile_id"], info.pair_id, device)
         from spectune.optimizer.artifacts import keep_q_table, q_table
+        from spectune.optimizer.inputs import outcome_json
         from spectune.optimizer.report.tables import outcome_table
         from spectune.optimizer.simulate.choosers import ChosenReplay
         from spectune.optimizer.simulate.trace import simulate as do_simulate
