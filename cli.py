@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
+import threading
+from types import FrameType
 from typing import Any
 
 import click
@@ -33,8 +36,17 @@ from spectune.traces.text import one_line
 DEFAULT_DB = "spectune.db"
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: what Ctrl-C would have closed is closed; a second one kills at once."""
+
+
+def _terminate(number: int, _frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    raise Terminated
+
+
 class Door(click.Group):
-    """Turns the project's errors and the system's into one line on stderr and exit code 2, and Ctrl-C into 130."""
+    """Turns the project's errors and the system's into one line on stderr and exit code 2, Ctrl-C into 130 and SIGTERM into 143."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         for argument in args:
@@ -48,6 +60,8 @@ class Door(click.Group):
 
         # A second Ctrl-C may come while the first one's connections are handed back; the pool would log that with a traceback.
         logging.getLogger("sqlalchemy.pool").setLevel(logging.CRITICAL)
+        in_main = threading.current_thread() is threading.main_thread()
+        before = signal.signal(signal.SIGTERM, _terminate) if in_main else None
         try:
             return super().invoke(ctx)
         except click.UsageError as error:
@@ -65,9 +79,12 @@ class Door(click.Group):
         except OSError as error:
             # What no command foresaw: a name that is too long, a folder that went away, a full disk.
             _refuse(ctx, f"{error.filename or 'the system'}: {error.strerror or error}")
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as stopped:
             click.echo("interrupted; what was committed is kept, the same command goes on from there", err=True)
-            ctx.exit(130)
+            ctx.exit(143 if isinstance(stopped, Terminated) else 130)
+        finally:
+            if in_main:
+                signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def _refuse(ctx: click.Context, message: str) -> None:

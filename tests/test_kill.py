@@ -1,4 +1,4 @@
-"""`kill -9` and Ctrl-C: nothing committed is lost, and the same command goes on."""
+"""`kill -9`, SIGTERM and Ctrl-C: nothing committed is lost, and the same command goes on."""
 
 from __future__ import annotations
 
@@ -43,10 +43,11 @@ def test_ctrl_c_is_one_line_and_exit_130_and_resumes(tiny_pair: Path, tmp_path: 
 
 
 def test_an_interrupted_run_keeps_what_it_has_served(tiny_pair: Path, tmp_path: Path) -> None:
-    """`run --record` writes while it decodes: after Ctrl-C the texts that had ended are a recording, and `kill -9` loses a second's."""
+    """`run --record` writes while it decodes: SIGTERM ends it as Ctrl-C does, and the texts that had ended are a recording;
+    `kill -9` loses a second's."""
     door = Door(str(tmp_path / "spectune.db"), str(tiny_pair))
     workload = write_workload(tmp_path / "w.jsonl", 400)
-    for sent, code in ((signal.SIGINT, 130), (signal.SIGKILL, -9)):
+    for sent, code in ((signal.SIGTERM, 143), (signal.SIGKILL, -9)):
         run = door.start("run", "--pair", tiny_pair, "--workload", workload, "--policy", "autoregressive", "--record", "--no-store")
         recording = run.stderr.readline().split()[1]
         deadline = time.monotonic() + 60
@@ -55,7 +56,7 @@ def test_an_interrupted_run_keeps_what_it_has_served(tiny_pair: Path, tmp_path: 
         run.send_signal(sent)
         assert run.wait(60) == code
         info = next(r for r in door.json("traces", "list")["recordings"] if r["id"] == recording)
-        assert info["state"] == ("complete" if sent == signal.SIGINT else "recording")
+        assert info["state"] == ("complete" if sent == signal.SIGTERM else "recording")
         assert 1 <= info["n_requests"] < 400
     assert door.json("db", "check")["ok"] is True
 
