@@ -6,7 +6,7 @@ import json
 import shlex
 import sqlite3
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import spectune.optimizer.tune
 import spectune.runtime.profiling
 from spectune.db import open_database
 from spectune.db.errors import DatabaseError
+from spectune.optimizer import processes
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.inputs import load_workload
 from spectune.optimizer.jobs import tuning_options
@@ -33,6 +34,14 @@ from spectune.traces.store import TraceStore
 FIXED = '{"draft": "near", "window": {"kind": "fixed", "gamma": 3}}'
 SHORT = ("--max-new-tokens", 16)
 QUICK = ("--trials", 8, "--finalists", 2, "--budget", "1s", "--gamma-max", 12, "--tree-width", 2, "--tree-depth", 3)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone() -> Iterator[None]:
+    """No helper processes, which :mod:`test_processes` is for: the first texts, while all is compiled, seem to ask for them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes, "PATIENCE_S", 600.0)
+        yield
 
 
 @pytest.fixture(scope="module")

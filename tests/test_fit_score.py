@@ -71,9 +71,10 @@ def test_estimates_are_the_costs_before_rounding() -> None:
     laws = planted(1.0, n=300)
     for sharpness in (0.25, 1.5, 2.37, 8.0):
         chance = estimates(laws, sharpness)
-        none = np.zeros_like(laws.gap)
+        none, count = np.zeros_like(laws.gap, np.uint8), laws.count.astype(np.uint8)  # a recording's dtypes, as compiled
         growing = Growing(TreeRule(width=6, frontier=6, coupled=True, sharpness=sharpness), 1, batch=300)
-        growing.add_from(Codes(none, none, laws.gap, none[:, 0], none[:, 0], laws.count), np.arange(300)[:, None])
+        codes = Codes(none.astype(np.int32), none, laws.gap.astype(np.uint8), none[:, 0].copy(), none[:, 0].copy(), count)
+        growing.add_from(codes, np.arange(300)[:, None])
         cost = growing.trees.cost
         there = laws.exists
         np.testing.assert_array_equal(cost[there], np.floor(-16 * np.log(chance[there]) + 0.5))
