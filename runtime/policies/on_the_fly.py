@@ -48,12 +48,10 @@ TABLE: Final = 2
 """Equation 12, tabulated."""
 PS: Final = 1e12
 """Picoseconds in a second."""
-EVIDENCE_SCALE: Final = 2.0**32
+EVIDENCE_SCALE: Final = 2**32
 """Expected acceptances are summed as whole multiples of 2^-32."""
 TABLE_KNOTS: Final = 33
 """Knots of the tabulated equation 12, evenly spaced over beta in [0, 1]."""
-NEWTON_STEPS: Final = 60
-"""Most steps of a bracketed Newton search; it takes about six."""
 
 
 class AnalyticWindow(AdaptiveWindow):
@@ -181,10 +179,10 @@ class AnalyticRule(NamedTuple):
     """Method 1 with its costs resolved.
 
     ``odds`` float64 [n]: the betas at which equation 1's argmax moves up, as beta / (1 - beta).
-    ``expected`` int64 [n, gamma_max + 1]: the accepted tokens (:data:`EVIDENCE_SCALE`) that the
+    ``expected`` int64 [gamma_max + 1, n]: the accepted tokens (:data:`EVIDENCE_SCALE`) that the
     estimator's distribution expects at these betas of a round that drafted so many. With ``recent``
-    costs: ``verify_ps`` int64 [gamma_max + 1], b_p up to a factor, and ``knots`` float64
-    [TABLE_KNOTS, gamma_max + 1], equation 12's table.
+    costs the n betas are even over [0, 1], and ``verify_ps`` int64 [gamma_max + 1] is b_p up to a
+    factor.
     """
 
     estimator: int
@@ -193,18 +191,15 @@ class AnalyticRule(NamedTuple):
     odds: FloatArray
     expected: IntArray
     verify_ps: IntArray
-    knots: FloatArray
 
 
 class History(NamedTuple):
     """The last rounds (a ring) and what is summed over them: ``evidence`` int64 [n] sums rows of
-    :attr:`AnalyticRule.expected`, ``by_drafted`` int64 [gamma_max + 1] counts rounds; entry 0 may
-    be too low, and nothing reads it."""
+    :attr:`AnalyticRule.expected`."""
 
     rounds: Records
     sums: Records
     evidence: IntArray
-    by_drafted: IntArray
 
 
 @compiled(inline=True)
@@ -218,7 +213,6 @@ def forget(history: History) -> None:
         s.verify_ps
     ) = s.expected_ps = 0
     history.evidence[:] = 0
-    history.by_drafted[:] = 0
 
 
 @compiled(inline=True)
@@ -247,16 +241,18 @@ def analytic(
     sums.slot = 0 if sums.slot + 1 == len(history.rounds) else sums.slot + 1
     if rule.recent:
         _clock(rule, history, oldest, gone, num_drafted, draft_s, verify_s)
-        return limits.first if sums.drafting == 0 else _recent_window(rule, limits, history)
     above = 0
     if rule.estimator == RATIO:
         for k in range(len(rule.odds)):
             above += int(sums.accepted > rule.odds[k] * sums.rejections)
     else:
-        for k in range(len(rule.odds)):
-            history.evidence[k] += rule.expected[k, num_drafted] - rule.expected[k, gone]
-            above += int(sums.accepted * EVIDENCE_SCALE > history.evidence[k])
-    return limits.first if sums.drafting == 0 else limits.gamma_min + above
+        accepted = sums.accepted * EVIDENCE_SCALE
+        for k in range(len(history.evidence)):
+            history.evidence[k] += rule.expected[num_drafted, k] - rule.expected[gone, k]
+            above += int(accepted > history.evidence[k])
+    if sums.drafting == 0:
+        return limits.first
+    return _recent_window(rule, limits, history, above) if rule.recent else limits.gamma_min + above
 
 
 @compiled(inline=True)
@@ -282,28 +278,51 @@ def _clock(
     else:
         sums.rounds += 1
     oldest.draft_ps, oldest.verify_ps = draft_ps, verify_ps
-    history.by_drafted[num_drafted] += 1
-    history.by_drafted[gone] -= 1
 
 
 @compiled()
-def _recent_window(rule: AnalyticRule, limits: Limits, history: History) -> int:
+def _recent_window(rule: AnalyticRule, limits: Limits, history: History, above: int) -> int:
     """Equation 1 with a_q = mean draft time per drafted token and b_p(g) = known shape x its mean
-    ratio to the clock, recently.
+    ratio to the clock, recently; more was accepted than is expected at the ``above`` least betas.
     """
     sums = history.sums[0]
     if sums.verify_ps <= 0:
         return limits.first  # no clock ran: nothing to weigh
     if rule.estimator == RATIO:
         beta = sums.accepted / (sums.accepted + sums.rejections)
-    elif rule.estimator == EXACT:
-        beta = equation_11_root(history.by_drafted, sums.accepted, limits.gamma_max)
     else:
-        beta = equation_12_inverse(history.by_drafted, sums.accepted, rule.knots, limits.gamma_max)
+        accepted = sums.accepted * EVIDENCE_SCALE
+        beta = interpolated_beta(rule.estimator, history.evidence, accepted, above)
     a_q = sums.draft_ps / sums.drafted
     return best_window_scalar(
         min(beta, rule.acc_max), a_q, rule.verify_ps, sums.verify_ps / sums.expected_ps, limits
     )
+
+
+def even_betas(estimator: int, gamma_max: int) -> FloatArray:
+    """The betas between which :func:`interpolated_beta` finds another: a table's knots or, for
+    equation 11, as many as leave it within 1e-6 of the root."""
+    knots = TABLE_KNOTS if estimator == TABLE else 8 * max(gamma_max, 8) + 1
+    return np.linspace(0.0, 1.0, knots)
+
+
+@compiled()
+def interpolated_beta(estimator: int, evidence: IntArray, accepted: int, above: int) -> float:
+    """The beta that expects ``accepted``; 1 if there is none below. ``evidence`` is what
+    :func:`even_betas` expect; ``above`` of them expect less. Lagrange's polynomial through 2 of
+    them (a table), or 4."""
+    last, points = len(evidence) - 1, 2 if estimator == TABLE else 4
+    if above > last:
+        return 1.0
+    begin, beta = min(max(above - points // 2, 0), last + 1 - points), 0.0
+    for i in range(begin, begin + points):
+        top, bottom = i / last, 1.0
+        for j in range(begin, begin + points):
+            if j != i:
+                top *= accepted - evidence[j]
+                bottom *= evidence[i] - evidence[j]
+        beta += top / bottom
+    return beta
 
 
 def truncated_excess(gamma_max: int, betas: FloatArray) -> FloatArray:
@@ -376,73 +395,6 @@ def best_window_scalar(
             if omega * best_cost > best_omega * cost:
                 best, best_omega, best_cost = g, omega, cost
     return best
-
-
-@compiled()
-def equation_11_root(counts: IntArray | FloatArray, accepted: float, gamma_max: int) -> float:
-    """beta in [0, 1] with sum_g counts[g] (mean(g, beta) - 1) = ``accepted``; 1 if there is none
-    below.
-
-    ``counts[g]`` rounds drafted g tokens, g = 0..gamma_max, and had ``accepted`` tokens accepted in
-    all.
-    """
-    most = 0.0
-    for g in range(1, gamma_max + 1):
-        most += 0.5 * counts[g] * g
-    if accepted >= most:
-        return 1.0
-    if accepted == 0.0:
-        return 0.0
-    low, high, beta = 0.0, 1.0, 0.5
-    for _ in range(NEWTON_STEPS):
-        # d mean / d beta = variance / beta, as in every distribution proportional to beta^i.
-        expected, variance, total, first, second, power = 0.0, 0.0, 0.0, 0.0, 0.0, 1.0
-        for g in range(gamma_max + 1):
-            total += power
-            first += g * power
-            second += g * g * power
-            power *= beta
-            mean = first / total
-            expected += counts[g] * mean
-            variance += counts[g] * (second / total - mean * mean)
-        if expected < accepted:
-            low = beta
-        else:
-            high = beta
-        step = beta - (expected - accepted) * beta / variance
-        if not low < step < high:
-            step = 0.5 * (low + high)
-        if abs(step - beta) < 1e-13:
-            return step
-        beta = step
-    return beta
-
-
-@compiled()
-def equation_12_inverse(
-    counts: IntArray | FloatArray, accepted: float, table: FloatArray, gamma_max: int
-) -> float:
-    """The same root from the tabulated equation 12: ``table`` is :func:`truncated_excess` at
-    :data:`TABLE_KNOTS` even knots.
-
-    The knots' sums are searched and the beta between two of them is interpolated linearly.
-    """
-    low, high = 0, len(table) - 1
-    low_sum, high_sum = 0.0, 0.0
-    for g in range(gamma_max + 1):
-        high_sum += counts[g] * table[high, g]
-    if accepted >= high_sum:
-        return 1.0
-    while high - low > 1:
-        middle = (low + high) // 2
-        middle_sum = 0.0
-        for g in range(gamma_max + 1):
-            middle_sum += counts[g] * table[middle, g]
-        if middle_sum < accepted:
-            low, low_sum = middle, middle_sum
-        else:
-            high, high_sum = middle, middle_sum
-    return (low + (accepted - low_sum) / (high_sum - low_sum)) / (len(table) - 1)
 
 
 # -------------------------------------------------------------------------------------------------------------------- method 4

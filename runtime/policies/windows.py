@@ -55,7 +55,6 @@ from spectune.runtime.policies.on_the_fly import (
     ROUND,
     SUMS,
     TABLE,
-    TABLE_KNOTS,
     AnalyticRule,
     FloatArray,
     History,
@@ -66,6 +65,7 @@ from spectune.runtime.policies.on_the_fly import (
     analytic,
     begin_learning,
     cache_fsm,
+    even_betas,
     forget,
     fsm,
     q_learning,
@@ -182,13 +182,8 @@ def advance(
 
 def init_state(window: CompiledWindow) -> WindowState:
     """A new session's state, ready for its first request."""
-    steps, size = window.analytic.expected.shape
-    history = History(
-        np.zeros(window.history, ROUND),
-        np.zeros(1, SUMS),
-        np.zeros(steps, np.int64),
-        np.zeros(size, np.int64),
-    )
+    steps = window.analytic.expected.shape[1]
+    history = History(np.zeros(window.history, ROUND), np.zeros(1, SUMS), np.zeros(steps, np.int64))
     state = WindowState(
         np.array([window.limits.first]), history, Learner(np.zeros(1, LEARNED), window.q.copy())
     )
@@ -198,13 +193,7 @@ def init_state(window: CompiledWindow) -> WindowState:
 
 
 _NO_ANALYTIC: Final = AnalyticRule(
-    RATIO,
-    False,
-    0.0,
-    np.zeros(0),
-    np.zeros((0, 1), np.int64),
-    np.zeros(1, np.int64),
-    np.zeros((1, 1)),
+    RATIO, False, 0.0, np.zeros(0), np.zeros((1, 0), np.int64), np.zeros(1, np.int64)
 )
 _NO_LEARNING: Final = QLearningRule(1, False, False, 0, 0.0, 0.0, 0.0, np.zeros(1))
 _NO_TABLE: Final = np.zeros((0, 1))
@@ -272,35 +261,27 @@ def _need_costs(
 
 
 def _analytic_rule(window: AnalyticWindow, costs: WindowCosts | None) -> AnalyticRule:
-    size, recent, estimator = (
-        window.gamma_max + 1,
-        window.costs == "recent",
-        _ESTIMATORS[window.estimator],
-    )
     rule = _NO_ANALYTIC._replace(
-        estimator=estimator,
-        recent=recent,
+        estimator=_ESTIMATORS[window.estimator],
+        recent=window.costs == "recent",
         acc_max=window.acc_max,
-        expected=np.zeros((0, size), np.int64),
     )
-    if recent:
+    excess = truncated_excess if rule.estimator == EXACT else tabulated_excess
+    if rule.recent:
         # Without a profile b_p is taken to be the same for every window, as recent rounds alone cannot tell.
-        shape = np.ones(size) if costs is None else np.round(_need_costs(costs, window)[1] * PS)
+        shape = np.ones(window.gamma_max + 1)
+        if costs is not None:
+            shape = np.round(_need_costs(costs, window)[1] * PS)
+        betas = even_betas(rule.estimator, window.gamma_max)
         rule = rule._replace(verify_ps=shape.astype(np.int64))
-        if estimator == TABLE:
-            rule = rule._replace(
-                knots=truncated_excess(window.gamma_max, np.linspace(0.0, 1.0, TABLE_KNOTS))
-            )
-        return rule
-    betas = window_thresholds(_need_costs(costs, window)[0], window.gamma_min, window.acc_max)
-    rule = rule._replace(odds=betas / (1.0 - betas))
-    if estimator == RATIO:
+    else:
+        betas = window_thresholds(_need_costs(costs, window)[0], window.gamma_min, window.acc_max)
+        rule = rule._replace(odds=betas / (1.0 - betas))
+    if rule.estimator == RATIO:
         return rule
     # beta-hat > beta_k iff more was accepted than the estimator's distribution expects at beta_k, for it rises with beta.
-    excess = truncated_excess if estimator == EXACT else tabulated_excess
-    return rule._replace(
-        expected=np.round(excess(window.gamma_max, betas) * EVIDENCE_SCALE).astype(np.int64)
-    )
+    expected = np.round(excess(window.gamma_max, betas) * EVIDENCE_SCALE).astype(np.int64)
+    return rule._replace(expected=np.ascontiguousarray(expected.T))
 
 
 def _learning_rule(window: QLearningWindow, costs: WindowCosts | None) -> QLearningRule:

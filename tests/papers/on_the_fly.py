@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from spectune.runtime.policies.on_the_fly import equation_11_root, equation_12_inverse, truncated_excess
+from spectune.runtime.policies.on_the_fly import EVIDENCE_SCALE, EXACT, TABLE, even_betas, interpolated_beta, truncated_excess
 from spectune.runtime.policies.windows import WindowCosts
 
 
@@ -33,15 +33,19 @@ def estimate_ratio(accepted: Sequence[int], drafted: Sequence[int]) -> float:
 def estimate_exact(accepted: Sequence[int], drafted: Sequence[int]) -> float:
     """Equation 11, pooled over windows: the maximum-likelihood beta under equation 10, which conditions on y = accepted + 1 <= gamma + 1;
     1 where it has no root below."""
-    counts = np.bincount(np.asarray(drafted), minlength=2).astype(np.float64)
-    return equation_11_root(counts, float(np.sum(accepted)), len(counts) - 1)
+    return _interpolated(EXACT, accepted, drafted)
 
 
-def estimate_table(accepted: Sequence[int], drafted: Sequence[int], knots: int = 201) -> float:
+def estimate_table(accepted: Sequence[int], drafted: Sequence[int]) -> float:
     """:func:`estimate_exact` by equation 12, tabulated at even betas and inverted by linear interpolation."""
-    counts = np.bincount(np.asarray(drafted), minlength=2).astype(np.float64)
-    table = truncated_excess(len(counts) - 1, np.linspace(0.0, 1.0, knots))
-    return equation_12_inverse(counts, float(np.sum(accepted)), table, len(counts) - 1)
+    return _interpolated(TABLE, accepted, drafted)
+
+
+def _interpolated(estimator: int, accepted: Sequence[int], drafted: Sequence[int]) -> float:
+    counts, total = np.bincount(drafted, minlength=2), int(np.sum(accepted)) * EVIDENCE_SCALE
+    expected = truncated_excess(len(counts) - 1, even_betas(estimator, len(counts) - 1)) @ counts
+    evidence = np.round(expected * EVIDENCE_SCALE).astype(np.int64)
+    return interpolated_beta(estimator, evidence, total, int((total > evidence).sum()))
 
 
 def truncated_mean(beta: float, gamma: int) -> float:

@@ -15,6 +15,7 @@ from papers.on_the_fly import (
     throughput,
     truncated_mean,
 )
+from scipy.optimize import brentq
 
 from spectune.runtime.policies.on_the_fly import truncated_excess, window_thresholds
 from spectune.runtime.policies.windows import WindowCosts
@@ -68,16 +69,19 @@ def test_equations_11_and_12_find_beta_under_equation_10(beta: float) -> None:
     assert 1 + truncated_excess(4, np.array([beta]))[0, 4] == pytest.approx(truncated_mean(beta, 4))
 
 
-def test_equation_11_maximises_the_likelihood_over_mixed_windows() -> None:
+@pytest.mark.parametrize("gamma_max", [2, 8, 16, 64])
+def test_equation_11s_root_over_mixed_windows_is_found(gamma_max: int) -> None:
     rng = np.random.default_rng(2)
-    grid = np.linspace(1e-4, 1 - 1e-4, 4000)
-    for _ in range(50):
-        drafted = rng.integers(1, 9, 12)
-        accepted = np.minimum(rng.geometric(0.45, 12) - 1, drafted)
-        likelihood = sum(
-            v * np.log(grid) + np.log1p(-grid) - np.log1p(-(grid ** (g + 1))) for g, v in zip(drafted, accepted, strict=True)
-        )
-        assert estimate_exact(accepted.tolist(), drafted.tolist()) == pytest.approx(grid[np.argmax(likelihood)], abs=4e-4)
+    for history in (1, 6, 12) * 20:
+        drafted = [gamma_max, *rng.integers(1, gamma_max + 1, history - 1).tolist()]
+        accepted = int(rng.integers(1, max(2, sum(drafted) // 2)))
+
+        def missing(beta: float, drafted: list[int] = drafted, accepted: int = accepted) -> float:
+            return sum(truncated_mean(beta, g) - 1 for g in drafted) - accepted
+
+        if missing(0.001) < 0 < missing(0.98):
+            root = brentq(missing, 0.001, 0.98, xtol=1e-12)
+            assert estimate_exact([accepted], drafted) == pytest.approx(root, abs=1e-6)
 
 
 def test_estimates_at_the_edges() -> None:
