@@ -1,5 +1,7 @@
 """How long commands that load no model take, each in a process of its own: seconds, and how many modules it imports.
 
+Exits with 1 where one ends otherwise than it should, or takes more processor time than its limit.
+
     python bench/commands.py            a table
     python bench/commands.py --json     and bench/results/commands.json
 """
@@ -38,7 +40,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "simulate": ("simulate", "--policy", FIXED, "--device", "cuda"),
 }
 LIMITS_S = {"simulate": 2.0}
-"""What a command may take; others 1 s."""
+"""Processor time that a command may take; others 1 s."""
 SCRIPT = """
 import atexit, sys
 count = sys.argv.pop(1)
@@ -50,17 +52,22 @@ main(sys.argv[1:])
 
 def measure(command: tuple[str, ...], folder: Path, repeats: int) -> dict[str, Any]:
     """Median seconds of a command, of the clock and of the processor (which others' work hardly changes), the first run left out, and
-    the modules imported by its end."""
+    the modules imported by its end. Raises RuntimeError for another exit status than 0, or 2 of what is mistyped."""
+    status = 2 if any("nope" in word for word in command) else 0
     count, times, busy = folder / "modules", [], []
     for _ in range(repeats + 1):
+        count.unlink(missing_ok=True)
         begun, before = time.perf_counter(), os.times()
-        subprocess.run([sys.executable, "-c", SCRIPT, str(count), *command], cwd=folder, capture_output=True, check=False)
+        asked = [sys.executable, "-c", SCRIPT, str(count), *command]
+        done = subprocess.run(asked, cwd=folder, capture_output=True, text=True, check=False)
         times.append(time.perf_counter() - begun)
         busy.append(sum(os.times()[2:4]) - sum(before[2:4]))
+        if done.returncode != status or not count.exists():
+            raise RuntimeError(f"{' '.join(command)}: ended with {done.returncode}, not {status}: {done.stderr[-500:]}")
     return {"seconds": statistics.median(times[1:]), "cpu_s": statistics.median(busy[1:]), "modules": int(count.read_text())}
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="write bench/results/commands.json")
     parser.add_argument("--repeats", type=int, default=3)
@@ -84,7 +91,11 @@ def main() -> None:
         text = json.dumps(data, indent=1)
         (ROOT / "bench" / "results" / "commands.json").write_text(text + "\n")
         print(text)
+    over = [name for name, one in found.items() if one["cpu_s"] > one["limit_s"]]
+    if over:
+        print(f"over the limit of processor time: {', '.join(over)}", file=sys.stderr)
+    return int(bool(over))
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -22,16 +22,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 import numpy as np
 
-from spectune.optimizer.confirm import RACE_SHARE, Confirmation, confirm, planned
+from spectune.optimizer.confirm import RACE_SHARE, Confirmation, confirm, left_s, planned
 from spectune.optimizer.execute import DecodeOptions, Executor, eliminate, encode
 from spectune.optimizer.parts import mixed, split
+from spectune.optimizer.tune import TuneOptions
 from spectune.optimizer.verdict import fastest_of
 from spectune.runtime.policies.document import Policy, parse_policy
 
 NOISE, EFFECT, ERROR, DRIFT = 0.12, 0.06, 0.03, 0.2
 """Standard deviations, of logarithms: of an execution, of a policy's effect on a request, of its prediction; and of the pace."""
-BUDGET_S = 80.0
-PASSES = 8
+BUDGET_S, PASSES = TuneOptions.budget_s, TuneOptions.passes
 
 
 class Machine:
@@ -82,7 +82,7 @@ def tuned(rng: np.random.Generator, candidates: int, requests: int, gain: float 
     if winner is policies[0]:
         return None
     both_s = sum(float(np.nanmean(timings.seconds[name])) for name in (winner.id, names[0]))
-    used, passes = planned(len(held), both_s, BUDGET_S - min(BUDGET_S * RACE_SHARE, machine.now), PASSES)
+    used, passes = planned(len(held), both_s, left_s(BUDGET_S, machine.now), PASSES)
     return confirm(
         winner.id, names[0], lambda name, n: machine.execute(number[name], held[n]), requests=used, passes=passes
     )
@@ -127,9 +127,9 @@ def real(count: int, budget_s: float) -> dict[str, Any]:
         )
         # Without what prediction knows (that they are equal) the race's choice is noise alone: the hardest case.
         winner = max((p for p in left if p != names[0]), key=lambda p: timings.ratio(p, names[0])[0], default=names[1])
-        left_s = budget_s - min(budget_s * RACE_SHARE, time.perf_counter() - began)
+        left = left_s(budget_s, time.perf_counter() - began)
         both_s = sum(float(np.nanmean(timings.seconds[name])) for name in (winner, names[0]))
-        used, passes = planned(len(held), both_s, left_s, PASSES)
+        used, passes = planned(len(held), both_s, left, PASSES)
         found = confirm(winner, names[0], lambda name, i, run=executor: run(name, held[i]), requests=used, passes=passes)
         published += found.holds
         rows.append({"raced": list(timings.ratio(winner, names[0])), **found.to_json()})

@@ -95,6 +95,11 @@ def confirm(
     return Confirmation(winner, Timings(seconds).ratio(winner, incumbent, level=LEVEL), requests, passes)
 
 
+def left_s(budget_s: float, raced_s: float) -> float:
+    """Seconds that a race, which has at most :data:`RACE_SHARE`, leaves to the confirmation."""
+    return budget_s - min(budget_s * RACE_SHARE, raced_s)
+
+
 def planned(requests: int, both_s: float, budget_s: float, most: int) -> tuple[int, int]:
     """(requests, passes) to confirm with, of so many held out: as many as fit in ``budget_s`` where both policies together take
     ``both_s`` a request, at least :data:`LEAST` once, all before any twice, none more than ``most`` times."""

@@ -18,7 +18,7 @@ from sqlalchemy.orm import Session
 
 from spectune.db.errors import CorruptedChunkError
 from spectune.optimizer.artifacts import fitted
-from spectune.optimizer.confirm import RACE_SHARE, Confirmation, confirm, planned, said_of
+from spectune.optimizer.confirm import RACE_SHARE, Confirmation, confirm, left_s, planned, said_of
 from spectune.optimizer.deployment import sampling_of, tunes_over
 from spectune.optimizer.estimate import pace
 from spectune.optimizer.execute import Comparison, DecodeOptions, Encoded, Executor, encode_recorded, race
@@ -423,8 +423,8 @@ def _confirm(tuning: Tuning) -> None:
     if winner.id == incumbent.id:
         return
     both_s = sum(float(np.nanmean(seconds[p.id])) for p in (winner, incumbent))
-    left_s = wanted.budget_s - min(wanted.budget_s * RACE_SHARE, sum(float(np.nansum(s)) for s in seconds.values()))
-    requests, passes = planned(len(tuning.parts.confirm), both_s, left_s, wanted.passes)
+    left = left_s(wanted.budget_s, sum(float(np.nansum(s)) for s in seconds.values()))
+    requests, passes = planned(len(tuning.parts.confirm), both_s, left, wanted.passes)
     executor = Executor(
         tuning.pair,
         [winner, incumbent],
