@@ -28,8 +28,9 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 tune: $(VENV)/.installed ## Record, search, execute and publish for the demo pair
 	$(RUN) cli.py tune --pair demo --limit 48 --max-new-tokens 64 $(ARGS)
 
+# Three processes for two cores: many tests wait, for a server, a lease, a process.
 test: $(VENV)/.installed-dev ## The tests (under 6 minutes on two idle cores)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 3 --dist loadfile $(ARGS)
 
 lint: $(VENV)/.installed-dev ## Style and types
 	$(RUN) -m ruff check .

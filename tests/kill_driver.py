@@ -238,6 +238,10 @@ def main() -> None:
     pair, folder, count, seed, requests = sys.argv[1:]
     sys.path[:0] = [str(HERE.parent), str(HERE)]
     # Imported here once, and nothing computed: the children fork from a process without threads.
+    import sklearn.feature_extraction.text
+    import sklearn.linear_model
+    import sklearn.tree  # noqa: F401
+
     import spectune.optimizer.report.tables
     import spectune.optimizer.tune
     import spectune.runtime.profiling  # noqa: F401

@@ -78,7 +78,7 @@ def policies(vocab: int) -> list[Policy]:
         {"kind": "heuristic", "gamma_max": 10},
         {"kind": "q_learning", "gamma_max": 6, "seed": 2},
     ]
-    shortlists = [{"kind": "frequency", "size": size, "artifact": "a"} for size in (1, 8, vocab // 4, vocab // 2, vocab)]
+    shortlists = [{"kind": "frequency", "size": size, "artifact": "a"} for size in (1, vocab // 4, vocab)]
     shortlists += [{"kind": "position_frequency", "k_max": size, "artifact": "a"} for size in (16, vocab // 2)]
     # Every shortlist under a fixed window, and one or two of them, in turn, under each of the others.
     chosen = [(w, s) for i, w in enumerate(windows) for j, s in enumerate(shortlists) if i == 1 or (i + j) % 5 == 0]
