@@ -156,7 +156,8 @@ def at_pace_of(profile: LatencyProfile, timings: Timings) -> LatencyProfile:
     if timings.expected is None:
         return profile
     predicted, executed = [], []
-    for policy, seconds in timings.seconds.items():
+    for policy in timings.expected:
+        seconds = timings.seconds[policy]
         for n in np.flatnonzero(~np.isnan(seconds).all(1)):
             predicted.append(float(timings.expected[policy][n]))
             executed.append(float(np.nanmedian(seconds[n])))

@@ -12,37 +12,49 @@ from spectune.db.errors import StaleVersionError
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.inputs import published_policy
 from spectune.optimizer.verdict import Tuned
-from spectune.runtime.decoder import prepare_for
+from spectune.runtime.decoder import check_lossless, prepare_for
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, AnyPolicy, Policy
 from spectune.traces.errors import PolicyError
-from spectune.traces.schema import LatencyProfile
+from spectune.traces.schema import LatencyProfile, Sampling, Verifier
 from spectune.traces.store import Publication, TraceStore
 
 
-def incumbent_of(store: TraceStore, pair: LoadedPair, active: Publication | None, profile: LatencyProfile) -> tuple[AnyPolicy, str]:
-    """(the policy in force, ""), or where there is none or it cannot run, (autoregression, why)."""
+def incumbent_of(
+    store: TraceStore,
+    pair: LoadedPair,
+    active: Publication | None,
+    profile: LatencyProfile | None,
+    verifier: Verifier,
+    sampling: Sampling,
+) -> tuple[AnyPolicy, str]:
+    """(the policy in force, ""), or where there is none or it cannot run, or not under a verifier, (autoregression, why)."""
     if active is None:
         return AUTOREGRESSIVE, ""
     try:
         policy = published_policy(active)
-        prepare_for(pair, policy, profile=profile, artifacts=fitted(store, pair.id))
+        plan = prepare_for(pair, policy, profile=profile, artifacts=fitted(store, pair.id))
+        check_lossless(pair, (c.policy for c in plan.candidates), verifier, sampling)
     except PolicyError as error:
         said = str(error).removeprefix(f"publication {active.version}: ")
         return AUTOREGRESSIVE, f"publication {active.version} cannot run ({said}), so autoregression is the incumbent"
     return policy, ""
 
 
-def earlier_winners(store: TraceStore, pair: LoadedPair, count: int = 5) -> list[Policy]:
-    """The plain policies of the pair's newest publications, on any device; those that cannot be read are passed over."""
+def earlier_winners(
+    store: TraceStore, pair: LoadedPair, verifier: Verifier, sampling: Sampling, count: int = 5
+) -> list[Policy]:
+    """The plain policies of the pair's newest publications, on any device; those that cannot be read, or used with a verifier, are
+    passed over."""
     found: dict[str, Policy] = {}
     for publication in store.list_publications(pair.id, limit=count):
         try:
             policy = published_policy(publication)
+            if isinstance(policy, Policy):
+                check_lossless(pair, [policy], verifier, sampling)
+                found[policy.id] = policy
         except PolicyError:
             continue
-        if isinstance(policy, Policy):
-            found[policy.id] = policy
     return list(found.values())
 
 

@@ -238,8 +238,8 @@ def search(
     ``progress`` is called with (trials done, in all, best tokens/s). The result is a function of the arguments alone.
     """
     known = known or Study((), seed, "")
-    done, beyond = ({t.policy.id: t for t in trials} for trials in (known.trials, known.beyond))
-    judge = _Judge(trace, profile, shortlists or {}, artifacts, done, beyond)
+    done, missed = ({t.policy.id: t for t in found} for found in (known.trials, known.beyond))
+    judge = _Judge(trace, profile, shortlists or {}, artifacts, done, missed)
     todo = [p for p in (*enumerated(drafts, gamma_max), *enumerated_trees(trees or {})) if kinds.hold(p)]
     for policy in incumbents:
         with suppress(PolicyError, TraceError):  # its draft or artifact is gone, or its trees were not recorded

@@ -12,10 +12,9 @@ from spectune.db.errors import DatabaseError, NotFoundError, UnavailableError
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.deployment import other_sampling
 from spectune.optimizer.inputs import published_policy
-from spectune.runtime.decoder import prepare_for
+from spectune.runtime.decoder import check_lossless, prepare_for
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, AnyPolicy
-from spectune.runtime.policies.plan import check_verifier
 from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.policies.prepared_chooser import AnyPlan
 from spectune.runtime.reload import Published, Status, WatchedSource
@@ -43,7 +42,7 @@ def last_good(
     autoregression when there is none. Raises DatabaseError alone."""
     for publication in store.list_publications(pair.id, pair.device.type, deployment):
         try:
-            return _checked(_prepared(store, pair, published_policy(publication), profile, sampling), verifier, sampling)
+            return _checked(pair, _prepared(store, pair, published_policy(publication), profile, sampling), verifier, sampling)
         except DatabaseError:
             raise
         except Exception:  # what was published decides what is raised here, and those before it may run
@@ -76,10 +75,9 @@ def _prepared(
         raise PolicyError(str(error)) from None
 
 
-def _checked(prepared: AnyPlan, verifier: Verifier, sampling: Sampling | None) -> AnyPlan:
-    """The same, where no policy that may decode would make ``verifier`` lossy; else PolicyError."""
-    for candidate in prepared.candidates:
-        check_verifier(candidate.policy, verifier, sampling or Sampling())
+def _checked(pair: LoadedPair, prepared: AnyPlan, verifier: Verifier, sampling: Sampling | None) -> AnyPlan:
+    """The same, where ``verifier`` can be used with all policies that may decode; else PolicyError."""
+    check_lossless(pair, (c.policy for c in prepared.candidates), verifier, sampling or Sampling())
     return prepared
 
 
@@ -128,7 +126,7 @@ def watch(
             return Published(active.version, None, str(error))
 
     def ready(policy: AnyPolicy, version: int) -> AnyPlan:
-        plan = _checked(_prepared(store, pair, policy, latest_profile(), sampling, version), verifier, sampling)
+        plan = _checked(pair, _prepared(store, pair, policy, latest_profile(), sampling, version), verifier, sampling)
         if warning := other_sampling(newest[0], sampling or Sampling(), verifier):
             warn(f"warning: {warning}")
         return plan

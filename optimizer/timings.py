@@ -19,6 +19,7 @@ class Timings:
 
     seconds: Mapping[str, NDArray[np.float64]]
     expected: Expected | None = None
+    """Of policies that are not in it nothing was predicted: their ratios are those executed."""
 
     def ratio(
         self,
@@ -43,7 +44,8 @@ class Timings:
             return 1.0, 0.0, float("inf")
         a, b = (_medians(np.where(shared, seconds, np.nan)[rows]) for seconds in (one, other))
         ratio, deviations = b.sum() / a.sum(), b / b.mean() - a / a.mean()
-        if projected and self.expected is not None:
+        if projected and {policy_id, base_id} <= (self.expected or {}).keys():
+            assert self.expected is not None
             whole = self.expected[base_id].sum() / self.expected[policy_id].sum()
             a, b = self.expected[policy_id][rows], self.expected[base_id][rows]
             ratio *= whole * a.sum() / b.sum()

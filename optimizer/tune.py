@@ -25,6 +25,7 @@ from spectune.optimizer.execute import Comparison, DecodeOptions, Encoded, Execu
 from spectune.optimizer.fit.chooser_fits import fit_chooser_artifact
 from spectune.optimizer.fit.on_the_fly import read_prompts
 from spectune.optimizer.fit.tuning import fit_shortlists, fit_trees, ranks_for
+from spectune.optimizer.inputs import published_policy
 from spectune.optimizer.parts import Parts, mixed, split
 from spectune.optimizer.processes import kept_helpers
 from spectune.optimizer.profiles import at_pace_of, doubts, expected_seconds, prediction_spread, profile_for
@@ -48,7 +49,7 @@ from spectune.runtime.policies.prepared_chooser import PREDICTED, plain_policies
 from spectune.runtime.recording.trees import Cover
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.sanity import Sanity, checked
-from spectune.traces.schema import Trajectory, Workload
+from spectune.traces.schema import Sampling, Trajectory, Verifier, Workload
 from spectune.traces.store import Publication, StoredProfile, TraceStore
 from spectune.traces.store.kinds import EVIDENCE
 from spectune.traces.store.publications import DEFAULT_DEPLOYMENT
@@ -220,6 +221,12 @@ class Tuning:
         """Drafts whose trees are replayed."""
         return tuple(d for d in self.drafts if d not in self.pair.chain_drafts or (self.wanted.tree_size[0] and d != "ngram"))
 
+    @property
+    def verified(self) -> tuple[Verifier, Sampling]:
+        """How the texts are verified and sampled."""
+        first = self.trace.trajectories[0]
+        return first.verifier, first.sampling
+
     def open(self, **more: Any) -> None:
         """Opens the trace anew, as something was recorded or ranked since."""
         grown: list[Grown] = [(d, "coupled") for d in self.grown]
@@ -241,7 +248,7 @@ class Tuning:
             seed=self.wanted.seed,
             incumbents=[
                 *plain_policies(self.incumbent, self.artifacts),
-                *(p for p in earlier_winners(self.store, self.pair) if p.draft in (*self.drafts, "none")),
+                *(p for p in earlier_winners(self.store, self.pair, *self.verified) if p.draft in (*self.drafts, "none")),
             ],
             artifacts=self.artifacts,
             trees=self.trees,
@@ -273,7 +280,10 @@ def _record(tuning: Tuning) -> None:
         progress=tuning.progress,
     )
     tuning.open()
-    tuning.workload = checked(tuning.trace.trajectories)
+    texts = tuning.trace.trajectories
+    if len(texts) != tuning.store.get_recording(tuning.recording).n_requests:  # some are damaged
+        _tell_number(wanted, [t.category for t in texts])
+    tuning.workload = checked(texts)
     for line in tuning.workload.lines():
         wanted.tell(line)
 
@@ -282,22 +292,32 @@ def _profile(tuning: Tuning) -> None:
     """What rounds cost on this device, and with that, what there is to beat."""
     store, pair, wanted = tuning.store, tuning.pair, tuning.wanted
     began = store.get_recording(tuning.recording).created_at if wanted.idempotency_key else None
+    tuning.active = store.active_publication(pair.id, pair.device.type, wanted.deployment)
+    weighs = [p for p in _weighing_costs(store, pair, tuning.active) if p.draft in pair.draft_names]
     tuning.profile = profile_for(
         store,
         pair,
-        tuning.drafts,
+        tuple(dict.fromkeys((*tuning.drafts, *(p.draft for p in weighs)))),
         gamma_max=wanted.gamma_max,
-        trees=wanted.prices_trees(pair),
+        trees=wanted.prices_trees(pair) or any(p.is_tree or p.draft not in pair.chain_drafts for p in weighs),
         fresh=wanted.fresh,
         trajectories=tuning.trace.trajectories,
         own_since=began,
         progress=tuning.progress,
     )
-    tuning.active = store.active_publication(pair.id, pair.device.type, wanted.deployment)
     if wanted.publish and (line := tunes_over(tuning.active, sampling_of(tuning.trace.trajectories))):
         wanted.tell(f"warning: {line}")
-    tuning.incumbent, tuning.unusable = incumbent_of(store, pair, tuning.active, tuning.profile.profile)
+    tuning.incumbent, tuning.unusable = incumbent_of(store, pair, tuning.active, tuning.profile.profile, *tuning.verified)
     tuning.artifacts = _artifacts(store, pair, tuning.incumbent, tuning.trace.trajectories)
+
+
+def _weighing_costs(store: TraceStore, pair: LoadedPair, active: Publication | None) -> Sequence[Policy]:
+    """The policies in force that weigh costs: they cannot run without those of their draft, whether it is tuned or not."""
+    try:
+        policy = published_policy(active) if active else AUTOREGRESSIVE
+        return plain_policies(policy, fitted(store, pair.id)) if policy.needs_profile else []
+    except PolicyError:
+        return []
 
 
 def _fit(tuning: Tuning) -> None:
@@ -389,12 +409,18 @@ def _execute(tuning: Tuning) -> None:
     wanted, profile, part = tuning.wanted, tuning.profile.profile, tuning.parts.race
     tuning.roles = _roles(tuning.study, tuning.incumbent, wanted, tuning.chooser)
     policies, trace = {p.id: p for p in tuning.roles.values()}, tuning.trace.select(part)
+    predictable = dict(policies)
+    try:
+        replay(trace, tuning.incumbent, profile, artifacts=tuning.artifacts, approximate=True)
+    except (PolicyError, TraceError) as error:  # a tuning of chains records no trees, which may be in force
+        del predictable[tuning.incumbent.id]
+        wanted.tell(f"{tuning.incumbent.label()}, in force, is raced without a prediction: {error}")
     tuning.compared = race(
         tuning.pair,
         list(policies.values()),
         tuning.encoded(part),
         whole={p.id for role, p in tuning.roles.items() if not role.startswith("finalist")},
-        expected=expected_seconds(trace, policies.values(), profile, tuning.artifacts),
+        expected=expected_seconds(trace, predictable.values(), profile, tuning.artifacts),
         profile=profile,
         passes=wanted.passes,
         budget_s=wanted.budget_s * RACE_SHARE,
@@ -404,7 +430,7 @@ def _execute(tuning: Tuning) -> None:
     )
     timings, artifacts = tuning.compared.timings, tuning.artifacts
     at_pace = at_pace_of(profile, timings)
-    predicted = {p.id: replay(trace, p, at_pace, artifacts=artifacts, approximate=True) for p in policies.values()}
+    predicted = {p.id: replay(trace, p, at_pace, artifacts=artifacts, approximate=True) for p in predictable.values()}
     tuning.executed = candidates_of(tuning.roles, tuning.compared, predicted, tuning.incumbent)
     fastest = fastest_of(
         [policies[name] for name in tuning.compared.survivors],

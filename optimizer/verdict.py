@@ -27,11 +27,12 @@ class Candidate:
     """One raced policy beside its prediction. Speeds in tokens/s; ``ratio`` is its speed over the incumbent's, with a 95%
     interval over requests, and ``over_plain`` over autoregression's, each on the race's requests that both were executed on.
     ``raced`` is its speed over the leader's, projected to all of the race's requests, and ``left`` says whether the race ended
-    with it. The best of many is flattered by these: :class:`optimizer.confirm.Confirmation` is what counts."""
+    with it. ``predicted`` is None where the recording lacks what it is replayed from. The best of many is flattered by these:
+    :class:`optimizer.confirm.Confirmation` is what counts."""
 
     role: str
     policy: AnyPolicy
-    predicted: Outcome
+    predicted: Outcome | None
     executed: Outcome
     ratio: tuple[float, float, float]
     over_plain: tuple[float, float, float] = (1.0, 1.0, 1.0)
@@ -44,7 +45,7 @@ class Candidate:
             "id": self.policy.id,
             "label": self.policy.label(),
             "policy": self.policy.spelled_out(),
-            "predicted_tokens_per_s": self.predicted.total.tokens_per_s,
+            "predicted_tokens_per_s": None if self.predicted is None else self.predicted.total.tokens_per_s,
             "measured_tokens_per_s": self.executed.total.tokens_per_s,
             "measured_interval": list(self.executed.tokens_per_s_interval()),
             "mean_accepted_length": self.executed.total.mean_accepted_length,
@@ -99,7 +100,7 @@ class Tuned:
                 "label": self.winner.policy.label(),
                 "policy": self.winner.policy.spelled_out(),
             },
-            "predicted": self.winner.predicted.to_json(),
+            "predicted": None if self.winner.predicted is None else self.winner.predicted.to_json(),
             "measured": self.winner.executed.to_json(),
             "baselines": {c.role: c.to_json() for c in self.candidates if not c.role.startswith("finalist")},
             "candidates": [c.to_json() for c in self.candidates],
@@ -137,7 +138,7 @@ def candidates_of(
         Candidate(
             role,
             policy,
-            predicted[policy.id],
+            predicted.get(policy.id),
             compared.outcomes[policy.id],
             compared.ratio(policy.id, incumbent.id),
             compared.ratio(policy.id, AUTOREGRESSIVE.id),
@@ -151,22 +152,22 @@ def candidates_of(
 def fastest_of(
     policies: Sequence[AnyPolicy], timings: Timings, predicted: Mapping[str, float], spread: float
 ) -> AnyPolicy:
-    """The fastest of the policies that a race did not drop, by execution and ``predicted`` tokens/s (by id; ``spread``: of their
-    ratios) together; of those that it is not faster than beyond noise, and that are predicted within a tie, the simplest. A tree
+    """The fastest of the policies that a race did not drop, by execution and ``predicted`` tokens/s (by id, where known; ``spread``:
+    of their ratios) together; of those that it is not faster than beyond noise, and that are predicted within a tie, the simplest. A tree
     of at most three nodes beats what is simpler beyond noise or not at all."""
     first = policies[0]
 
     def estimate(policy: AnyPolicy) -> float:
         if policy.id == first.id:
             return 0.0
-        ratio = predicted[policy.id] / max(1e-12, predicted[first.id])
+        ratio = predicted[policy.id] / max(1e-12, predicted[first.id]) if {policy.id, first.id} <= predicted.keys() else 0.0
         return weighed(timings.ratio(policy.id, first.id, projected=True), ratio, spread)
 
     fastest = max(policies, key=estimate)
     tied = [fastest]
     for policy in policies:
         _, low, high = timings.ratio(fastest.id, policy.id, projected=True)
-        close = predicted[fastest.id] <= predicted[policy.id] * (1 + TIE)
+        close = predicted.get(fastest.id, math.inf) <= predicted.get(policy.id, 0.0) * (1 + TIE)
         if low <= 1.0 and (close or high <= 1.0 + TIE or _is_slight(fastest)):
             tied.append(policy)
     return min(tied, key=lambda p: (complexity(p), -estimate(p)))

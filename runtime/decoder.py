@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -22,7 +22,7 @@ from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import DecodeRequest, PolicySource, Round, Verified, decode_rounds
 from spectune.runtime.models import ids_tensor
 from spectune.runtime.policies.artifacts import Artifacts
-from spectune.runtime.policies.document import NODE_LIMIT, AnyPolicy
+from spectune.runtime.policies.document import NODE_LIMIT, AnyPolicy, Policy
 from spectune.runtime.policies.draft_choice import TARGET, keeps_reading
 from spectune.runtime.policies.plan import Plan, check_verifier
 from spectune.runtime.policies.prepare import prepare
@@ -305,11 +305,7 @@ class Decoder:
         for prepared in self.source.current().candidates:
             policy = prepared.policy
             self.backend.shortlists(prepared)  # refuses what does not fit before the first token
-            check_verifier(policy, request.verifier, request.sampling)
-            if request.rejects and policy.speculates and policy.draft not in self.pair.chain_drafts:
-                raise PolicyError(
-                    f"draft {policy.draft!r} is a head, which the rejection verifier is not built for; use the coupled verifier"
-                )
+            check_lossless(self.pair, [policy], request.verifier, request.sampling)
         return decode_rounds(self.backend, request, self.source, self.clock, self.sessions)
 
     def decode(
@@ -350,6 +346,18 @@ class Decoder:
             seconds,
             tuple(plans),
         )
+
+
+def check_lossless(pair: LoadedPair, policies: Iterable[Policy], verifier: Verifier, sampling: Sampling) -> None:
+    """Raises PolicyError where a verifier cannot be used with one of the policies on a pair: it would
+    bias the text, or is not built for heads."""
+    for policy in policies:
+        check_verifier(policy, verifier, sampling)
+        is_head = policy.speculates and policy.draft not in pair.chain_drafts
+        if is_head and verifier == "rejection" and not sampling.greedy:
+            raise PolicyError(
+                f"draft {policy.draft!r} is a head, which the rejection verifier is not built for; use the coupled verifier"
+            )
 
 
 def prepare_for(

@@ -17,7 +17,7 @@ from doors import Door, lines, write_workload
 from synthetic import flat_profile
 
 from spectune.db import DatabaseError, open_database
-from spectune.optimizer.publish import incumbent_of
+from spectune.optimizer.publish import earlier_winners, incumbent_of
 from spectune.optimizer.serving import watch
 from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair, load_pair
@@ -37,6 +37,7 @@ def fixed(gamma: int, draft: str = "near") -> Policy:
 
 
 ANALYTIC = parse_policy({"draft": "near", "window": {"kind": "analytic", "gamma_max": 4}})
+TREE = parse_policy({"draft": "near", "growth": {"kind": "top_k", "width": 2}, "window": {"kind": "fixed", "gamma": 3}})
 LOSSY = parse_policy({"draft": "near", "stop": {"kind": "max_prob", "keep_last": False}})
 
 
@@ -203,6 +204,17 @@ def test_a_policy_that_would_bias_the_text_is_refused(
     with watch(store, pair, None, None, verifier=verifier, sampling=Sampling(temperature=temperature), interval_s=60) as source:
         assert source.current().policy == (LOSSY if fits else AUTOREGRESSIVE)
     assert statuses(store) == [(version, "applied" if fits else "refused")]
+
+
+@pytest.mark.parametrize("policy", [LOSSY, TREE], ids=["keep_last", "tree"])
+def test_what_a_verifier_refuses_is_neither_incumbent_nor_tried(store: TraceStore, pair: LoadedPair, policy: Policy) -> None:
+    active = store.get_publication(publish(store, pair, policy))
+    assert incumbent_of(store, pair, active, None, "coupled", Sampling(temperature=0.7)) == (policy, "")
+    assert earlier_winners(store, pair, "coupled", Sampling(temperature=0.7)) == [policy]
+    kept, why = incumbent_of(store, pair, active, None, "rejection", Sampling(temperature=0.7))
+    assert kept == AUTOREGRESSIVE
+    assert "cannot run" in why
+    assert earlier_winners(store, pair, "rejection", Sampling(temperature=0.7)) == []
 
 
 @pytest.fixture
@@ -372,7 +384,7 @@ def test_a_published_policy_that_was_edited_runs_nowhere(store: TraceStore, pair
         assert source.last_error.startswith(f"publication {bad}: the document has another content than the id of its policy says")
     with watch(store, pair, None, None, interval_s=60) as source:
         assert source.current().policy == fixed(2)
-    policy, why = incumbent_of(store, pair, store.get_publication(bad), None)
+    policy, why = incumbent_of(store, pair, store.get_publication(bad), None, "coupled", Sampling())
     assert policy == AUTOREGRESSIVE
     assert "another content" in why
     refused = Door(url, str(tiny_pair)).call("policies", "rollback", "--to", str(bad), "--pair", tiny_pair, "--device", "cpu")

@@ -17,11 +17,17 @@ from spectune.optimizer import schedule as schedules
 from spectune.optimizer.deployment import tuned_for
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.jobs import tuning_job
+from spectune.optimizer.record import RecordRequest, record
+from spectune.optimizer.report.tables import evidence_table
+from spectune.optimizer.report.tuning import page, report_on
 from spectune.optimizer.schedule import claims
-from spectune.optimizer.tune import Tuned, TuneOptions, tune
+from spectune.optimizer.tune import Tuned, TuneOptions, tune, tune_recording
 from spectune.runtime.loading import LoadedPair
-from spectune.runtime.policies.document import parse_policy
+from spectune.runtime.loop import StaticSource
+from spectune.runtime.policies.document import AUTOREGRESSIVE, parse_policy
+from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.profiling import environment
+from spectune.traces.errors import TraceError
 from spectune.traces.schema import Request, Sampling, Workload
 from spectune.traces.store import Publication, TraceStore
 
@@ -97,6 +103,34 @@ def test_the_version_compared_with_is_the_one_replaced(store: TraceStore, pair: 
     assert tuned.incumbent.policy == CHOSEN
     newest = store.list_publications(pair.id)[0]
     assert (tuned.published is None) == (newest.policy_id == CHOSEN.id)
+
+
+def test_what_a_smaller_tuning_does_not_record_is_raced_without_a_prediction(store: TraceStore, pair: LoadedPair) -> None:
+    """`tune --quick` after a tree was published ended in an error once all was recorded and searched."""
+    put_profile(store, pair)
+    window = {"kind": "analytic", "costs": "profile", "gamma_max": 3}
+    tree = parse_policy({"draft": "near", "growth": {"kind": "top_k", "width": 2}, "window": window})
+    store.put_policy(tree.id, tree.spelled_out(), tree.label())
+    store.publish(pair.id, "cpu", tree.id, actor="operator")
+    said: list[str] = []
+    tuned = tune(store, pair, WORKLOAD, replace(QUICK, tell=said.append))
+    assert (tuned.incumbent.policy, tuned.incumbent.predicted) == (tree, None)
+    assert tuned.incumbent.executed.total.rounds
+    assert [line for line in said if "is raced without a prediction: " in line]
+    assert tuned.to_json()["baselines"]["incumbent"]["predicted_tokens_per_s"] is None
+    assert "Prediction was off" in page(report_on(store, tuned.study))
+    assert evidence_table(tuned)
+
+
+def test_what_is_tuned_on_is_counted_again_where_chunks_are_damaged(store: TraceStore, pair: LoadedPair) -> None:
+    plain = StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names))
+    lost = record(store, pair, RecordRequest(WORKLOAD, QUICK.options, ("near",), 5), plain).id
+    with store.database.write() as session:
+        session.execute(text("UPDATE panorama_chunk SET data = :data WHERE ordinal > 4"), {"data": b"x"})
+    begun: list[str] = []
+    with pytest.raises(TraceError, match=r"5 requests leave|on different ones: 5"):
+        tune_recording(store, pair, lost, replace(QUICK, begins=begun.append))
+    assert begun == ["record"]
 
 
 # --- whose job it is

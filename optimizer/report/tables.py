@@ -95,7 +95,7 @@ def evidence_table(tuned: Tuned) -> RenderableType:
             ", ".join(seen[c.policy.id]),
             c.policy.label(),
             f"{c.executed.total.mean_accepted_length:.2f}",
-            f"{c.predicted.total.tokens_per_s:.1f}",
+            "-" if c.predicted is None else f"{c.predicted.total.tokens_per_s:.1f}",
             f"{c.executed.total.tokens_per_s:.1f}",
             f"{len(c.executed.per_request)} of {tuned.test_requests}",
             f"{c.ratio[0]:.3f}",

@@ -125,7 +125,7 @@ def _legend(tuned: Json, others: bool = False) -> list[tuple[str, str]]:
 
 
 def _prediction(tuned: Json) -> Figure:
-    unique = {c["id"]: c for c in tuned["candidates"]}
+    unique = {c["id"]: c for c in tuned["candidates"] if c["predicted_tokens_per_s"] is not None}
     colours = _colours(tuned)
     end = 1.06 * max(
         max(c["measured_interval"][1], c["measured_tokens_per_s"], c["predicted_tokens_per_s"])
