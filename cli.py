@@ -19,6 +19,7 @@ from click.core import ParameterSource
 from spectune.optimizer.commands.circle import profile
 from spectune.optimizer.commands.config import use_config
 from spectune.optimizer.commands.database import db
+from spectune.optimizer.commands.engines import engines
 from spectune.optimizer.commands.fits import fit
 from spectune.optimizer.commands.generate import generate
 from spectune.optimizer.commands.init import init
@@ -134,7 +135,7 @@ def main(ctx: click.Context, db_url: str, config: str | None) -> None:
 
 for command in (init, record, profile, simulate, run, tune, report, generate):
     main.add_command(command)
-for group in (fit, policies, traces, db, schedule):
+for group in (fit, policies, traces, db, schedule, engines):
     main.add_command(group)
 
 if __name__ == "__main__":

@@ -7,14 +7,15 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from spectune.runtime.pair import PairSpec, expanded, head_config, is_head
-from spectune.runtime.policies.document import AnyPolicy, ChooserPolicy, Policy, TopKGrowth
+from spectune.engines.vllm.tables import schedule_of
+from spectune.runtime.pair import PairSpec, head_algorithm, is_head
+from spectune.runtime.policies.document import AnyPolicy, ByBatchWindow, ChooserPolicy, FixedWindow, Policy, TopKGrowth
 from spectune.traces.errors import PolicyError
 
 
 def engine_settings(policy: AnyPolicy, pair: PairSpec, engine: str) -> dict[str, Any]:
-    """Settings of ``vllm``, ``sglang`` or ``tensorrt-llm`` for a fixed window without a stop: a
-    chain, or EAGLE-2's tree of a head where the engine has trees.
+    """Settings of ``vllm``, ``sglang`` or ``tensorrt-llm`` for a fixed window without a stop (for vllm also one by batch): a chain,
+    or EAGLE-2's tree of a head where the engine has trees.
 
     Raises PolicyError for a policy those engines cannot express: a window that adapts by our rules,
     a stop, another growth or score, a chooser of drafts.
@@ -23,13 +24,14 @@ def engine_settings(policy: AnyPolicy, pair: PairSpec, engine: str) -> dict[str,
         raise PolicyError(f"{engine} cannot choose a draft for each prompt; export one of the candidates that `fit chooser` printed")
     if not policy.speculates:
         return {}
-    if policy.window.kind != "fixed" or policy.stop.kind != "none":
+    windows = (FixedWindow, ByBatchWindow) if engine == "vllm" else FixedWindow
+    if not isinstance(policy.window, windows) or policy.stop.kind != "none":
         raise PolicyError(
             f"{engine} cannot express {policy.label()!r}; export a fixed window without a stop "
             "(`tune` prints the best one among its baselines)"
         )
     path = dict(pair.drafts).get(policy.draft)
-    algorithm = _eagle(path) if path is not None and is_head(path) else None
+    algorithm = head_algorithm(path) if path is not None and is_head(path) else None
     growth = policy.growth
     grows = isinstance(growth, TopKGrowth) and growth.score != "coupled" and policy.stratify is None
     if policy.is_tree and (engine == "vllm" or algorithm is None or not grows):
@@ -55,10 +57,12 @@ def engine_line(settings: Mapping[str, Any], pair: PairSpec, engine: str) -> str
 
 
 def _vllm(policy: Policy, path: str | None, algorithm: str | None) -> dict[str, Any]:
-    gamma = policy.gamma_max
+    tokens: dict[str, Any] = {"num_speculative_tokens": policy.gamma_max}
+    if isinstance(policy.window, ByBatchWindow):
+        tokens["num_speculative_tokens_per_batch_size"] = schedule_of(policy.window)
     if policy.draft == "ngram":
-        return {"method": "ngram", "num_speculative_tokens": gamma, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-    return {"method": algorithm or "draft_model", "model": path, "num_speculative_tokens": gamma}
+        return {"method": "ngram", **tokens, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    return {"method": algorithm or "draft_model", "model": path, **tokens}
 
 
 def _sglang(policy: Policy, path: str | None, algorithm: str | None) -> dict[str, Any]:
@@ -84,12 +88,3 @@ def _tensorrt_llm(policy: Policy, path: str | None, algorithm: str | None) -> di
         return chain
     tree = {"dynamic_tree_max_topK": growth.width, "max_total_draft_tokens": policy.select.top_n}
     return {**chain, "use_dynamic_tree": True, **tree}
-
-
-def _eagle(path: str | None) -> str:
-    """``eagle3`` or ``eagle``: what engines call a head's algorithm."""
-    folder = expanded(path or "")
-    config = head_config(folder) if (folder / "config.json").is_file() else {}
-    said = [str(a).lower() for a in config.get("architectures") or ()] + [str(path).lower()]
-    third = "draft_vocab_size" in config or "eagle_config" in config or any("eagle3" in s or "eagle-3" in s for s in said)
-    return "eagle3" if third else "eagle"

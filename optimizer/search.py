@@ -153,7 +153,7 @@ def complexity(policy: AnyPolicy) -> tuple[int, int, int, int, int]:
     return (
         int(policy.speculates) + growth,
         SHORTLIST_ORDER.index(policy.shortlist.kind),
-        WINDOW_ORDER.index(policy.window.kind),
+        (*WINDOW_ORDER, "by_batch").index(policy.window.kind),
         STOP_ORDER.index(policy.stop.kind),
         policy.gamma_max,
     )

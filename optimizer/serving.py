@@ -98,7 +98,7 @@ def watch(
     interval_s: float = 1.0,
     node: str | None = None,
     warn: Callable[[str], None] = _to_stderr,
-) -> Iterator[WatchedSource]:
+) -> Iterator[WatchedSource[AnyPlan]]:
     """A policy source that follows a deployment's publications for this pair and device.
 
     ``initial`` (None: the last good publication) is in force until the first look, which happens before this returns. A publication

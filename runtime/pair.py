@@ -284,6 +284,15 @@ def is_head(path: str) -> bool:
     return any(n.removeprefix("model.") == "fc.weight" for f in files for n in _tensor_names(f))
 
 
+def head_algorithm(path: str) -> str:
+    """``eagle3`` or ``eagle``: what engines call a head's algorithm."""
+    folder = expanded(path)
+    config = head_config(folder) if (folder / "config.json").is_file() else {}
+    said = [*architectures(config), path.lower()]
+    third = "draft_vocab_size" in config or "eagle_config" in config or any("eagle3" in s or "eagle-3" in s for s in said)
+    return "eagle3" if third else "eagle"
+
+
 HEADER_BYTES = 100_000_000
 """The longest description of tensors that is read, as safetensors has it."""
 

@@ -11,10 +11,9 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Generic, Literal, Protocol, TypeVar
 
 from spectune.runtime.policies.document import AnyPolicy
-from spectune.runtime.policies.prepared_chooser import AnyPlan
 from spectune.traces.errors import SpectuneError
 from spectune.traces.text import one_line
 
@@ -39,7 +38,17 @@ PATIENCE_S = 5.0
 """Seconds that leaving waits for a database that does not answer."""
 
 
-class WatchedSource:
+class Versioned(Protocol):
+    """A policy made ready to run, of a publication."""
+
+    @property
+    def version(self) -> int: ...
+
+
+P = TypeVar("P", bound=Versioned)
+
+
+class WatchedSource(Generic[P]):
     """Follows publications. ``current()`` never blocks: it returns the last good policy.
 
     ``fetch`` returns the newest publication, or None while there is none; ``prepare`` makes a policy ready to run or raises, which refuses
@@ -50,9 +59,9 @@ class WatchedSource:
 
     def __init__(
         self,
-        initial: AnyPlan,
+        initial: P,
         fetch: Callable[[], Published | None],
-        prepare: Callable[[AnyPolicy, int], AnyPlan],
+        prepare: Callable[[AnyPolicy, int], P],
         acknowledge: Acknowledge,
         *,
         interval_s: float = 1.0,
@@ -70,7 +79,7 @@ class WatchedSource:
         self.last_error = ""
         self.left = ""
 
-    def current(self) -> AnyPlan:
+    def current(self) -> P:
         return self._current
 
     def poll(self) -> bool:

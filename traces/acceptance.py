@@ -68,7 +68,7 @@ class Survival:
 def keep_probability(panorama: ChainPanorama, verifier: Verifier) -> npt.NDArray[np.float64]:
     """float64 [L] in [0, 1]: the chance that the proposal at each position of the text is kept; 0 where there is none."""
     keep: npt.NDArray[np.float64]
-    if verifier == "coupled":
+    if verifier != "rejection":
         keep = (panorama.agree == AGREE_YES).astype(np.float64)
     else:
         keep = panorama.accept.astype(np.float64) / PROB_SCALE

@@ -17,8 +17,8 @@ from spectune.traces.schema import AGREE_NONE, NO_BIN, ChainPanorama, Int32Array
 NANOSECONDS = 1e9
 _STEP_COUNTS = ("start", "drafted", "verified", "accepted", "emitted", "draft_steps", "lag")
 _STEP_TIMES = ("draft_s", "verify_s", "round_s")
-_TREE_COUNTS = {"depth": np.int32, "bin": np.uint8}
-"""Columns that rounds recorded before there were trees do not have."""
+_LATER_COUNTS = {"depth": np.int32, "bin": np.uint8, "batch": np.int32}
+"""Columns that came later, and are left out where they say nothing: no trees, one request in every step."""
 _TREE_META: dict[str, type] = {"draft": str, "width": int, "depth": int, "proposals": str, "shared": bool}
 """What a tree panorama says of itself beside its columns and covers, and the types of it."""
 _OFF_TEXT = 255
@@ -151,9 +151,10 @@ def pack_steps(steps: Sequence[Step]) -> Chunk:
     columns: dict[str, Column] = {name: np.array([getattr(s, name) for s in steps], dtype=np.int32) for name in _STEP_COUNTS}
     for name in _STEP_TIMES:
         columns[name] = np.rint(np.array([getattr(s, name) for s in steps], dtype=np.float64) * NANOSECONDS).astype(np.int64)
-    if any(s.depth != s.drafted or s.bin != NO_BIN for s in steps):
-        for name, kind in _TREE_COUNTS.items():
-            columns[name] = np.array([getattr(s, name) for s in steps], dtype=kind)
+    later = ["depth", "bin"] if any(s.depth != s.drafted or s.bin != NO_BIN for s in steps) else []
+    later += ["batch"] if any(s.batch != 1 for s in steps) else []
+    for name in later:
+        columns[name] = np.array([getattr(s, name) for s in steps], dtype=_LATER_COUNTS[name])
     columns["draft"] = np.array([drafts.index(s.draft) for s in steps], dtype=np.uint16)
     columns["policy"] = np.array([policies.index(s.policy) for s in steps], dtype=np.uint16)
     return pack(columns, {"kind": "steps", "drafts": drafts, "policies": policies})
@@ -161,7 +162,7 @@ def pack_steps(steps: Sequence[Step]) -> Chunk:
 
 def unpack_steps(chunk: Chunk) -> tuple[Step, ...]:
     """The rounds in order. Raises :class:`CodecError`."""
-    columns, meta = _of_kind(chunk, "steps", _STEPS, {name: (kind, 1) for name, kind in _TREE_COUNTS.items()})
+    columns, meta = _of_kind(chunk, "steps", _STEPS, {name: (kind, 1) for name, kind in _LATER_COUNTS.items()})
     if len({len(column) for column in columns.values()}) > 1:
         raise CodecError("is no list of rounds: its columns have different lengths")
     counts = [columns[name].tolist() for name in _STEP_COUNTS]
@@ -173,7 +174,8 @@ def unpack_steps(chunk: Chunk) -> tuple[Step, ...]:
         names.append([table[i] for i in columns[column]])
     depths = (columns["depth"] if "depth" in columns else columns["drafted"]).tolist()
     bins = columns["bin"].tolist() if "bin" in columns else [NO_BIN] * len(depths)
-    return tuple(Step(*row) for row in zip(*counts, *names, *times, depths, bins, strict=True))
+    batches = columns["batch"].tolist() if "batch" in columns else [1] * len(depths)
+    return tuple(Step(*row) for row in zip(*counts, *names, *times, depths, bins, batches, strict=True))
 
 
 def pack_document(document: Any, arrays: Mapping[str, Column] | None = None) -> Chunk:

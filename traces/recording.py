@@ -8,8 +8,10 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from spectune.traces.errors import TraceError
-from spectune.traces.schema import ChainPanorama, Proposals, Sampling, Step, Trajectory, TreePanorama, Verifier
+from spectune.traces.schema import AGREE_NO, ChainPanorama, Proposals, Sampling, Step, Trajectory, TreePanorama, Verifier
 
 TREE_WIDTH, TREE_DEPTH = 8, 8
 """Children and levels of recorded trees where nobody says."""
@@ -51,6 +53,11 @@ class RecordingInfo:
     trees: Mapping[str, TreeExtent] = field(default_factory=dict)
     trees_q: Mapping[str, TreeExtent] = field(default_factory=dict)
 
+    @property
+    def engine(self) -> str:
+        """What decoded it, ``native`` where it does not say."""
+        return str(self.options.get("engine", "native"))
+
     def trees_shown(self) -> str:
         """Draft, width x depth of its trees, and of how many requests where not all have one; for people."""
         parts = []
@@ -84,6 +91,24 @@ class RecordedRequest:
     def trees_of(self, proposals: Proposals) -> Mapping[str, TreePanorama]:
         """The trees of one kind of proposals, by draft."""
         return self.trees if proposals == "coupled" else self.trees_q
+
+    def after_first(self) -> RecordedRequest:
+        """The same from the second token on, its first read as a part of the prompt; without rounds and trees."""
+        t = self.trajectory
+        rest = replace(
+            t,
+            prompt_ids=np.concatenate((t.prompt_ids, t.output_ids[:1])),
+            output_ids=t.output_ids[1:],
+            max_new_tokens=t.max_new_tokens - 1,
+        )
+        return RecordedRequest(self.ordinal, rest, {name: _after_first(p) for name, p in self.panoramas.items()})
+
+
+def _after_first(panorama: ChainPanorama) -> ChainPanorama:
+    gone = int(panorama.agree[:1].tolist() == [AGREE_NO])
+    tail = {name: getattr(panorama, name)[1:] for name in ("agree", "logp", "entropy", "accept")}
+    branches = {name: getattr(panorama, name)[gone:] for name in ("branch_logp", "branch_entropy", "branch_len")}
+    return replace(panorama, **tail, **branches)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,9 @@ from spectune.traces.latency import LatencyProfile as LatencyProfile
 
 Int32Array = npt.NDArray[np.int32]
 Finish = Literal["eos", "length", "stop"]
-Verifier = Literal["coupled", "rejection"]
+Verifier = Literal["coupled", "rejection", "greedy"]
+"""How a draft's token was kept: ``coupled`` iff it is what the target drew with the same noise, ``rejection`` by chance, ``greedy``
+(engines' default) iff it, the draft's most likely one at every temperature, is what the target drew."""
 
 NAT_SCALE = 256
 """Resolution of recorded log-probabilities and entropies: codes count 1/256 nat (0.0039 nat), so that a stop compares
@@ -303,7 +305,8 @@ class Step:
     target's pass, the root included (so 1 when nothing was drafted). ``accepted``: drafted tokens kept in the text.
     ``emitted``: tokens the round added to the text, normally accepted + 1. ``draft_steps``: forward passes of the draft.
     ``lag``: tokens the draft had to read before its first proposal. ``depth``: levels drafted (of a chain: ``drafted``). ``bin``:
-    HeteroSpec's entropy bin, ``NO_BIN`` where there is none. Times in seconds, 0 when replayed without a profile.
+    HeteroSpec's entropy bin, ``NO_BIN`` where there is none. ``batch``: requests in the step, this one
+    included. Times in seconds, 0 when replayed without a profile.
     """
 
     start: int
@@ -320,6 +323,7 @@ class Step:
     round_s: float = 0.0
     depth: int = 0
     bin: int = NO_BIN
+    batch: int = 1
 
 
 @dataclass(frozen=True)

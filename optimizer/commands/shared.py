@@ -525,4 +525,4 @@ def same_pair(pair_id: str, pair: LoadedPair, recording: str) -> None:
 def rounds_of(request: str, steps: Iterable[Step]) -> Iterator[dict[str, Any]]:
     """The rows of ``--per-round``."""
     for s in steps:
-        yield {"request": request, "start": s.start, "drafted": s.drafted, "verified": s.verified, "accepted": s.accepted}
+        yield {"request": request, "start": s.start, "drafted": s.drafted, "verified": s.verified, "accepted": s.accepted, "batch": s.batch}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
+from spectune.engines.abilities import engine_named
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.simulate.choosers import ChosenReplay
 from spectune.optimizer.simulate.replay import run_replay
@@ -44,7 +46,8 @@ def open_trace(
     """What ``policies`` are replayed from, the candidates of choosers among them, and the drafts' ``chains`` and ``trees`` beside.
 
     ``ranks`` of shortlists are added to those that are stored for the policies. With ``skip_corrupted`` the trace has the requests of
-    which nothing is damaged or missing; otherwise CorruptedChunkError and TraceError name the first. Raises NotFoundError for an unknown
+    which nothing is damaged or missing; otherwise CorruptedChunkError and TraceError name the first. Where an engine's prefill yields
+    the first token, replay begins after it. Raises NotFoundError for an unknown
     recording, PolicyError for the first policy whose draft was not recorded, TraceError where no request is left.
     """
     info = store.get_recording(recording)
@@ -66,6 +69,12 @@ def open_trace(
         whole = whole.having(trees=[draft], proposals=proposals)
     if not whole.requests:
         raise TraceError(f"recording {info.id} has no usable request")
+    if engine_named(info.engine).prefill_emits:
+        if grown:
+            raise PolicyError(f"recording {info.id} is of {info.engine}, which has neither trees nor shortlists; simulate chains")
+        if "ngram" in wanted_chains:
+            raise PolicyError(f"recording {info.id}: the prompt lookup of {info.engine} copies from other places than ours; simulate a draft")
+        whole = replace(whole, requests=tuple(r.after_first() for r in whole.requests))
     panoramas = {draft: whole.panoramas(draft) for draft in sorted(wanted_chains)}
     forests: dict[tuple[str, str], Sequence[TreePanorama]] = {key: whole.trees(*key) for key in sorted(grown)}
     return Opened(ReplayTrace(whole.trajectories, panoramas, trees=forests, ranks=found or None), info, loaded.skipped)

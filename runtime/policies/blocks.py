@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_serializer, field_validator, model_validator
 
 GAMMA_LIMIT = 64
 """Largest window any policy may ask for."""
@@ -19,7 +20,11 @@ EXPANDED_LIMIT = 512
 draft's cache during a round.
 """
 
+BATCH_LIMIT = 65536
+"""Largest batch size that a window may name."""
+
 Gamma = Annotated[int, Field(ge=0, le=GAMMA_LIMIT)]
+BatchSize = Annotated[int, Field(ge=1, le=BATCH_LIMIT)]
 GammaMax = Annotated[int, Field(ge=1, le=GAMMA_LIMIT)]
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 Width = Annotated[int, Field(ge=1, le=WIDTH_LIMIT)]
@@ -38,6 +43,46 @@ class FixedWindow(Block):
 
     kind: Literal["fixed"] = "fixed"
     gamma: Gamma = 4
+
+
+class ByBatchWindow(Block):
+    """A constant window for each load: ``gamma`` maps least batch sizes (requests in a step) to the
+    tokens then drafted, as ``{"1": 5, "4": 3, "16": 0}``: 5 up to 3 requests, none from 16 on.
+
+    Held as (batch size, gamma) pairs, by size. A decoder of one request at a time drafts what
+    stands for 1.
+    """
+
+    kind: Literal["by_batch"]
+    gamma: Annotated[tuple[tuple[BatchSize, Gamma], ...], Field(min_length=1, max_length=64)]
+
+    @field_validator("gamma", mode="before")
+    @classmethod
+    def _pairs(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            raise ValueError('maps least batch sizes to windows, as {"1": 5, "4": 3, "16": 0}')
+        for size, gamma in value.items():
+            if not (isinstance(size, str) and size.isascii() and size.isdigit() and size == str(int(size[:9]))):
+                raise ValueError(f"{size!r} is no batch size; write whole numbers from 1, as {{\"1\": 5, \"4\": 3}}")
+            if type(gamma) is not int or not 0 <= gamma <= GAMMA_LIMIT:
+                raise ValueError(f"{gamma!r} at {size!r} is no number of tokens from 0 to {GAMMA_LIMIT}")
+        pairs = sorted((int(size), gamma) for size, gamma in value.items())
+        if not pairs or pairs[0][0] != 1:
+            raise ValueError('say what is drafted from batch size "1" on')
+        return tuple(pairs)
+
+    @field_serializer("gamma")
+    def _mapping(self, pairs: tuple[tuple[int, int], ...]) -> dict[str, int]:
+        return {str(size): gamma for size, gamma in pairs}
+
+    def at(self, batch: int) -> int:
+        """The window of a step of so many requests, at least 1."""
+        return next(gamma for size, gamma in reversed(self.gamma) if size <= batch)
+
+    @property
+    def gamma_max(self) -> int:
+        """The longest window of any load."""
+        return max(gamma for _, gamma in self.gamma)
 
 
 class AdaptiveWindow(Block):

@@ -20,6 +20,7 @@ from spectune.runtime.policies.blocks import (
     WIDTH_LIMIT,
     Artifact,
     Block,
+    ByBatchWindow,
     ChainGrowth,
     FixedWindow,
     FullShortlist,
@@ -39,15 +40,18 @@ from spectune.traces.schema import policy_content, policy_id
 from spectune.traces.text import one_line
 
 __all__ = [  # the blocks come with the document
-    "AUTOREGRESSIVE", "BUILT_IN", "DEFAULT_TOP_N", "EXPANDED_LIMIT", "GAMMA_LIMIT", "NODE_LIMIT", "POOL_LIMIT", "WIDTH_LIMIT",
-    "AnalyticWindow", "AnyPolicy", "CacheFsmWindow", "ChainGrowth", "ChooserPolicy", "ClassifierGrowth", "ClustersShortlist", "EntropyStop",
-    "FixedWindow", "FrequencyShortlist", "FsmWindow", "FullShortlist", "Growth", "HeuristicWindow", "JointProbStop", "MaxProbStop",
-    "NoStop", "OlsDraft", "Policy", "PositionFrequencyShortlist", "QLearningWindow", "Select", "Shortlist", "StaticGrowth", "Stop",
-    "Stratify", "TopKGrowth", "Window", "differences", "parse_plain_policy", "parse_policy",
+    "AUTOREGRESSIVE", "BUILT_IN", "DEFAULT_TOP_N", "EXPANDED_LIMIT", "GAMMA_LIMIT",
+    "NODE_LIMIT", "POOL_LIMIT", "WIDTH_LIMIT", "AnalyticWindow", "AnyPolicy", "ByBatchWindow",
+    "CacheFsmWindow", "ChainGrowth", "ChooserPolicy", "ClassifierGrowth", "ClustersShortlist",
+    "EntropyStop", "FixedWindow", "FrequencyShortlist", "FsmWindow", "FullShortlist", "Growth",
+    "HeuristicWindow", "JointProbStop", "MaxProbStop", "NoStop", "OlsDraft", "Policy",
+    "PositionFrequencyShortlist", "QLearningWindow", "Select", "Shortlist", "StaticGrowth",
+    "Stop", "Stratify", "TopKGrowth", "Window", "differences", "parse_plain_policy",
+    "parse_policy",
 ]  # fmt: skip
 
 Window = Annotated[
-    Union[FixedWindow, AnalyticWindow, FsmWindow, CacheFsmWindow, QLearningWindow, HeuristicWindow],
+    Union[FixedWindow, AnalyticWindow, FsmWindow, CacheFsmWindow, QLearningWindow, HeuristicWindow, ByBatchWindow],
     Field(discriminator="kind"),
 ]
 Growth = Annotated[Union[ChainGrowth, TopKGrowth, ClassifierGrowth, StaticGrowth], Field(discriminator="kind")]
@@ -204,13 +208,17 @@ class Policy(Document):
         """A short name for tables, e.g. ``small fixed(gamma=4) max_prob(0.4)``."""
         if not self.speculates:
             return "autoregressive" if self.draft == "none" else f"{self.draft} fixed(gamma=0)"
-        shown = self.window.model_dump(exclude={"kind"}, exclude_defaults=True)
-        shown.update({"gamma": self.window.gamma} if isinstance(self.window, FixedWindow) else {"gamma_max": self.gamma_max})
-        window = (
-            f"{self.window.kind}({', '.join(f'{k}={v:.4g}' if isinstance(v, float) else f'{k}={v}' for k, v in shown.items())})"
-        )
+        window = self._window_label()
         stop = "" if isinstance(self.stop, NoStop) else f" {self.stop.kind}({self.stop.threshold:.4g})"
         return f"{self.draft} {window}{stop}{self._tree_label()}{self._shortlist_label()}"
+
+    def _window_label(self) -> str:
+        window = self.window
+        if isinstance(window, ByBatchWindow):
+            return f"by_batch({', '.join(f'{size}: {gamma}' for size, gamma in window.gamma)})"
+        shown = window.model_dump(exclude={"kind"}, exclude_defaults=True)
+        shown.update({"gamma": window.gamma} if isinstance(window, FixedWindow) else {"gamma_max": self.gamma_max})
+        return f"{window.kind}({', '.join(f'{k}={v:.4g}' if isinstance(v, float) else f'{k}={v}' for k, v in shown.items())})"
 
     def _shortlist_label(self) -> str:
         shortlist = self.shortlist

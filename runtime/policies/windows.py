@@ -37,6 +37,7 @@ import spectune.runtime.policies.heuristic as heuristic_window
 import spectune.runtime.policies.on_the_fly as on_the_fly
 from spectune.runtime.policies.document import (
     AnalyticWindow,
+    ByBatchWindow,
     CacheFsmWindow,
     FixedWindow,
     FsmWindow,
@@ -212,6 +213,9 @@ def compile_window(
     """
     if isinstance(window, FixedWindow):
         return _compiled(FIXED, Limits(window.gamma, window.gamma, window.gamma))
+    if isinstance(window, ByBatchWindow):  # one request at a time
+        gamma = window.at(1)
+        return _compiled(FIXED, Limits(gamma, gamma, gamma))
     if isinstance(window, HeuristicWindow):
         return _compiled(
             HEURISTIC, Limits(1, window.gamma_max, window.first), carries=not window.transient

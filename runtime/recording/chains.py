@@ -66,7 +66,7 @@ class _Pass:
         self.model: CausalModel = pair.drafts[draft]
         self.draft, self.gamma_max, self.exact = draft, gamma_max, pair.exact
         self.trajectory = trajectory
-        self.sampling: Sampling = trajectory.sampling
+        self.sampling = Sampling() if trajectory.verifier == "greedy" else trajectory.sampling
         self.output = trajectory.output_ids.tolist()
         self.text: list[int] = [*trajectory.prompt_ids.tolist(), *self.output]
         self.prompt = len(trajectory.prompt_ids)

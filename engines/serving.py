@@ -1,0 +1,219 @@
+"""An engine's side of the circle: finished requests go to the database, publications come from it.
+
+The engine's own threads enqueue and read an attribute, nothing else. A thread of ours opens the database, looks for
+publications and hands requests to their writers. While the database is away or slow the last good policy stays, and requests
+that no longer fit in the queue are dropped and counted.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Generic
+
+from spectune.db.database import open_database
+from spectune.db.errors import DatabaseError, NotFoundError
+from spectune.runtime.pair import PairSpec
+from spectune.runtime.policies.document import AnyPolicy, parse_policy
+from spectune.runtime.reload import P, Published, Status, WatchedSource, reason_of
+from spectune.traces.errors import PolicyError, SpectuneError
+from spectune.traces.schema import Sampling, Step, Trajectory, Verifier
+from spectune.traces.store import TraceStore
+from spectune.traces.store.publications import DEFAULT_DEPLOYMENT
+from spectune.traces.store.traffic import CAPACITY, TrafficWriter
+
+RECORDINGS_LIMIT = 16
+"""Most recordings of one engine: one for each sampling that requests ask for."""
+DISPATCH_S = 0.05
+"""Seconds between two looks at the queue."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an engine stands: the database, the deployment that it follows, the kind of device, and the name that it
+    acknowledges by. ``about`` goes to its recordings: ``engine`` and ``engine_version``, and what else tells them apart."""
+
+    url: str
+    device: str
+    node: str
+    about: Mapping[str, Any]
+    max_len: int
+    deployment: str = DEFAULT_DEPLOYMENT
+
+
+@dataclass(frozen=True)
+class ServedStatus:
+    """Requests by what became of them, and the version in force (0: none published)."""
+
+    written: int
+    dropped: int
+    pending: int
+    version: int
+
+
+class Served(Generic[P]):
+    """Follows the publications for a pair and records what is served of it.
+
+    ``pair`` names it, and is called in the thread of ours, as it may have to read whole weights; what it raises is said, and
+    nothing is recorded or followed then. ``initial`` is in force until a publication that ``ready`` makes runnable; one that
+    it raises for is refused with that reason. ``say`` gets a line whenever something changed.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        pair: Callable[[], PairSpec],
+        initial: P,
+        ready: Callable[[AnyPolicy, int], P],
+        say: Callable[[str], None],
+        *,
+        interval_s: float = 1.0,
+        capacity: int = CAPACITY,
+    ) -> None:
+        self.place = place
+        self._pair, self._say, self._interval_s = pair, say, interval_s
+        self._queue: queue.Queue[tuple[Trajectory, Sequence[Step]]] = queue.Queue(capacity)
+        self._store: TraceStore | None = None
+        self._pair_id = ""
+        self._writers: dict[tuple[Sampling, Verifier], TrafficWriter] = {}
+        self._dropped, self._trouble = 0, ""
+        self._stop = threading.Event()
+        self._source: WatchedSource[P] = WatchedSource(
+            initial, self._fetch, ready, self._acknowledge, interval_s=interval_s, retry=(DatabaseError,)
+        )
+        self._thread = threading.Thread(target=self._run, name="spectune", daemon=True)
+        self._thread.start()
+
+    def current(self) -> P:
+        """What is in force. Never waits."""
+        return self._source.current()
+
+    def put(self, trajectory: Trajectory, steps: Sequence[Step]) -> None:
+        """Hands over a finished request. Never waits: it is dropped and counted where the queue is full."""
+        try:
+            self._queue.put_nowait((trajectory, steps))
+        except queue.Full:
+            self._dropped += 1
+
+    @property
+    def status(self) -> ServedStatus:
+        parts = [w.status for w in self._writers.values()]
+        return ServedStatus(
+            sum(p.written for p in parts),
+            self._dropped + sum(p.dropped for p in parts),
+            self._queue.qsize() + sum(p.pending for p in parts),
+            self.current().version,
+        )
+
+    def close(self, timeout_s: float = 5.0) -> ServedStatus:
+        """Writes what is pending, as far as the time allows, and ends the recordings."""
+        self._stop.set()
+        self._thread.join(timeout_s)
+        deadline = time.monotonic() + timeout_s
+        for writer in self._writers.values():
+            writer.close(max(0.0, deadline - time.monotonic()))
+            with suppress(DatabaseError):
+                if self._store is not None:
+                    self._store.finish_recording(writer.recording)
+        self._dropped += self._queue.qsize()
+        return self.status
+
+    def _run(self) -> None:
+        try:
+            spec = self._pair()
+            self._pair_id = spec.id
+        except SpectuneError as error:
+            self._say(f"nothing is recorded or followed: {error}")
+            return
+        look = 0.0
+        while not self._stop.is_set():
+            if time.monotonic() >= look:
+                self._guarded(lambda: self._look(spec))
+                look = time.monotonic() + self._interval_s
+            self._guarded(self._dispatch)
+            self._stop.wait(DISPATCH_S)
+        if self._store is None:
+            self._guarded(lambda: self._open(spec))
+        self._guarded(self._dispatch)
+
+    def _guarded(self, act: Callable[[], None]) -> None:
+        """Does something with the database. What goes wrong is said once, and tried again at the next turn."""
+        try:
+            act()
+        except Exception as error:  # whatever a database or a publication raises: the engine serves on
+            trouble = reason_of(error) if not isinstance(error, DatabaseError) else str(error)
+            if trouble != self._trouble:
+                self._say(f"{trouble}; serving goes on")
+            self._trouble = trouble
+
+    def _open(self, spec: PairSpec) -> None:
+        store = TraceStore(open_database(self.place.url))
+        store.put_pair(self._pair_id, spec.name, spec.to_json())
+        self._store = store
+        self._say(f"pair {spec.name} ({self._pair_id}), deployment {self.place.deployment}, database {store.database.name}")
+
+    def _look(self, spec: PairSpec) -> None:
+        if self._store is None:
+            self._open(spec)
+        before = self._source.seen
+        changed = self._source.poll()
+        if self._source.seen != before:
+            refused = self._source.last_error
+            self._say(f"publication {self._source.seen} is " + ("in force" if changed else f"refused: {refused}"))
+        if self._trouble:
+            self._say("the database answers again")
+        self._trouble = ""
+
+    def _fetch(self) -> Published | None:
+        assert self._store is not None
+        place = self.place
+        if self._store.active_version(self._pair_id, place.device, place.deployment) == self._source.seen:
+            return None
+        found = self._store.active_publication(self._pair_id, place.device, place.deployment)
+        if found is None:
+            return None
+        where = f"publication {found.version}"
+        if found.problem:
+            return Published(found.version, None, f"{where}: the document {found.problem}")
+        try:
+            return Published(found.version, parse_policy(found.document, where=where))
+        except PolicyError as error:
+            return Published(found.version, None, str(error))
+
+    def _acknowledge(self, version: int, status: Status, reason: str) -> None:
+        assert self._store is not None
+        with suppress(NotFoundError):  # a publication that is gone needs no answer
+            self._store.acknowledge(version, self.place.node, status, reason)
+
+    def _dispatch(self) -> None:
+        while self._store is not None and not self._queue.empty():
+            trajectory = self._queue.queue[0][0]
+            writer = self._writer(self._store, trajectory)  # may fail: then the request is still there
+            item = self._queue.get_nowait()
+            if writer is None:
+                self._dropped += 1
+            else:
+                writer.put(*item)
+
+    def _writer(self, store: TraceStore, of: Trajectory) -> TrafficWriter | None:
+        """The writer of requests sampled like this one; None where there are too many kinds."""
+        key = of.sampling, of.verifier
+        if key not in self._writers:
+            if len(self._writers) >= RECORDINGS_LIMIT:
+                return None
+            info = store.create_recording(
+                self._pair_id,
+                None,
+                of.sampling,
+                max_new_tokens=self.place.max_len,
+                verifier=of.verifier,
+                options=self.place.about,
+                source="serve",
+            )
+            self._writers[key] = TrafficWriter(store, info.id)
+            self._say(f"recording {info.id} (temperature {of.sampling.temperature:g})")
+        return self._writers[key]

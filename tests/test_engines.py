@@ -1,0 +1,270 @@
+"""Engines without an engine: tables of draft tokens, the command line, and what a server says to the database and hears from it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from spectune.engines.abilities import ENGINES, engine_named
+from spectune.engines.serving import RECORDINGS_LIMIT, Place, Served
+from spectune.engines.vllm.command import server_command
+from spectune.engines.vllm.tables import Table, every_gamma, schedule_of, table_of
+from spectune.optimizer.export import engine_settings
+from spectune.optimizer.simulate.trace import open_trace
+from spectune.runtime.loading import LoadedPair
+from spectune.runtime.pair import PairSpec, read_pair
+from spectune.runtime.policies.document import AUTOREGRESSIVE, AnyPolicy, ByBatchWindow, ChooserPolicy, Policy, parse_policy
+from spectune.runtime.recording.chains import record_panorama
+from spectune.traces.errors import PairError, PolicyError, TraceError
+from spectune.traces.recording import RecordedRequest
+from spectune.traces.schema import Sampling, Step, Trajectory
+from spectune.traces.store import TraceStore
+
+WAIT_S = 20.0
+
+
+def by_batch(**gamma: int) -> dict[str, Any]:
+    return {"kind": "by_batch", "gamma": {size.removeprefix("at"): g for size, g in gamma.items()}}
+
+
+def policy(window: dict[str, Any], draft: str = "small", **blocks: Any) -> AnyPolicy:
+    return parse_policy({"draft": draft, "window": window, **blocks})
+
+
+def table(of: AnyPolicy, most: int = 6) -> Table:
+    return table_of(of, 3, draft="small", most=most, max_num_seqs=8)
+
+
+def test_windows_by_batch_say_what_is_drafted_from_each_size_on() -> None:
+    window = ByBatchWindow.model_validate(by_batch(at16=0, at1=5, at4=3))
+    assert [window.at(n) for n in (1, 3, 4, 15, 16, 999)] == [5, 5, 3, 3, 0, 0]
+    assert window.gamma_max == 5
+    held = policy(by_batch(at16=0, at1=5, at4=3))
+    assert isinstance(held, Policy)
+    assert held.label() == "small by_batch(1: 5, 4: 3, 16: 0)"
+    assert parse_policy(json.loads(held.canonical())) == held
+
+
+@pytest.mark.parametrize(
+    ("gamma", "said"),
+    [
+        ({"4": 3}, 'from batch size "1" on'),
+        ({}, 'from batch size "1" on'),
+        ({"1": 65}, "65 at '1' is no number of tokens"),
+        ({"1": True}, "True at '1' is no number of tokens"),
+        ({"1": 3, "01": 3}, "'01' is no batch size"),
+        ({"1": 3, "70000": 3}, "less than or equal to 65536"),
+        (5, "maps least batch sizes to windows"),
+    ],
+)
+def test_malformed_windows_by_batch_are_refused_with_what_to_write(gamma: Any, said: str) -> None:
+    with pytest.raises(PolicyError, match=said):
+        policy({"kind": "by_batch", "gamma": gamma})
+
+
+def test_a_table_has_the_policys_tokens_for_every_batch_size() -> None:
+    assert table(policy({"kind": "fixed", "gamma": 4})).gammas == (0, *[4] * 8)
+    found = table(policy(by_batch(at1=6, at3=2, at8=0)))
+    assert found.gammas == (0, 6, 6, 2, 2, 2, 2, 2, 0)
+    assert (found.policy, found.version) == (policy(by_batch(at1=6, at3=2, at8=0)).id, 3)
+    assert table(AUTOREGRESSIVE).gammas == (0,) * 9
+
+
+@pytest.mark.parametrize(
+    ("refused", "said"),
+    [
+        (policy({"kind": "fixed", "gamma": 4}, draft="medium"), "loaded the draft 'small', not 'medium'"),
+        (policy({"kind": "fixed", "gamma": 7}), "at most 6 tokens"),
+        (policy({"kind": "fsm"}), 'publish "fixed" or "by_batch"'),
+        (policy({"kind": "fixed", "gamma": 4}, stop={"kind": "max_prob", "threshold": 0.4}), "a stop or a shortlist"),
+        (policy({"kind": "fixed", "gamma": 4}, growth={"kind": "top_k"}), "cannot run trees"),
+        (ChooserPolicy.of("a1b2"), "one of the candidates"),
+    ],
+)
+def test_what_vllm_cannot_run_is_refused_with_what_it_can(refused: AnyPolicy, said: str) -> None:
+    with pytest.raises(PolicyError, match=said):
+        table(refused)
+
+
+def test_every_number_of_tokens_is_named_to_the_server() -> None:
+    for most, seqs in ((8, 256), (8, 4), (1, 2)):
+        window = every_gamma(most, seqs)
+        named = {g for _, g in window.gamma}
+        assert named == set(range(max(0, most - seqs + 1), most + 1))
+        ranges = schedule_of(window)
+        assert [r[0] for r in ranges[1:]] == [r[1] + 1 for r in ranges[:-1]]
+        assert {n: g for first, last, g in ranges for n in range(first, min(last, seqs) + 1)} == {
+            n: window.at(n) for n in range(1, seqs + 1)
+        }
+
+
+def test_the_printed_command_serves_the_pair_with_its_draft(tiny_pair: Path) -> None:
+    spec = read_pair(str(tiny_pair))
+    made = server_command(spec, {"SPECTUNE_DB": "/a b/x.db"}, draft="far", most=4, max_num_seqs=16)
+    words = shlex.split(made.line())
+    assert words[:4] == ["SPECTUNE_DB=/a b/x.db", "vllm", "serve", spec.target]
+    config = json.loads(words[words.index("--speculative-config") + 1])
+    assert config["model"] == dict(spec.drafts)["far"]
+    assert config["num_speculative_tokens"] == 4
+    assert words[words.index("--scheduler-cls") + 1] == "spectune.engines.vllm.Scheduler"
+    assert "prompt_lookup_max" in json.loads(server_command(spec, {}, draft="ngram", most=4, max_num_seqs=16).arguments[6])
+    with pytest.raises(PairError, match="no such draft; it has: near, far, ngram"):
+        server_command(spec, {}, draft="x", most=4, max_num_seqs=16)
+
+
+def test_a_window_by_batch_is_exported_as_vllms_schedule(tiny_pair: Path) -> None:
+    spec = read_pair(str(tiny_pair))
+    settings = engine_settings(policy(by_batch(at1=5, at4=0), draft="near"), spec, "vllm")
+    assert settings["num_speculative_tokens_per_batch_size"] == [[1, 3, 5], [4, 65536, 0]]
+    with pytest.raises(PolicyError, match="sglang cannot express"):
+        engine_settings(policy(by_batch(at1=5, at4=0), draft="near"), spec, "sglang")
+
+
+def test_an_engine_that_is_not_known_is_named() -> None:
+    assert all(engine_named(name) is engine for name, engine in ENGINES.items())
+    with pytest.raises(TraceError, match="'mlc' is unknown here"):
+        engine_named("mlc")
+
+
+@pytest.mark.parametrize("draft", ["near", "far", "ngram"])
+def test_after_the_first_token_panoramas_are_those_of_a_longer_prompt(pair: LoadedPair, draft: str) -> None:
+    rng = np.random.default_rng(3)
+    text = rng.integers(0, 300, 24).astype(np.int32)
+    for start in range(8):  # the draft is wrong about the first token here, right there
+        whole = Trajectory("r", "c", text[start : start + 6], text[start + 6 :], Sampling(), 40, "length")
+        cut = RecordedRequest(0, whole, {draft: record_panorama(pair, whole, draft, 5)}).after_first()
+        assert cut.trajectory.prompt_ids.tolist() == text[start : start + 7].tolist()
+        assert cut.trajectory.max_new_tokens == 39
+        assert cut.panoramas[draft] == record_panorama(pair, cut.trajectory, draft, 5)
+
+
+def test_engines_drafts_propose_their_likeliest_token_at_every_temperature(pair: LoadedPair) -> None:
+    text = np.random.default_rng(5).integers(0, 300, 24).astype(np.int32)
+    sampled = Trajectory("r", "c", text[:6], text[6:], Sampling(0.8, seed=1), 40, "length", "greedy")
+    greedy = replace(sampled, sampling=Sampling(), verifier="coupled")
+    assert record_panorama(pair, sampled, "near", 4) == record_panorama(pair, greedy, "near", 4)
+
+
+def served_request(name: str = "r0", sampling: Sampling = Sampling()) -> tuple[Trajectory, list[Step]]:  # noqa: B008
+    tokens = np.arange(7, dtype=np.int32)
+    steps = [Step(0, 0, 1, 0, 1, 0, batch=2), Step(1, 4, 5, 2, 3, 4, draft="small", batch=3)]
+    return Trajectory(name, "serve", tokens[:3], tokens[3:], sampling, 9, "length"), steps
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.01)
+
+
+class Server:
+    """A server's side without the engine."""
+
+    def __init__(self, url: str, spec: PairSpec, **options: Any) -> None:
+        self.said: list[str] = []
+        place = Place(url, "cpu", "node", {"engine": "vllm", "engine_version": "0.32.0"}, 512, "vllm")
+        options = {"interval_s": 0.02, **options}
+        self.served: Served[Table] = Served(place, lambda: spec, Table((0, 6, 6)), self._ready, self.said.append, **options)
+
+    @staticmethod
+    def _ready(found: AnyPolicy, version: int) -> Table:
+        return table_of(found, version, draft="near", most=6, max_num_seqs=2)
+
+
+@pytest.fixture
+def server(url: str, tiny_pair: Path) -> Iterator[Server]:
+    made = Server(url, read_pair(str(tiny_pair)))
+    yield made
+    made.served.close()
+
+
+def publish(store: TraceStore, pair_id: str, wanted: AnyPolicy) -> int:
+    stored = wanted.id
+    store.put_policy(stored, wanted.spelled_out(), wanted.label())
+    return store.publish(pair_id, "cpu", stored, actor="test", deployment="vllm").version
+
+
+def test_a_server_follows_its_deployment_and_refuses_what_it_cannot_run(server: Server, store: TraceStore) -> None:
+    eventually(lambda: bool(store.list_pairs()))
+    pair_id = store.list_pairs()[0].id
+    good = publish(store, pair_id, policy(by_batch(at1=4, at2=1), draft="near"))
+    eventually(lambda: server.served.status.version == good)
+    assert server.served.current().gammas == (0, 4, 1)
+    bad = publish(store, pair_id, policy({"kind": "fsm"}, draft="near"))
+    eventually(lambda: bool(store.acknowledgements(bad)))
+    assert server.served.status.version == good
+    (refused,), (applied,) = store.acknowledgements(bad), store.acknowledgements(good)
+    assert (refused.node, refused.status, applied.status) == ("node", "refused", "applied")
+    assert "vLLM cannot run a window of kind 'fsm'" in refused.reason
+    assert any(f"publication {good} is in force" in line for line in server.said)
+
+
+def test_served_requests_are_recorded_apart_by_their_sampling(server: Server, store: TraceStore) -> None:
+    for i in range(3):
+        server.served.put(*served_request(f"r{i}"))
+    server.served.put(*served_request("warm", Sampling(0.7)))
+    done = server.served.close()
+    assert (done.written, done.dropped, done.pending) == (4, 0, 0)
+    found = {info.sampling.temperature: info for info in store.list_recordings(source="serve")}
+    assert {t: (i.n_requests, i.state, i.engine) for t, i in found.items()} == {
+        0.0: (3, "complete", "vllm"),
+        0.7: (1, "complete", "vllm"),
+    }
+    kept = store.load(found[0.7].id, steps=True).requests[0]
+    assert (kept.trajectory, list(kept.steps)) == served_request("warm", Sampling(0.7))
+
+
+def test_a_recording_of_an_engine_is_replayed_from_its_second_token_on(server: Server, store: TraceStore, pair: LoadedPair) -> None:
+    request, steps = served_request()
+    server.served.put(request, steps)
+    server.served.close()
+    info = store.list_recordings()[0]
+    store.put_panoramas(info.id, [(0, record_panorama(pair, request, "near", 4))])
+    fixed = policy({"kind": "fixed", "gamma": 4}, draft="near")
+    trace = open_trace(store, info.id, [fixed]).trace
+    assert [t.prompt_ids.tolist() for t in trace.trajectories] == [[0, 1, 2, 3]]
+    assert trace.tokens == len(request.output_ids) - 1
+
+
+def test_a_database_that_comes_late_costs_nothing_but_what_does_not_fit(tmp_path: Path, tiny_pair: Path) -> None:
+    folder = tmp_path / "later"
+    made = Server(f"sqlite:///{folder / 'x.db'}", read_pair(str(tiny_pair)), capacity=4)
+    eventually(lambda: bool(made.said))
+    assert made.said[0].endswith("serving goes on")
+    for i in range(6):
+        made.served.put(*served_request(f"r{i}"))
+    assert made.served.status.dropped == 2
+    folder.mkdir()
+    eventually(lambda: made.served.status.written == 4)
+    assert len([line for line in made.said if "serving goes on" in line]) == 1
+    made.served.close()
+
+
+def test_more_kinds_of_sampling_than_recordings_are_dropped_and_counted(server: Server) -> None:
+    for i in range(RECORDINGS_LIMIT + 3):
+        server.served.put(*served_request(f"r{i}", Sampling(0.1 + i)))
+    done = server.served.close()
+    assert (done.written, done.dropped) == (RECORDINGS_LIMIT, 3)
+
+
+def test_a_pair_that_is_not_the_servers_is_said_and_nothing_recorded(tmp_path: Path) -> None:
+    def none() -> PairSpec:
+        raise PairError("its target is another")
+
+    said: list[str] = []
+    place = Place(f"sqlite:///{tmp_path / 'x.db'}", "cpu", "node", {"engine": "vllm"}, 512, "vllm")
+    served: Served[Table] = Served(place, none, Table((0, 6)), lambda p, v: Table((0,)), said.append)
+    eventually(lambda: bool(said))
+    assert said == ["nothing is recorded or followed: its target is another"]
+    served.put(*served_request())
+    assert served.close().dropped == 1
+    assert not (tmp_path / "x.db").exists()

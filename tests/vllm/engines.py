@@ -1,0 +1,119 @@
+"""A vLLM engine with our scheduler, driven from a test."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from spectune.db import open_database
+from spectune.runtime.pair import PairSpec, read_pair
+from spectune.runtime.policies.document import parse_policy
+from spectune.traces.recording import Recording
+from spectune.traces.store import TraceStore
+
+MOST = 8
+SEATS = 8
+WAIT_S = 60.0
+
+
+class Engine:
+    """The demo pair in vLLM, with a database beside it. ``steps_at`` of a request's name tells the runs of a test apart."""
+
+    def __init__(self, llm: AsyncLLM, store: TraceStore, spec: PairSpec) -> None:
+        self.store, self.spec = store, spec
+        self._llm, self._runs = llm, 0
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def run(self, prompts: Sequence[str], clients: int, **sampling: Any) -> tuple[str, list[list[int]]]:
+        """Decodes the prompts, so many at a time. The beginning of their requests' names, and their tokens."""
+        self._runs += 1
+        name = f"run{self._runs}-"
+        params = SamplingParams(**{"temperature": 0.0, "max_tokens": 48, **sampling})
+
+        async def one(i: int, prompt: str, gate: asyncio.Semaphore) -> list[int]:
+            tokens: list[int] = []
+            async with gate:
+                async for out in self._llm.generate(prompt, params, request_id=f"{name}{i}"):
+                    tokens = list(out.outputs[0].token_ids)
+            return tokens
+
+        async def every() -> list[list[int]]:
+            gate = asyncio.Semaphore(clients)
+            return list(await asyncio.gather(*(one(i, prompt, gate) for i, prompt in enumerate(prompts))))
+
+        return name, asyncio.run_coroutine_threadsafe(every(), self._loop).result(300)
+
+    def publish(self, window: dict[str, Any], draft: str, **blocks: Any) -> int:
+        """Publishes a policy; its version."""
+        policy = parse_policy({"draft": draft, "window": window, **blocks})
+        self.store.put_policy(policy.id, policy.spelled_out(), policy.label())
+        return self.store.publish(self.spec.id, "cpu", policy.id, actor="test", deployment="vllm").version
+
+    def answered(self, version: int) -> tuple[str, str]:
+        """Status and reason of the server's answer to a publication."""
+        eventually(lambda: bool(self.store.acknowledgements(version)))
+        (answer,) = self.store.acknowledgements(version)
+        return answer.status, answer.reason
+
+    def recorded(self, name: str, count: int) -> Recording:
+        """The recording, of the requests of a run alone."""
+
+        def found() -> list[Any]:
+            every = [r for info in self.store.list_recordings() for r in self.store.load(info.id, steps=True).requests]
+            return [r for r in every if name in r.trajectory.request_id]
+
+        eventually(lambda: len(found()) == count)
+        info = next(i for i in self.store.list_recordings())
+        return Recording(info, tuple(sorted(found(), key=lambda r: r.ordinal)))
+
+    def close(self) -> None:
+        self._llm.shutdown()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.05)
+
+
+@contextmanager
+def engine(folder: Path, draft: str) -> Iterator[Engine]:
+    """An engine that loaded a draft of the demo pair, recording into a new database in ``folder``."""
+    spec, url = read_pair("demo"), str(folder / "vllm.db")
+    path = dict(spec.drafts).get(draft)
+    lookup = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    method = lookup if path is None else {"method": "draft_model", "model": path}
+    os.environ |= {
+        **{"SPECTUNE_DB": url, "SPECTUNE_PAIR": "demo", "SPECTUNE_DEPLOYMENT": "vllm"},
+        **{"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
+    }
+    arguments = AsyncEngineArgs(
+        model=spec.target,
+        dtype="float32",
+        max_model_len=512,
+        max_num_seqs=SEATS,
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        speculative_config={**method, "num_speculative_tokens": MOST},
+        scheduler_cls="spectune.engines.vllm.Scheduler",
+    )
+    with open_database(url) as database:
+        made = Engine(AsyncLLM.from_engine_args(arguments), TraceStore(database), spec)
+        try:
+            yield made
+        finally:
+            made.close()
