@@ -99,6 +99,8 @@ def allowed(schema: dict[str, Any]) -> str:
         return "`true`, `false`"
     if schema["type"] == "string":
         return "text"
+    if schema["type"] == "object":
+        return f"batch sizes to {allowed(schema['additionalProperties'])}"
     if schema["type"] == "array":
         count = f"{schema['minItems']} to {schema['maxItems']} of" if "maxItems" in schema else "list of"
         return f"{count} {allowed(schema['items'])}"
@@ -157,7 +159,8 @@ def test_the_table_of_what_windows_need_is_true() -> None:
     listed = {kind: (carried, needs, exact) for kind, carried, needs, exact in rows if kind in _KINDS["window"]}
     assert set(listed) == set(_KINDS["window"])
     for kind, (carried, needs, exact) in listed.items():
-        policy = parse_policy({"draft": "small", "window": {"kind": kind}})
+        required = {"gamma": {"1": 4}} if kind == "by_batch" else {}
+        policy = parse_policy({"draft": "small", "window": {"kind": kind, **required}})
         assert (carried != "none") == (kind in ("q_learning", "heuristic"))
         assert policy.needs_profile == ("`profile`" in needs)
         assert policy.replays_exactly
@@ -214,7 +217,7 @@ def test_a_command_that_does_not_exist_is_noticed() -> None:
 
 
 def test_other_lines_of_the_readme_are_targets_of_the_makefile() -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     others = [words for words in commands("README.md") if words and "cli.py" not in words]
     assert [words[1] for words in others if words[0] == "make"][:2] == ["tune", "test"]
     for words in others:

@@ -73,7 +73,7 @@ def open_trace(
         if grown:
             raise PolicyError(f"recording {info.id} is of {info.engine}, which has neither trees nor shortlists; simulate chains")
         if "ngram" in wanted_chains:
-            raise PolicyError(f"recording {info.id}: the prompt lookup of {info.engine} copies from other places than ours; simulate a draft")
+            raise PolicyError(f"recording {info.id}: prompt lookup in {info.engine} copies from other places than ours; simulate a draft")
         whole = replace(whole, requests=tuple(r.after_first() for r in whole.requests))
     panoramas = {draft: whole.panoramas(draft) for draft in sorted(wanted_chains)}
     forests: dict[tuple[str, str], Sequence[TreePanorama]] = {key: whole.trees(*key) for key in sorted(grown)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_serializer, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, field_serializer, field_validator, model_validator
 
 GAMMA_LIMIT = 64
 """Largest window any policy may ask for."""
@@ -45,6 +45,10 @@ class FixedWindow(Block):
     gamma: Gamma = 4
 
 
+GAMMA_BY_SIZE = {"type": "object", "additionalProperties": {"type": "integer", "minimum": 0, "maximum": GAMMA_LIMIT}}
+"""How gammas by batch size are written."""
+
+
 class ByBatchWindow(Block):
     """A constant window for each load: ``gamma`` maps least batch sizes (requests in a step) to the
     tokens then drafted, as ``{"1": 5, "4": 3, "16": 0}``: 5 up to 3 requests, none from 16 on.
@@ -54,7 +58,7 @@ class ByBatchWindow(Block):
     """
 
     kind: Literal["by_batch"]
-    gamma: Annotated[tuple[tuple[BatchSize, Gamma], ...], Field(min_length=1, max_length=64)]
+    gamma: Annotated[tuple[tuple[BatchSize, Gamma], ...], Field(max_length=64), WithJsonSchema(GAMMA_BY_SIZE)]
 
     @field_validator("gamma", mode="before")
     @classmethod

@@ -10,8 +10,8 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from served import MOST, Engine, engine, eventually
 
-from engines import MOST, Engine, engine, eventually
 from spectune.demo.prompts import demo_workload
 from spectune.engines.vllm.tables import table_of
 from spectune.optimizer.record import Look, look_around
