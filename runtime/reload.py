@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, Self, TypeVar
 
 from spectune.runtime.policies.document import AnyPolicy
 from spectune.traces.errors import SpectuneError
@@ -125,7 +125,7 @@ class WatchedSource(Generic[P]):
                 raise
             self._unsaid.popleft()
 
-    def __enter__(self) -> WatchedSource:
+    def __enter__(self) -> Self:
         self._thread = threading.Thread(target=self._watch, name="policy-watch", daemon=True)
         self._thread.start()
         return self

@@ -69,6 +69,7 @@ class Scheduler(AsyncScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.dynamic_sd_lookup: list[int] | None
         self._spectune: Served[Table] | None = None
         self._scheduled: dict[int, _Scheduled] = {}
         self._decoding: dict[str, _Served] = {}

@@ -26,7 +26,7 @@ def engines(ctx: click.Context, as_json: bool) -> None:
     from spectune.engines.abilities import ENGINES
     from spectune.optimizer.report.tables import rows_table
 
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "engine": e.name,
             "installed": e.installed,
