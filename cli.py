@@ -23,6 +23,7 @@ from spectune.optimizer.commands.engines import engines
 from spectune.optimizer.commands.fits import fit
 from spectune.optimizer.commands.generate import generate
 from spectune.optimizer.commands.init import init
+from spectune.optimizer.commands.outputs import whole
 from spectune.optimizer.commands.policies import policies
 from spectune.optimizer.commands.record import record
 from spectune.optimizer.commands.recordings import traces
@@ -89,7 +90,7 @@ class Door(click.Group):
 
 
 def _refuse(ctx: click.Context, message: str) -> None:
-    click.echo(f"error: {one_line(message)}", err=True)
+    click.echo(f"error: {whole(ctx, one_line(message))}", err=True)
     ctx.exit(2)
 
 

@@ -56,7 +56,7 @@ class CheckReport:
         schema = (
             ()
             if self.schema == self.head
-            else (f"schema is {self.schema}, this program's is {self.head}; run `cli.py db upgrade`",)
+            else (f"schema is {self.schema}, this program's is {self.head}; run `db upgrade`",)
         )
         return (*schema, *self.integrity, *self.foreign_keys, *(str(c) for c in self.bad_chunks))
 

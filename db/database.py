@@ -149,7 +149,7 @@ def open_database(url: str, *, create: bool = True, lazily: bool = False) -> Dat
 
     A new one is created if ``create``, with ``lazily`` a file by the first write, until which it reads as empty. An older SQLite
     file is upgraded after a copy of it is put beside it. Raises :class:`SchemaError` for a newer schema, for an older PostgreSQL one
-    (``cli.py db upgrade`` mends it) and for a database that is not ours, and :class:`DatabaseError` when it, or the folder of a
+    (``db upgrade`` mends it) and for a database that is not ours, and :class:`DatabaseError` when it, or the folder of a
     file, is missing or cannot be reached.
     """
     parsed = parse_url(url)
@@ -195,7 +195,7 @@ def _one_moment(url: URL) -> dict[str, Any]:
 
 def _file_exists(url: URL) -> None:
     if url.get_backend_name() == "sqlite" and not Path(str(url.database)).is_file():
-        raise DatabaseError(f"there is no database at {shown(url)}; `cli.py tune` makes one there, --db names another")
+        raise DatabaseError(f"there is no database at {shown(url)}; `tune` makes one there, --db names another")
 
 
 def _can_be_written(url: URL, schema: str | None) -> None:
@@ -242,11 +242,11 @@ def _stand(connection: Connection, url: URL, *, create: bool, may_upgrade: bool)
         if others:
             raise SchemaError(f"{shown(url)} is not a spectune database (it holds table {others[0]!r}); give another one to --db")
         if not create:
-            raise DatabaseError(f"database {shown(url)} is empty; `cli.py db upgrade` creates its tables")
+            raise DatabaseError(f"database {shown(url)} is empty; `db upgrade` creates its tables")
     elif found not in known:
         raise SchemaError(f"database {shown(url)} has schema {found}, newer than this program's {known[-1]}; upgrade spectune")
     elif found != known[-1] and not may_upgrade:
-        raise SchemaError(f"database {shown(url)} has schema {found}, older than {known[-1]}; run `cli.py db upgrade`")
+        raise SchemaError(f"database {shown(url)} has schema {found}, older than {known[-1]}; run `db upgrade`")
     return found
 
 

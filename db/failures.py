@@ -68,7 +68,7 @@ def explain(url: URL, error: DBAPIError) -> str:
     missing = _NO_TABLE.search(cause)
     if missing:
         table = missing[1] or missing[2]
-        return f"database {name} has no table {table!r}; if it was made anew run `cli.py db upgrade`, else restore a copy of it"
+        return f"database {name} has no table {table!r}; if it was made anew run `db upgrade`, else restore a copy of it"
     return _explain_sqlite(name, cause) if url.get_backend_name() == "sqlite" else _explain_postgresql(name, cause, error)
 
 
@@ -82,7 +82,7 @@ def _explain_sqlite(name: str, cause: str) -> str:
     if "locked" in cause:
         return f"database {name} is busy: another process has held its write lock for {BUSY_TIMEOUT_S} s"
     if "malformed" in cause:
-        return f"database {name} is damaged ({cause}); run `cli.py db check` to see what is still usable"
+        return f"database {name} is damaged ({cause}); run `db check` to see what is still usable"
     return f"database {name}: {cause}"
 
 

@@ -30,7 +30,7 @@ def fitted(store: TraceStore, pair_id: str | None = None) -> Artifacts:
             try:
                 artifact = store.get_artifact(name)
             except NotFoundError as error:
-                raise PolicyError(f"{error} in this database (`fit` makes them)") from None
+                raise PolicyError(f"{error} in this database (`fit --help` says what makes them)") from None
             except CorruptedChunkError as error:
                 raise PolicyError(str(error)) from None
             if pair_id is not None and artifact.pair_id not in (None, pair_id) and artifact.kind != Q_TABLE:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
@@ -94,7 +97,7 @@ def test_whatever_loads_no_model_imports_no_model_library(folder: Path) -> None:
     "command",
     [
         "traces list", "traces stats", "schedule list", "schedule show x", "db list", "db show x", "db check", "db prune --keep-last 1",
-        "policies list --pair demo", "policies export --pair demo", "policies rollback --pair demo", "simulate --policy nope",
+        "policies list", "policies export --pair demo", "policies rollback --pair demo", "simulate --policy nope",
         "--db a/b/c.db record --pair demo", "--db a/b/c.db schedule add x --pair demo --every 6h", "record --resume latest",
         "run --pair nope.json", "run --pair demo --policy nope", "tune --pair demo --workload nope.jsonl", "traces import nope.db",
         "schedule add x --pair demo --cron 99", "fit chooser --pair demo", "policies activate nope --pair demo",
@@ -106,6 +109,58 @@ def test_a_command_that_fails_says_so_in_one_line_and_leaves_nothing_behind(fold
     assert not list(folder.iterdir())
     if command.split()[0] in ("traces", "schedule", "db") and "nope" not in command and "99" not in command:
         assert "--db" in done.stderr
+
+
+def test_every_advice_can_be_pasted(folder: Path) -> None:
+    """Each command that a refusal names is whole: the command line's own parser takes it, on this database and pair."""
+    with open_database("my own.db") as database:
+        filled(database)
+    trees = '{"draft": "small", "growth": {"kind": "top_k", "width": 2}}'
+    unknown = '{"draft": "small", "window": {"kind": "analytic"}}'
+    refused = (
+        f"simulate --device cuda --policy {shlex.quote(FIXED)}", f"simulate --policy {shlex.quote(trees)}", "simulate --policy nope",
+        f"simulate --device cuda --policy {shlex.quote(unknown)}", "fit chooser --pair demo --recording latest",
+        "traces show --request nope", "db show nope", "policies rollback --pair demo --device cpu --deployment canary",
+        "tune --pair demo --recording nope", "run --pair demo --policy nope",
+    )  # fmt: skip
+    for command in refused:
+        done = CliRunner().invoke(main, ["--db", "my own.db", *shlex.split(command)], prog_name="spectune")
+        advice = [shlex.split(quoted)[1:] for quoted in re.findall("`(spectune [^`]+)`", done.stderr)]
+        assert advice, (command, done.stderr)
+        for words in advice:
+            assert words[:2] == ["--db", "my own.db"]
+            said: click.Command = main
+            rest = words[2:]
+            while isinstance(said, click.Group):
+                said, rest = said.commands[rest[0]], rest[1:]
+            parsed = said.make_context(said.name, list(rest))
+            assert not {"ID", "POLICY", "FILE", "..."} & set(rest)
+            for flag in {f for param in said.params for f in param.opts} & {"--pair", "--device", "--deployment"}:
+                typed = re.search(f"{flag} (\\S+)", command)
+                assert typed is None or parsed.params[flag[2:]] == typed[1], (command, words)
+
+
+def test_publications_are_listed_with_and_without_a_pair(folder: Path) -> None:
+    with open_database("spectune.db") as database:
+        store, ids = TraceStore(database), filled(database)
+        for pair, device in ((ids["pairs"], "cpu"), (ids["pairs"], "cuda"), ("other", "cpu")):
+            store.put_pair(pair, "another" if pair == "other" else "pair", {})
+            store.publish(pair, device, POLICY_ID, actor="test")
+    rows = json.loads(at_80(folder, "policies", "list", "--json").stdout)["publications"]
+    assert {(row["pair_id"], row["device"]) for row in rows if row["active"]} == {(PAIR, "cpu"), (PAIR, "cuda"), ("other", "cpu")}
+    assert "another" in at_80(folder, "policies", "list").stdout
+    on_cuda = json.loads(at_80(folder, "policies", "list", "--device", "cuda", "--json").stdout)["publications"]
+    assert [row["device"] for row in on_cuda] == ["cuda"]
+    assert json.loads(at_80(folder, "policies", "list", "--pair", "demo", "--json").stdout)["publications"] == []
+
+
+def test_tables_in_a_pipe_have_at_most_100_columns(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    with open_database("spectune.db") as database:
+        name = filled(database)["recordings"]
+    shown = CliRunner().invoke(main, ["traces", "query"]).stdout
+    assert max(map(len, shown.splitlines())) <= 100
+    assert name in shown
 
 
 def test_a_database_is_made_by_what_is_stored_first(folder: Path) -> None:

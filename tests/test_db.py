@@ -196,7 +196,7 @@ def test_a_missing_database_is_only_created_when_asked(tmp_path: Path) -> None:
 
 
 def test_an_empty_database_is_only_filled_when_asked(postgresql_url: str) -> None:
-    with pytest.raises(DatabaseError, match=r"is empty; `cli\.py db upgrade`"):
+    with pytest.raises(DatabaseError, match=r"is empty; `db upgrade`"):
         open_database(postgresql_url, create=False)
     assert upgrade(postgresql_url) == (None, migrate.head())
     assert upgrade(postgresql_url) == (migrate.head(), migrate.head())
@@ -251,14 +251,14 @@ def test_a_newer_schema_is_refused_in_one_line(url: str) -> None:
         assert "\n" not in str(caught.value)
     report = check(url)
     assert not report.ok
-    assert report.problems == (f"schema is 9999, this program's is {migrate.head()}; run `cli.py db upgrade`",)
+    assert report.problems == (f"schema is 9999, this program's is {migrate.head()}; run `db upgrade`",)
 
 
 def test_an_older_postgresql_schema_names_the_command(postgresql_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     upgrade(postgresql_url)
     known = (*migrate.revisions(), "9999")
     replaced(monkeypatch, "revisions", lambda: known)
-    with pytest.raises(SchemaError, match=r"older than 9999; run `cli\.py db upgrade`"):
+    with pytest.raises(SchemaError, match=r"older than 9999; run `db upgrade`"):
         open_database(postgresql_url)
 
 
@@ -546,7 +546,7 @@ def test_a_damaged_file_is_one_clear_line(tmp_path: Path) -> None:
 def test_a_table_that_is_gone_is_said_and_may_come_back(database: Database) -> None:
     with database.write() as session:
         session.execute(sa.text("ALTER TABLE policy RENAME TO elsewhere"))
-    with pytest.raises(UnavailableError, match=r"has no table 'policy'; .*`cli\.py db upgrade`") as caught:
+    with pytest.raises(UnavailableError, match=r"has no table 'policy'; .*`db upgrade`") as caught:
         TraceStore(database).list_policies()
     assert "\n" not in str(caught.value)
     with pytest.raises(UnavailableError, match="has no table 'policy'"):

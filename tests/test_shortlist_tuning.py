@@ -228,6 +228,21 @@ def test_shortlists_are_judged_by_texts_they_were_not_fitted_to(recorded: Record
     assert judged.value < whole.tokens_per_s * 0.99
 
 
+def test_no_shortlist_above_half_of_a_head_is_proposed() -> None:
+    """Whatever size is drawn, of whichever kind, and of the papers' settings at any share."""
+    limit = ShortlistLimit(rows=101, frequencies="f", router="r", clusters=9)
+    drawn = [{"size": n, "k_max": n, "k0": n, "k1": n, "k_min": 1, "shortlist": kind} for kind in limit.kinds for n in (1, 50, 51, 101)]
+    blocks = [*map(limit.block, drawn), *(block for share in (1, 2, 4) for block in limit.papers(share))]
+    most = {"frequency": ("size", 50), "position_frequency": ("k_max", 50), "clusters": ("k0", 4)}
+    seen: dict[str, int] = {}
+    for block in blocks:
+        assert block is not None
+        key, half = most[block["kind"]]
+        assert block[key] <= half
+        seen[block["kind"]] = max(block[key], seen.get(block["kind"], 0))
+    assert seen == {kind: half for kind, (_, half) in most.items()}
+
+
 def test_a_longer_window_under_a_router_is_priced_to_its_end(recorded: Recorded) -> None:
     """Whatever was replayed before it under the same router and profile."""
     block = recorded.limits["near"].block({"shortlist": "clusters", "k0": 4, "k1": 2, "k_min": 1})

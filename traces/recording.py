@@ -146,7 +146,7 @@ class Recording:
             have = ", ".join(self.drafts) or "none"
             raise TraceError(
                 f"recording {self.info.id} has {len(found)} panoramas of draft {draft!r} for {len(self.requests)} requests "
-                f"(complete drafts: {have}); `cli.py record --resume {self.info.id}` makes the missing ones"
+                f"(complete drafts: {have}); `record --resume {self.info.id}` makes the missing ones"
             )
         return found
 
@@ -163,7 +163,7 @@ class Recording:
             flag = "" if proposals == "coupled" else f" --tree-proposals {proposals}"
             raise TraceError(
                 f"recording {self.info.id} has {len(found)} tree panoramas of draft {draft!r} for {len(self.requests)} requests; "
-                f"`cli.py record --resume {self.info.id} --tree-width {TREE_WIDTH} --tree-depth {TREE_DEPTH}{flag}` makes the missing ones"
+                f"`record --resume {self.info.id} --tree-width {TREE_WIDTH} --tree-depth {TREE_DEPTH}{flag}` makes the missing ones"
             )
         return found
 

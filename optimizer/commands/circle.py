@@ -18,6 +18,7 @@ from spectune.optimizer.commands.shared import (
     pair_options,
     pair_spec,
     same_pair,
+    say,
     with_context,
 )
 
@@ -86,7 +87,7 @@ def profile(
             name = store.put_profile(measured)
     for what, check in (("policies", measured.check), ("trees", measured.check.get("trees"))):
         if check is not None and not check["accepted"]:
-            click.echo(
+            say(
                 f"warning: the predicted seconds of {what} are off by {100 * check['policy_error']:.0f}% (median); "
                 "the machine is busy, or changed its speed while measuring: run `profile` again",
                 err=True,

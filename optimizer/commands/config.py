@@ -7,17 +7,23 @@ it is for, and an error names file and key.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import click
+from click.core import ParameterSource
 
 F = TypeVar("F", bound=Callable[..., Any])
 FILE: Final = "spectune.toml"
 PAIR_FOUND: Final = "spectune.pair"
 """Where a context keeps the pair that a recording named."""
+RUNNING: Final = "spectune.running"
+"""Where a context keeps that of the command that runs."""
+RECORDINGS: Final = ("recording", "recording_id", "resumed_id")
+"""Options that name a recording."""
 _META: Final = "spectune.config"
 KEYS: Final = ("pair", "workload", "column", "overlong", "database", "deployment", "budget", "device", "dtype", "threads")
 SAMPLING: Final = ("temperature", "top_k", "top_p", "seed", "verifier", "max_new_tokens", "stop")
@@ -44,23 +50,36 @@ class Configured(click.Option):
         self.key = key
 
     def get_default(self, ctx: click.Context, call: bool = True) -> Any:
-        """The file's value if it has one, checked. Raises ConfigError."""
+        """The file's value if it has one."""
         config = config_of(ctx)
         if config is None or self.key not in config.values:
             return super().get_default(ctx, call=call)
-        from spectune.traces.errors import ConfigError
+        return config.values[self.key]
 
-        found = config.values[self.key]
-        try:
-            self.type_cast_value(ctx, found)
-        except click.BadParameter as error:
-            raise ConfigError(f"{config.where(self.key)}: {error.message}") from None
-        return found
+    def process_value(self, ctx: click.Context, value: Any) -> Any:
+        """The value, checked. Raises ConfigError for one of the file's."""
+        with blamed(ctx, self.key, ctx.get_parameter_source(self.name or "")):
+            return super().process_value(ctx, value)
 
 
 def option(*declared: str, key: str, **how: Any) -> Callable[[F], F]:
     """``click.option`` of a :class:`Configured` one."""
     return click.option(*declared, cls=Configured, key=key, **how)
+
+
+@contextmanager
+def blamed(ctx: click.Context, key: str, source: ParameterSource | None) -> Iterator[None]:
+    """Names file and key in what is refused of a value that stands there. Raises ConfigError."""
+    from spectune.traces.errors import ConfigError, SpectuneError
+
+    try:
+        yield
+    except (click.BadParameter, SpectuneError) as error:
+        config = config_of(ctx)
+        if source is not ParameterSource.DEFAULT or config is None or key not in config.values:
+            raise
+        said = error.message if isinstance(error, click.BadParameter) else str(error)
+        raise ConfigError(f"{config.where(key)}: {said}") from None
 
 
 def use_config(ctx: click.Context, named: str | None) -> Config | None:
@@ -83,7 +102,7 @@ def config_of(ctx: click.Context) -> Config | None:
 def is_given(ctx: click.Context, name: str) -> bool:
     """Whether an option was typed, or stands in the environment or the file."""
     config = config_of(ctx)
-    typed = ctx.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
+    typed = ctx.get_parameter_source(name) is not ParameterSource.DEFAULT
     return typed or (config is not None and name in config.values)
 
 

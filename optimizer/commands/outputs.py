@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import re
 import shlex
 import sys
 import tempfile
@@ -17,7 +18,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from spectune.optimizer.commands.config import PAIR_FOUND, config_of
+from spectune.optimizer.commands.config import PAIR_FOUND, RECORDINGS, RUNNING, config_of
 
 # Options that say on what a command works.
 SAME = {"pair": "--pair", "target": "--target", "drafts": "--draft", "device": "--device", "deployment": "--deployment"}
@@ -26,23 +27,56 @@ SAME = {"pair": "--pair", "target": "--target", "drafts": "--draft", "device": "
 DECODED = {"workloads": "--workload", "temperature": "--temperature", "max_new_tokens": "--max-new-tokens"}
 
 
+_QUOTED = re.compile("`([^`]+)`")
+
+
+def whole(ctx: click.Context, text: str) -> str:
+    """A message whose quoted commands (`` `record --resume ID` ``) can be pasted (:func:`to_type`)."""
+
+    def command(quoted: re.Match[str]) -> str:
+        known = _command(ctx, quoted[1]) is not None
+        return f"`{to_type(ctx, quoted[1])}`" if known else quoted[0]
+
+    return _QUOTED.sub(command, text)
+
+
+def _command(ctx: click.Context, words: str) -> click.Command | None:
+    """The command that words begin with; None where there is none, or a group of them."""
+    found: click.Command | None = ctx.find_root().command
+    for word in words.split():
+        if not isinstance(found, click.Group):
+            break
+        found = found.commands.get(word)
+    return None if isinstance(found, click.Group) else found
+
+
 def to_type(ctx: click.Context, words: str) -> str:
     """A command with its words, to be pasted: on the database, pair, device and deployment that the
-    command line of this one named, and where it decodes, on the workload."""
+    command line of this one named, and where it decodes, on the workload. ``ID`` stands for the
+    recording of this one, ``POLICY`` for its policy."""
     from spectune.db.urls import parse_url, shown
 
+    ctx = ctx.meta.get(RUNNING, ctx)
+    takes = {flag for param in getattr(_command(ctx, words), "params", ()) for flag in param.opts}
+    if "--target" not in takes:
+        takes.discard("--draft")  # where it is no part of a pair
+    names = {
+        "ID": next((n for key in RECORDINGS if (n := ctx.params.get(key))), "latest"),
+        "POLICY": ctx.params.get("policy_name", "active"),
+    }
     root = ctx.find_root()
     name = root.info_name or "spectune"
     parts = ["python", sys.argv[0]] if name.endswith(".py") else [name]
     if root.get_parameter_source("db_url") is ParameterSource.COMMANDLINE:
         url = str(root.params["db_url"])
         parts += ["--db", shown(parse_url(url)) if "://" in url else url]
-    parts += words.split()
+    parts += [str(names.get(word, word)) for word in shlex.split(words)]
     for key, flag in {**SAME, **(DECODED if words.startswith("run ") else {})}.items():
-        if ctx.get_parameter_source(key) is ParameterSource.COMMANDLINE:
+        typed = ctx.get_parameter_source(key) is ParameterSource.COMMANDLINE
+        if typed and flag in takes and flag not in parts:
             value = ctx.params[key]
             parts += [word for one in (value if isinstance(value, tuple) else (value,)) for word in (flag, str(one))]
-    if (pair := ctx.meta.get(PAIR_FOUND)) is not None:
+    if "--target" in takes and (pair := ctx.meta.get(PAIR_FOUND)) is not None:
         parts += ["--target", pair.target, *(word for n, path in pair.drafts for word in ("--draft", f"{n}={path}"))]
     return shlex.join(parts)
 

@@ -102,39 +102,49 @@ def policies_deployments(ctx: click.Context, as_json: bool) -> None:
 @json_option
 @with_context
 def policies_list(ctx: click.Context, as_json: bool, deployment: str | None, **kw: Any) -> None:
-    """Publications for a pair and device, newest first, and what runtimes acknowledged.
+    """Publications, newest first, and what runtimes acknowledged: all there are, or those of a pair and
+    its device where one is named.
 
-    In each deployment the newest is in force (active).
+    For each deployment, pair and device the newest is in force (active).
 
     \b
     Example:  cli.py policies list
+              cli.py policies list --pair demo --device cpu
     """
-    spec, device = _spec(kw), _device(kw)
+    spec = _spec(kw) if any(kw[name] for name in ("pair", "target", "drafts")) else None
+    device = _device(kw) if spec or kw["device"] != "auto" else None
     with open_store(ctx, create=False) as store:
-        say_former(store, spec)
-        found = store.list_publications(spec.id, device, deployment)
+        if spec is not None:
+            say_former(store, spec)
+        found = store.list_publications(spec.id if spec else None, device, deployment)
         rows = _listed(store, found)
         known = [{"policy": p.id, "label": p.label, "created_at": p.created_at.isoformat()} for p in store.list_policies()]
     from spectune.optimizer.report.tables import rows_table
 
     columns = (
-        *("version", "deployment", "active", "policy", "label", "temperature", "created_at"),
+        *("version", "deployment", *(() if spec else ("pair", "device")), "active", "policy", "label", "temperature", "created_at"),
         *("actor", "applied", "refused", "reason"),
     )
-    data = {"pair": spec.id, "device": device, "publications": rows, "policies": known}
-    emit(as_json, data, lambda: rows_table(rows, columns, f"publications for pair {spec.id} on {device}"))
+    data = {"pair": spec.id if spec else None, "device": device, "publications": rows, "policies": known}
+    title = f"publications for pair {spec.id} on {device}" if spec else "publications"
+    emit(as_json, data, lambda: rows_table(rows, columns, title))
 
 
 def _listed(store: TraceStore, found: Iterable[Publication]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    seen: set[str] = set()
+    names = {pair.id: pair.name for pair in store.list_pairs()}
+    seen: set[tuple[str, str, str]] = set()
     for p in found:
+        place = (p.deployment, p.pair_id, p.device)
         acks = store.acknowledgements(p.version)
         rows.append(
             {
                 "version": p.version,
                 "deployment": p.deployment,
-                "active": p.deployment not in seen,
+                "pair": names.get(p.pair_id, ""),
+                "pair_id": p.pair_id,
+                "device": p.device,
+                "active": place not in seen,
                 "policy": p.policy_id,
                 "label": p.label,
                 "temperature": p.sampling.get("temperature") if p.sampling else None,
@@ -146,7 +156,7 @@ def _listed(store: TraceStore, found: Iterable[Publication]) -> list[dict[str, A
                 "refused": [f"{a.node}: {a.reason}" for a in acks if a.status == "refused"],
             }
         )
-        seen.add(p.deployment)
+        seen.add(place)
     return rows
 
 

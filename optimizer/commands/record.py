@@ -179,7 +179,7 @@ def _trees(store: TraceStore, pair: LoadedPair, kw: dict[str, Any], *, sampled: 
         other = next(r for r in ranked if r != proposals)
         raise TraceError(
             f"--cover {ranked[other]}: its trees rank children by proposals {other!r}, other trees asked for do not; "
-            f"record those apart (`record --resume ID --tree-proposals {other} --cover ...`)"
+            f"record those apart (`record --resume ID --tree-proposals {other} --cover POLICY`)"
         )
     width, depth = tree_size(wide, deep, named)
     return {"tree_width": width, "tree_depth": depth, "tree_proposals": asked.pop(), "covers": by_draft}

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import click
 from click.core import ParameterSource
 
-from spectune.optimizer.commands.config import PAIR_FOUND, option
+from spectune.optimizer.commands.config import PAIR_FOUND, RECORDINGS, RUNNING, blamed, option
+from spectune.optimizer.commands.outputs import whole
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,8 +36,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def with_context(command: F) -> F:
     """click.pass_context, typed so that a command keeps its own signature."""
-    passed: Any = click.pass_context(command)
-    return cast(F, passed)
+
+    def passed(ctx: click.Context, *arguments: Any, **options: Any) -> Any:
+        ctx.meta[RUNNING] = ctx
+        return command(ctx, *arguments, **options)
+
+    return cast(F, click.pass_context(functools.update_wrapper(passed, command)))
 
 
 def together(*decorators: Callable[[F], F]) -> Callable[[F], F]:
@@ -221,7 +227,7 @@ def pair_named(
     pair, target, drafts = kw.pop("pair"), kw.pop("target"), kw.pop("drafts")
     if target is not None or drafts or _typed("pair"):
         return read_pair(pair if _typed("pair") else None, target, drafts)
-    if store is not None and recording is not None and (pair is None or _typed(*_RECORDINGS)):
+    if store is not None and recording is not None and (pair is None or _typed(*RECORDINGS)):
         stored = store.get_pair(store.get_recording(recording).pair_id)
         where = f"the pair of recording {recording}"
         spec = PairSpec.from_json(stored.document, where=where)
@@ -236,11 +242,9 @@ def pair_named(
             f"{click.get_current_context().info_name}: no pair is named; say --pair FILE (or --pair demo), "
             "set SPECTUNE_PAIR, or put pair = ... in spectune.toml (`init` writes one)"
         )
-    return read_pair(pair)
-
-
-_RECORDINGS: Final = ("recording", "recording_id", "resumed_id")
-"""Options that name a recording."""
+    ctx = click.get_current_context()
+    with blamed(ctx, "pair", ctx.get_parameter_source("pair")):
+        return read_pair(pair)
 
 
 def pair_spec(kw: dict[str, Any], store: TraceStore, recording: str | None = None) -> PairSpec:
@@ -276,9 +280,9 @@ def say_former(store: TraceStore, spec: PairSpec) -> None:
     if spec.id in known and not idle:
         return
     again = "".join(
-        f"; `policies activate {was.policy_id} --device {device}` with this pair puts in force again what was" for device, was in idle
+        f"; `policies activate {was.policy_id} --device {device}` puts in force again what was" for device, was in idle
     )
-    click.echo(
+    say(
         f"pair {spec.name} was {former} by an earlier version, whose ids left out most of the weights, and is {spec.id} now: what is "
         f"stored under {former} may be of other weights and is left alone; `tune` begins anew{again}",
         err=True,
@@ -325,6 +329,16 @@ def open_store(ctx: click.Context, *, create: bool = True) -> Iterator[TraceStor
         yield TraceStore(database)
 
 
+def on_pair_of(store: TraceStore, pair_id: str) -> None:
+    """The commands that this one prints are of a stored pair, where it can be read."""
+    from spectune.runtime.pair import PairSpec
+    from spectune.traces.errors import PairError
+
+    with suppress(PairError):
+        spec = PairSpec.from_json(store.get_pair(pair_id).document, where=pair_id)
+        click.get_current_context().meta[PAIR_FOUND] = spec
+
+
 def check_policy(store: TraceStore, name: str, *, option: str = "--policy") -> None:
     """Raises PolicyError for a name that is no policy's: called before a model is loaded."""
     if name != "active":
@@ -332,12 +346,11 @@ def check_policy(store: TraceStore, name: str, *, option: str = "--policy") -> N
 
 
 def console_for(stderr: bool = False) -> Console:
-    """Rich's console, which reads no markup and no names of emoji in what it prints; wide where there is no terminal, so that no line is
-    broken in a file."""
+    """Rich's console, which reads no markup and no names of emoji in what it prints; 100 columns wide where there is no terminal."""
     from rich.console import Console
 
     is_known = (sys.stderr if stderr else sys.stdout).isatty() or "COLUMNS" in os.environ
-    width = None if is_known else 160
+    width = None if is_known else 100
     return Console(stderr=stderr, width=width, soft_wrap=False, highlight=False, markup=False, emoji=False)
 
 
@@ -359,10 +372,11 @@ def emit(as_json: bool, data: Any, view: Any) -> None:
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """Prints lines that may hold what others wrote (:func:`traces.text.printable`)."""
+    """Prints lines that may hold what others wrote (:func:`traces.text.printable`), their commands whole."""
     from spectune.traces.text import printable
 
-    click.echo(printable(text), err=err)
+    ctx = click.get_current_context(silent=True)
+    click.echo(printable(text if ctx is None else whole(ctx, text)), err=err)
 
 
 class Meter:
@@ -463,7 +477,7 @@ def policy_named(
 
 
 def say_unpublished(pair_id: str, device: str, deployment: str) -> None:
-    click.echo(
+    say(
         f"no policy is published for pair {pair_id} on {device} in deployment {deployment}; "
         "decoding autoregressively",
         err=True,

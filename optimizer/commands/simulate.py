@@ -13,10 +13,12 @@ from spectune.optimizer.commands.shared import (
     deployment_option,
     emit,
     json_option,
+    on_pair_of,
     open_store,
     policy_named,
     profile_of,
     rounds_of,
+    say,
     with_context,
 )
 
@@ -25,7 +27,7 @@ from spectune.optimizer.commands.shared import (
 @click.option("--policy", "policy_name", required=True, help="FILE, inline JSON, ID, active, or autoregressive.")
 @click.option("--recording", default="latest", show_default=True)
 @click.option("--profile", "profile_id", help="Profile id; default: the latest of the recording's pair and device.")
-@click.option("--device", "on", help="Device whose profile is taken; default: the recording's.")
+@click.option("--device", help="Device whose profile is taken; default: the recording's.")
 @deployment_option
 @click.option("--limit", type=Whole(1), help="Only the first N requests.")
 @click.option("--per-round", type=click.Path(dir_okay=False), help="Write one JSON line per round.")
@@ -44,7 +46,8 @@ def simulate(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     check_writable(ctx, ("--per-round", kw["per_round"]))
     with open_store(ctx, create=False) as store:
         info = store.get_recording(kw["recording"])
-        device = kw["on"] or str(info.options.get("device", "cpu"))
+        device = kw["device"] or str(info.options.get("device", "cpu"))
+        on_pair_of(store, info.pair_id)
         policy = policy_named(store, kw["policy_name"], info.pair_id, device, kw["deployment"])
         _, found = profile_of(store, kw["profile_id"], info.pair_id, device)
         from spectune.optimizer.artifacts import keep_q_table, q_table
@@ -71,7 +74,7 @@ def simulate(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         for chunk in skipped:
             click.echo(f"left out: request {chunk.ordinal} of {chunk.recording}: {chunk.problem}", err=True)
         if found is None:
-            click.echo("no latency profile of this pair and device: seconds are left at 0 (run `profile`)", err=True)
+            say("no latency profile of this pair and device: seconds are left at 0 (run `profile`)", err=True)
         if kw["per_round"]:
             pairs = zip(replayed.trace.request_ids, replayed.steps(), strict=True)
             write_rounds(kw["per_round"], (row for request, steps in pairs for row in rounds_of(request, steps)))

@@ -36,11 +36,25 @@ QUICK: Final = {"tree_width": 0, "trials": 100, "finalists": 2, "limit": 48, "ma
 """What --quick makes of options that nobody gave."""
 
 
+def _budget(_ctx: click.Context, _param: click.Parameter, text: str) -> str:
+    from spectune.optimizer.schedule.times import parse_duration
+
+    parse_duration(text)
+    return text
+
+
 @click.command()
 @decoding_options
 @deployment_option
 @search_options
-@option("--budget", key="budget", default="80s", show_default=True, help="Time for race and confirmation, e.g. 90s, 10m.")
+@option(
+    "--budget",
+    key="budget",
+    default="80s",
+    show_default=True,
+    callback=_budget,
+    help="Time for race and confirmation, e.g. 90s, 10m.",
+)
 @click.option("--quick", is_flag=True, help="About two minutes: chains only, fewer requests and trials, a shorter race.")
 @click.option("--search-seed", type=SEED, default=0, show_default=True)
 @click.option("--recording", "recording_id", help="Tune on this recording instead of decoding a workload.")
@@ -74,9 +88,9 @@ def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     with open_store(ctx) as store:
         spec = pair_spec(kw, store, kw["recording_id"])
         workload = None if kw["recording_id"] else workload_of(kw)
-        if workload is not None:  # told again of what is left once the pair is loaded
-            from spectune.optimizer.confirm import said_of
+        from spectune.optimizer.confirm import said_of
 
+        if workload is not None:  # told again of what is left once the pair is loaded
             said_of([r.category for r in workload.requests], publish=not kw["no_publish"])
         searched = search_asked(kw)
         options = decode_options(kw)
@@ -85,8 +99,10 @@ def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
             recording = store.resolve_recording(kw["recording_id"])
             info = store.get_recording(recording)
             same_pair(info.pair_id, pair, recording)
+            texts = store.load(recording, (), skip_corrupted=True).trajectories
+            said_of([text.category for text in texts], publish=not kw["no_publish"])
             if info.state != "complete" and info.workload_id is not None:
-                click.echo(
+                say(
                     f"recording {recording} was never finished: tuning on the {info.n_requests} requests it holds "
                     f"(`record --resume {recording}` makes the others)",
                     err=True,
@@ -152,7 +168,7 @@ def _page(
     except (OutputError, DatabaseError) as error:
         if path is not None:
             return None, error
-        say(f"{error}; `{to_type(ctx, f'report {study} --out FILE')}` writes the report elsewhere", err=True)
+        say(f"{error}; `report {study} --out report.html` writes the report elsewhere", err=True)
         return None, None
 
 

@@ -124,7 +124,7 @@ def _not_tried(tuned: Tuned) -> list[str]:
         return []
     return [
         f"{tuned.beyond['policies']} policies read distributions that were not recorded and were not tried; of the most promising, "
-        f"{best['label']}, what is known says {best['value']:.1f} tokens/s (`record --cover` records more)"
+        f"{best['label']}, what is known says {best['value']:.1f} tokens/s (record more with --cover)"
     ]
 
 

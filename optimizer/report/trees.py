@@ -401,7 +401,7 @@ def replay_points(
             missing = ran.missing / max(1, ran.total.rounds)
             if missing > MISSING_MAX:
                 skipped.append(
-                    f"{policy.label()}: {missing:.0%} of its rounds read distributions that were not recorded (`record --cover`)"
+                    f"{policy.label()}: {missing:.0%} of its rounds read distributions that were not recorded (record them with --cover)"
                 )
             else:
                 found.append(point_of(policy, ran.total, origin, missing))

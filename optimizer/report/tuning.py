@@ -395,7 +395,7 @@ def _left_out(document_: Json) -> str:
     if beyond.get("policies"):
         best = ", ".join(b["label"] for b in beyond.get("best", ())[:LABELS_LISTED])
         said.append(
-            f"{beyond['policies']} policies read more than was recorded (`record --cover` records it), the most promising: {best}"
+            f"{beyond['policies']} policies read more than was recorded (--cover records it), the most promising: {best}"
         )
     if chooser := document_.get("chooser"):
         said.append(f"a draft for each prompt: {chooser}")

@@ -166,7 +166,7 @@ def get_job(database: Database, job_id: int) -> Job:
         query = select(JobRow, ScheduleRow).join(ScheduleRow, ScheduleRow.id == JobRow.schedule_id).where(JobRow.id == job_id)
         found = session.execute(query).first()
         if found is None:
-            raise ScheduleError(f"there is no job {job_id}; `cli.py schedule history` lists them")
+            raise ScheduleError(f"there is no job {job_id}; `schedule history` lists them")
         return job_of(found[0], found[1])
 
 
@@ -175,6 +175,6 @@ def _row(session: Session, name: str, *, lock: bool = False) -> ScheduleRow:
     row = session.scalars(query.with_for_update() if lock else query).first()
     if row is None:
         near = get_close_matches(name, session.scalars(select(ScheduleRow.name)).all(), n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "`cli.py schedule list` shows what there is"
+        hint = f"did you mean {near[0]!r}?" if near else "`schedule list` shows what there is"
         raise ScheduleError(f"there is no schedule {name!r}; {hint}")
     return row

@@ -47,7 +47,10 @@ class _RecordedTree:
             nodes.append(int(self.forest.child[self.nodes[above], self.slots[above][rank]]) if place >= 0 else -1)
             if place >= 0 > nodes[-1] and self.shortlist is None:
                 draft = self.forest.draft
-                raise TraceError(f"the recording does not hold all distributions of draft {draft!r}; `record --cover POLICY` makes them")
+                raise TraceError(
+                    f"the recording does not hold all distributions of draft {draft!r}; "
+                    "`record --resume ID --cover POLICY` makes them"
+                )
         self.nodes = nodes
         return self._rows()
 

@@ -321,6 +321,6 @@ def _first_table(window: QLearningWindow, q_table: npt.ArrayLike | None) -> Floa
         raise PolicyError(f"{what} has shape {table.shape}, this window needs {shape}")
     if table.dtype.kind not in "fiu" or not np.isfinite(table).all():
         raise PolicyError(
-            f"{what} must hold finite numbers; learn another (`simulate --keep-q-table`)"
+            f"{what} must hold finite numbers; learn another (`simulate --policy POLICY --keep-q-table`)"
         )
     return np.ascontiguousarray(table, dtype=np.float64)

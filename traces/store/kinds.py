@@ -73,7 +73,7 @@ def find(database: Database, text: str) -> tuple[str, str]:
         return near[0]
     if near:
         raise NotFoundError(f"{shortened(text)} is ambiguous: {', '.join(name for _, name in near[:5])}...")
-    raise NotFoundError(f"nothing has the id {shortened(text)}; `db list KIND` shows what there is ({', '.join(KINDS)})")
+    raise NotFoundError(f"nothing has the id {shortened(text)}; `db list` shows what there is ({', '.join(KINDS)})")
 
 
 def prune_kinds(

@@ -121,7 +121,7 @@ def recording_row(session: Session, recording: str, *, writing: bool = False) ->
     """Raises NotFoundError. With ``writing`` other writers of this recording, and its removal, wait until the transaction ends."""
     row = session.get(RecordingRow, recording, with_for_update={"key_share": True} if writing else None)
     if row is None:
-        raise NotFoundError(f"there is no recording {recording!r}; `cli.py traces list` shows those there are")
+        raise NotFoundError(f"there is no recording {recording!r}; `traces list` shows those there are")
     return row
 
 

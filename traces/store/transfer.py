@@ -120,7 +120,7 @@ def _opened(path: Path) -> Iterator[Session]:
         with engine.connect() as connection:
             found, known = migrate.current(connection), migrate.revisions()
             if found is None:
-                raise SchemaError(f"{path} is not a spectune database; import a file that `traces export FILE.db` wrote")
+                raise SchemaError(f"{path} is not a spectune database; import a file that `traces export recordings.db` wrote")
             if found not in known:
                 raise SchemaError(f"{path} has schema {found}, newer than this program's {known[-1]}; upgrade spectune")
             if found != known[-1]:
