@@ -33,18 +33,20 @@ def tuning_job(
     *,
     load: Callable[..., LoadedPair] = load_pair,
     progress: Progress = lambda phase, done, total: None,
+    page: Callable[[str], str | None] = lambda study: None,
 ) -> Execute:
     """A job function for the scheduler's workers: tunes what the payload names and publishes under the slot's idempotency key.
 
     Attempts of one slot share its recording and profile, and one after the publication only reports it. Loaded pairs are kept from job to
-    job. The result holds the winner, the version published (None if the incumbent stays), and why.
+    job. The result holds the winner, the version published (None if the incumbent stays), why, and ``report``: what ``page`` returns of
+    the study, the path of its page.
     """
     loaded: dict[tuple[str, str, str], LoadedPair] = {}
 
     def execute(job: Job, context: JobContext) -> Mapping[str, Any]:
         made = store.published_under(context.idempotency_key)
         if made is not None and "winner" in made.evidence:
-            return _told(made.evidence, made.version)
+            return {**_told(made.evidence, made.version), "report": page(made.evidence["study"])}
         payload = dict(job.payload)
         check_payload(payload)
         spec = PairSpec.from_json(payload["pair"], where=f"schedule {job.schedule}")
@@ -58,7 +60,8 @@ def tuning_job(
             progress(f"{job.schedule}: {phase}", done, total)
 
         tuned = _tune(store, loaded[key], payload, context, step)
-        return _told(tuned.to_json(), tuned.published.version if tuned.published else None)
+        told = _told(tuned.to_json(), tuned.published.version if tuned.published else None)
+        return {**told, "report": page(tuned.study)}
 
     return execute
 

@@ -18,6 +18,7 @@ from sqlalchemy.orm import Session
 
 from spectune.db.errors import CorruptedChunkError
 from spectune.optimizer.artifacts import fitted
+from spectune.optimizer.ceiling import tree_ceiling
 from spectune.optimizer.confirm import RACE_SHARE, Confirmation, confirm, left_s, planned, said_of
 from spectune.optimizer.deployment import sampling_of, tunes_over
 from spectune.optimizer.estimate import pace
@@ -33,7 +34,7 @@ from spectune.optimizer.publish import earlier_winners, incumbent_of, publish
 from spectune.optimizer.record import Look, RecordRequest, cover_of, look_around, record
 from spectune.optimizer.report.evidence import evidence_document, middle_request, rounds_of_one
 from spectune.optimizer.report.words import sampling_in_words
-from spectune.optimizer.search import Study, finalists, is_fixed, rivals, search, worth_trying
+from spectune.optimizer.search import TIE, Study, finalists, is_fixed, rivals, search, worth_trying
 from spectune.optimizer.simulate.replay import replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.trace import Grown, open_trace
@@ -48,6 +49,7 @@ from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.policies.prepared_chooser import PREDICTED, plain_policies, prompt_key
 from spectune.runtime.recording.trees import Cover
 from spectune.traces.errors import PolicyError, TraceError
+from spectune.traces.recording import TREE_DEPTH
 from spectune.traces.sanity import Sanity, checked
 from spectune.traces.schema import Sampling, Trajectory, Verifier, Workload
 from spectune.traces.store import Publication, StoredProfile, TraceStore
@@ -131,10 +133,11 @@ def tune(
     slot = (wanted.idempotency_key or "") if wanted.fresh else ""
     wanted.begins("record")
     began = clock()
+    chains = tuple(d for d in wanted.drafts_of(pair) if d in pair.chain_drafts)
     info = record(
         store,
         pair,
-        RecordRequest(workload, wanted.options, wanted.drafts_of(pair), wanted.gamma_max, *wanted.tree_size, slot=slot),
+        RecordRequest(workload, wanted.options, chains, wanted.gamma_max, slot=slot),
         StaticSource(prepare(_recording_policy(pair), pair.draft_names)),
         fresh=wanted.fresh and not slot,
         reuse_complete=True,
@@ -195,6 +198,10 @@ class Tuning:
     """Why what is in force cannot be the incumbent; empty where it is."""
     artifacts: Artifacts = field(init=False)
     workload: Sanity = field(init=False)
+    grown: tuple[str, ...] = ()
+    """Drafts whose trees are replayed: all heads', and those that could win."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Why trees were not tried, and what they could reach, by ``trees of DRAFT``."""
     trees: dict[str, TreeLimit] = field(default_factory=dict)
     shortlists: dict[str, ShortlistLimit] = field(default_factory=dict)
     study: Study = field(init=False)
@@ -217,11 +224,6 @@ class Tuning:
         return tuple(d for d in self.drafts if d in self.pair.chain_drafts)
 
     @property
-    def grown(self) -> tuple[str, ...]:
-        """Drafts whose trees are replayed."""
-        return tuple(d for d in self.drafts if d not in self.pair.chain_drafts or (self.wanted.tree_size[0] and d != "ngram"))
-
-    @property
     def verified(self) -> tuple[Verifier, Sampling]:
         """How the texts are verified and sampled."""
         first = self.trace.trajectories[0]
@@ -242,7 +244,7 @@ class Tuning:
         self.study = search(
             self.trace.select(self.parts.search),
             self.profile.profile,
-            self.drafts,
+            [d for d in self.drafts if d in self.chains or d in self.grown],
             gamma_max=self.wanted.gamma_max,
             trials=trials,
             seed=self.wanted.seed,
@@ -269,17 +271,15 @@ def _tell_number(wanted: TuneOptions, categories: Sequence[str]) -> None:
         wanted.tell(line)
 
 
-def _record(tuning: Tuning) -> None:
-    """The panoramas and trees that the recording lacks."""
-    wanted = tuning.wanted
-    look_around(
-        tuning.store,
-        tuning.pair,
-        tuning.recording,
-        Look(tuning.drafts, wanted.gamma_max, *wanted.tree_size),
-        progress=tuning.progress,
-    )
+def _look(tuning: Tuning, look: Look) -> None:
+    look_around(tuning.store, tuning.pair, tuning.recording, look, progress=tuning.progress)
     tuning.open()
+
+
+def _record(tuning: Tuning) -> None:
+    """The panoramas that the recording lacks."""
+    wanted = tuning.wanted
+    _look(tuning, Look(tuning.chains, wanted.gamma_max))
     texts = tuning.trace.trajectories
     if len(texts) != tuning.store.get_recording(tuning.recording).n_requests:  # some are damaged
         _tell_number(wanted, [t.category for t in texts])
@@ -320,6 +320,37 @@ def _weighing_costs(store: TraceStore, pair: LoadedPair, active: Publication | N
         return []
 
 
+def _search_chains(tuning: Tuning) -> None:
+    """What needs no trees; then what trees could reach beside it."""
+    tuning.search(0)
+    wanted, profile, found = tuning.wanted, tuning.profile.profile, tuning.study
+    fastest = max((t.value for t in found.trials), default=0.0)
+    texts = [tuning.trace.trajectories[i] for i in tuning.parts.search]
+    trusted = profile.accepted(trees=wanted.prices_trees(tuning.pair))
+    held = {p.draft for p in plain_policies(tuning.incumbent, tuning.artifacts)} | set(worth_trying(found.bounds))
+    grown = [d for d in tuning.drafts if d not in tuning.pair.chain_drafts]
+    for draft in (d for d in tuning.drafts if d != "ngram" and not wanted.chains_only):
+        deepest = max(wanted.tree_depth or TREE_DEPTH, tuning.store.tree_limits(tuning.recording, draft)[1])
+        most = tree_ceiling(profile, draft, texts, deepest)
+        hopeless = trusted and most <= fastest * (1 + TIE)
+        if wanted.tree_size[0] and (not hopeless or draft in held or draft in grown):
+            grown += [draft] * (draft not in grown)
+            continue
+        tuning.left_out[f"trees of {draft}"] = (
+            f"{'cannot win' if hopeless else 'not tried'}: at best {most:.0f} tokens/s, were every token that they draft "
+            f"right; {fastest:.0f} is reached without trees"
+        )
+    tuning.grown = tuple(d for d in tuning.drafts if d in grown)
+    for what, why in tuning.left_out.items():
+        wanted.tell(f"left out: {what} ({why})")
+
+
+def _record_trees(tuning: Tuning) -> None:
+    """The trees that the recording lacks, of drafts that could win by them, and chains of heads."""
+    if tuning.grown:
+        _look(tuning, Look(tuning.grown, tuning.wanted.gamma_max, *tuning.wanted.tree_size))
+
+
 def _fit(tuning: Tuning) -> None:
     """Bins, classifiers, static trees and scores, fitted to the search part."""
     if tuning.wanted.tree_size[0]:
@@ -335,7 +366,7 @@ def _fit(tuning: Tuning) -> None:
 
 def _search_first(tuning: Tuning) -> None:
     """All that is enumerated, without shortlists."""
-    tuning.search(0)
+    tuning.search(0, tuning.study)
 
 
 def _cover(tuning: Tuning) -> None:
@@ -391,6 +422,7 @@ def _choose(tuning: Tuning) -> None:
             "trials": len(study.trials),
             "shortlists": study.on_shortlists(),
             "beyond_the_recording": study.left_out(),
+            "left_out": tuning.left_out,
             "chooser": why,
             "pace": pace(
                 tuning.seconds,
@@ -473,6 +505,8 @@ def _confirm(tuning: Tuning) -> None:
 STAGES: tuple[tuple[str, Callable[[Tuning], None]], ...] = (
     ("record", _record),
     ("profile", _profile),
+    ("search", _search_chains),
+    ("record", _record_trees),
     ("fit", _fit),
     ("search", _search_first),
     ("cover", _cover),
@@ -507,6 +541,7 @@ def _conclude(tuning: Tuning) -> tuple[Tuned, bool]:
         confirmed=tuning.confirmed,
         seconds=tuning.seconds,
         beyond=tuning.study.left_out(),
+        left_out=tuning.left_out,
         workload=tuning.workload,
     )
     return tuned, replaces

@@ -66,7 +66,7 @@ class Tuned:
     """What a tuning found and did. ``published`` is the new publication, None when the incumbent stays (``reason`` says why), or
     version ``superseded_by`` that came into force meanwhile;
     ``confirmed`` is what the race's winner was against the incumbent on requests held out, None where that is the incumbent;
-    ``beyond`` is :meth:`optimizer.search.Study.left_out`."""
+    ``beyond`` is :meth:`optimizer.search.Study.left_out`; ``left_out``: trees that were not tried, and why."""
 
     winner: Candidate
     incumbent: Candidate
@@ -83,6 +83,7 @@ class Tuned:
     confirmed: Confirmation | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
     beyond: Mapping[str, Any] = field(default_factory=dict)
+    left_out: Mapping[str, str] = field(default_factory=dict)
     workload: Sanity = field(default_factory=Sanity)
     superseded_by: int | None = None
 
@@ -124,6 +125,7 @@ class Tuned:
             "trials": self.trials,
             "texts_differ": self.texts_differ,
             "beyond_the_recording": dict(self.beyond),
+            "left_out": dict(self.left_out),
             "workload": self.workload.to_json(),
             "seconds": dict(self.seconds),
         }

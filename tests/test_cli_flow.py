@@ -303,8 +303,12 @@ def test_served_texts_can_be_tuned_on(door: Door, workload: tuple[object, ...], 
 def test_a_quick_tuning_leaves_trees_out_and_says_so(door: Door, workload: tuple[object, ...], tuned: dict[str, Any]) -> None:
     less = ("--trials", 8, "--finalists", 2, "--budget", "1s", "--gamma-max", 12)
     found = door.call("tune", "--pair", door.pair, *workload, "--quick", *less, "--no-publish", "--json")
-    assert "quick: at most 48 requests of at most 16 tokens, 8 trials, a race of 1s; left out are draft trees" in found.stderr
+    assert "quick: at most 48 requests of at most 16 tokens, 8 trials, a race of 1s; draft trees are not tried" in found.stderr
     assert "no tuning of this pair is stored" in found.stderr, "of none without trees the seconds are known"
+    left_out = one_object(found.stdout)["left_out"]
+    assert {f"left out: {what}" for what in left_out} <= {line.split(" (")[0] for line in found.stderr.splitlines()}
+    assert all("at best" in why and "is reached without trees" in why for why in left_out.values())
+    assert left_out
     labels = {c["policy"].get("growth", {}).get("kind", "chain") for c in one_object(found.stdout)["candidates"]}
     assert labels == {"chain"}
 
@@ -381,6 +385,9 @@ def test_a_schedule_tunes_on_what_was_recorded(door: Door, workload: tuple[objec
     history = door.json("schedule", "history", "now")["history"]
     result = next(f["job"]["result"] for f in history if f["job"])
     assert result["reason"]
+    assert Path(result["report"]).read_text().startswith("<!doctype html>")
+    assert f"its page is {result['report']}" in ran.stderr
+    assert door.json("schedule", "list")["schedules"][-1]["report"] == result["report"]
     after = door.json("policies", "list", "--pair", door.pair)["publications"]
     if result["published"] is None:
         assert after == before
@@ -446,6 +453,7 @@ def test_a_tuning_leaves_a_report(door: Door, tuned: dict[str, Any], tmp_path: P
     for part in ("prediction", "race", "intervals", "categories", "latency", "positions", "tried", "left-out"):
         assert f'id="{part}"' in text or f"id={part}" in text, part
         assert f'id="{part}"' in again or f"id={part}" in again, part
+    assert "Draft trees of" in text
     assert "Draft trees of" in again
     assert f"<h1>{made['sentence']}".split("'")[0] in again
     assert door.json("report", tuned["study"], "--no-trees", "--out", path)["path"] == str(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,13 @@ from spectune.optimizer.commands.shared import (
 
 if TYPE_CHECKING:
     from spectune.traces.store import TraceStore
+    from spectune.traces.store.catalog import Study
+
+Progress = Callable[[str, int, int], None]
+
+
+def silent(phase: str, done: int, total: int) -> None:
+    """Tells nobody how far something is."""
 
 
 @click.command()
@@ -45,7 +53,7 @@ if TYPE_CHECKING:
 @click.option(
     "--no-trees",
     is_flag=True,
-    help="Leave out the figures of the tree papers, which replay some hundred policies.",
+    help="Leave out the figures of the tree papers.",
 )
 @json_option
 @with_context
@@ -81,15 +89,15 @@ def write_report(
     *,
     gpus: int = 1,
     price: float | None = None,
-    trees: Any = None,
+    trees: Progress | None = silent,
 ) -> dict[str, Any]:
-    """Writes the page of a study, and says where and what its first sentence is; ``trees`` is a meter
-    where the figures of the tree papers are to be on it. Raises OutputError."""
+    """Writes the page of a study, and says where and what its first sentence is; ``trees`` is told
+    how far the figures of the tree papers are, None leaves them out. Raises OutputError."""
     from spectune.optimizer.report.tuning import headline, page, report_on
 
     found = report_on(store, study)
     path = out or str(beside_database(ctx) / f"spectune-report-{found.study.id}.html")
-    more = [] if trees is None else _trees(store, found.study.recording_id, trees)
+    more = [] if trees is None else _trees(store, found.study, trees)
     write_text(path, [page(found, gpus=gpus, price=price, more=more)])
     return {
         "path": path,
@@ -98,31 +106,27 @@ def write_report(
     }
 
 
-def _trees(store: TraceStore, recording: str | None, meter: Meter) -> list[str]:
-    """The figures of a recording's trees as a section, or why there are none; nothing where it has no
-    trees."""
-    from spectune.db.errors import NotFoundError
+def _trees(store: TraceStore, study: Study, progress: Progress) -> list[str]:
+    """The figures of the trees of the draft whose trees were fastest; none where none were tried."""
+    from spectune.db.errors import DatabaseError
     from spectune.optimizer.report.charts import safe, section
     from spectune.optimizer.report.tree_page import figures, lead
     from spectune.optimizer.simulate.tree_sources import report_of
-    from spectune.traces.errors import TraceError
+    from spectune.traces.errors import SpectuneError
 
-    if recording is None:
-        return []
-    try:
-        info = store.get_recording(recording)
-    except NotFoundError:  # it was pruned
-        return []
-    if not info.trees_shown():
+    tried = [t["policy"] for t in study.trials]  # best first
+    grown = [p["draft"] for p in tried if p.get("growth", {}).get("kind", "chain") != "chain"]
+    if study.recording_id is None or not grown:
         return []
     try:
         report, _ = report_of(
             store,
-            recording,
+            study.recording_id,
+            grown[0],
             top_n=60,
-            progress=lambda done, total: meter("replay trees", done, total),
+            progress=lambda done, total: progress("replay trees", done, total),
         )
-    except TraceError as error:
+    except (SpectuneError, DatabaseError) as error:
         return [f"<p>{safe(f'No figures of draft trees: {error}')}</p>"]
     return [
         section(f"Draft trees of {report.draft}", *figures(report)),

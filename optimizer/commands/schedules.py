@@ -28,6 +28,7 @@ from spectune.optimizer.commands.shared import (
     with_context,
     workload_options,
 )
+from spectune.optimizer.commands.tune import page_of
 
 if TYPE_CHECKING:
     from spectune.optimizer.schedule import Ended, Fire
@@ -130,15 +131,17 @@ def schedule_list(ctx: click.Context, as_json: bool) -> None:
     Example:  cli.py schedule list
     """
     from spectune.optimizer.report.tables import rows_table
-    from spectune.optimizer.schedule import list_schedules
+    from spectune.optimizer.schedule import history, list_schedules
 
     with open_store(ctx, create=False) as store:
         found = list_schedules(store.database)
-    rows = [{**s.to_json(), "when": s.when} for s in found]
+        done = {s.name: [f.job.result for f in history(store.database, s.name) if f.job and f.job.result] for s in found}
+    reports = {name: next((r["report"] for r in results if r.get("report")), None) for name, results in done.items()}
+    rows = [{**s.to_json(), "when": s.when, "report": reports[s.name]} for s in found]
     emit(
         as_json,
         {"schedules": rows},
-        lambda: rows_table(rows, ("name", "when", "next_fire_at", "enabled", "budget_s", "parked"), "schedules"),
+        lambda: rows_table(rows, ("name", "when", "next_fire_at", "enabled", "budget_s", "parked", "report"), "schedules"),
     )
 
 
@@ -202,6 +205,7 @@ def schedule_history(ctx: click.Context, as_json: bool, name: str | None, limit:
             "attempt": f.job.attempt if f.job else None,
             "result": (f.job.result or {}).get("label") if f.job else None,
             "published": (f.job.result or {}).get("published") if f.job else None,
+            "report": (f.job.result or {}).get("report") if f.job else None,
             "error": f.job.error.splitlines()[0] if f.job and f.job.error else None,
         }
         for f in fires
@@ -210,7 +214,7 @@ def schedule_history(ctx: click.Context, as_json: bool, name: str | None, limit:
         as_json,
         {"history": [f.to_json() for f in fires]},
         lambda: rows_table(
-            rows, ("schedule", "fire_at", "outcome", "state", "attempt", "result", "published", "error"), "history"
+            rows, ("schedule", "fire_at", "outcome", "state", "attempt", "result", "published", "report", "error"), "history"
         ),
     )
 
@@ -250,6 +254,8 @@ def _schedule_line(event: Fire | Ended) -> str:
     if isinstance(event, Fire):
         return f"{event.schedule}: slot of {event.fire_at:%Y-%m-%d %H:%M:%S} UTC: {event.outcome}"
     said = f": {event.error.splitlines()[0]}" if event.error else ""
+    if report := (event.result or {}).get("report"):
+        said += f", its page is {report}"
     return f"{event.job.schedule}: job {event.job.id} {event.ending}{said}"
 
 
@@ -260,7 +266,7 @@ def _work(ctx: click.Context, as_json: bool, work: Callable[..., Any]) -> None:
         with Meter() as meter:
             report = work(
                 store.database,
-                tuning_job(store, progress=meter),
+                tuning_job(store, progress=meter, page=lambda study: page_of(ctx, store, study)),
                 watch=lambda event: say(_schedule_line(event), err=True),
             )
     data = report.to_json()

@@ -133,7 +133,7 @@ def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
                 tuned = tune_recording(store, pair, recording, wanted, progress=meter)
             else:
                 tuned = do_tune(store, pair, workload, wanted, progress=meter)
-        page, failed = _page(ctx, store, tuned.study, kw["report_path"])
+        page, failed = page_of(ctx, store, tuned.study, kw["report_path"])
         found = {**tuned.to_json(), "report": page}
     emit(as_json, found, lambda: evidence_table(tuned))
     if not as_json:
@@ -146,13 +146,13 @@ def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
 def _be_quick(ctx: click.Context, kw: dict[str, Any]) -> str:
     """Puts :data:`QUICK` where nothing was given; a line on what that leaves out."""
     kw |= {name: value for name, value in QUICK.items() if not is_given(ctx, name)}
-    trees = "" if kw["tree_width"] else "; left out are draft trees and what is fitted for them"
+    trees = "" if kw["tree_width"] else "; draft trees are not tried: what they could reach at best is told below"
     on = "the recording" if kw["recording_id"] else f"at most {kw['limit']} requests of at most {kw['max_new_tokens']} tokens"
     return f"quick: {on}, {kw['trials']} trials, a race of {kw['budget']}{trees} (`tune` without --quick tries all)\n"
 
 
-def _page(
-    ctx: click.Context, store: TraceStore, study: str, path: str | None
+def page_of(
+    ctx: click.Context, store: TraceStore, study: str, path: str | None = None
 ) -> tuple[str | None, Exception | None]:
     """Writes the report: (where, None); (None, None) where none is wanted or a page that nobody asked
     for cannot be made, which costs a line; (None, why) for one that was asked for: the results are

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.inputs import stored_policy
@@ -17,7 +17,7 @@ from spectune.traces.recording import TREE_DEPTH, TREE_WIDTH
 from spectune.traces.schema import Proposals
 from spectune.traces.store import RecordingInfo, TraceStore
 
-TRIED = 200
+TRIED = 100
 """Policies of a recording's studies that are replayed again: the fastest that draft with the report's draft."""
 FITTED = 3
 """Newest artifacts of a kind whose policies are replayed."""
@@ -100,25 +100,26 @@ def stored_for(store: TraceStore, pair_id: str, draft: str) -> list[Stored]:
 
 def tried_on(store: TraceStore, info: RecordingInfo, draft: str) -> list[tuple[Policy, str]]:
     """The fastest trials of the studies of a recording that draft with ``draft``; documents of other versions are passed over."""
-    best: dict[str, tuple[float, Policy]] = {}
+    documents: list[tuple[float, dict[str, Any]]] = []
     for name, *_ in store.list_studies(info.pair_id):
         study = store.get_study(name)
         if study.recording_id != info.id:
             continue
         for trial in study.trials:
             document = trial.get("policy")
-            if not isinstance(document, dict) or document.get("draft") != draft:
-                continue
-            try:
-                policy = parse_policy(document)
-            except PolicyError:
-                continue
-            value = float(trial.get("value") or 0.0)
-            known = best.get(policy.id, (-math.inf,))[0]
-            if isinstance(policy, Policy) and policy.speculates and policy.replays_exactly and value > known:
-                best[policy.id] = (value, policy)
-    fastest = sorted(best.values(), key=lambda b: (-b[0], b[1].id))[:TRIED]
-    return [(policy, "study") for _, policy in fastest]
+            if isinstance(document, dict) and document.get("draft") == draft:
+                documents.append((float(trial.get("value") or 0.0), document))
+    found: dict[str, Policy] = {}
+    for _, document in sorted(documents, key=lambda d: -d[0]):
+        try:
+            policy = parse_policy(document)
+        except PolicyError:
+            continue
+        if isinstance(policy, Policy) and policy.speculates and policy.replays_exactly:
+            found.setdefault(policy.id, policy)
+        if len(found) == TRIED:
+            break
+    return [(policy, "study") for policy in found.values()]
 
 
 def ran_on(store: TraceStore, info: RecordingInfo, draft: str) -> Iterator[Point]:
