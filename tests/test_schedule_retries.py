@@ -114,7 +114,7 @@ def test_a_sample_that_was_killed_is_taken_anew_and_holds_no_request_twice(store
 def test_an_attempt_that_published_and_was_gone_before_it_could_say_so_is_not_repeated(
     store: TraceStore, pair: LoadedPair, hourly: str
 ) -> None:
-    execute = tuning_job(store, load=lambda *_arguments, **_how: pair)
+    execute = tuning_job(store, load=lambda *_arguments, **_how: pair, page=lambda study: f"{study}.html")
 
     def dies(job: Job, context: JobContext) -> Mapping[str, Any]:
         execute(job, context)
@@ -141,4 +141,5 @@ def test_an_attempt_that_published_and_was_gone_before_it_could_say_so_is_not_re
         "reason": published.reason,
         "recording": published.evidence["recording"],
         "study": study[0],
+        "report": f"{study[0]}.html",
     }
