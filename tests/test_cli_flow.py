@@ -385,7 +385,7 @@ def test_a_schedule_tunes_on_what_was_recorded(door: Door, workload: tuple[objec
     history = door.json("schedule", "history", "now")["history"]
     result = next(f["job"]["result"] for f in history if f["job"])
     assert result["reason"]
-    assert Path(result["report"]).read_text().startswith("<!doctype html>")
+    assert Path(result["report"]).read_text().startswith("<!DOCTYPE html>")
     assert f"its page is {result['report']}" in ran.stderr
     assert door.json("schedule", "list")["schedules"][-1]["report"] == result["report"]
     after = door.json("policies", "list", "--pair", door.pair)["publications"]

@@ -205,7 +205,6 @@ def schedule_history(ctx: click.Context, as_json: bool, name: str | None, limit:
             "attempt": f.job.attempt if f.job else None,
             "result": (f.job.result or {}).get("label") if f.job else None,
             "published": (f.job.result or {}).get("published") if f.job else None,
-            "report": (f.job.result or {}).get("report") if f.job else None,
             "error": f.job.error.splitlines()[0] if f.job and f.job.error else None,
         }
         for f in fires
@@ -214,7 +213,7 @@ def schedule_history(ctx: click.Context, as_json: bool, name: str | None, limit:
         as_json,
         {"history": [f.to_json() for f in fires]},
         lambda: rows_table(
-            rows, ("schedule", "fire_at", "outcome", "state", "attempt", "result", "published", "report", "error"), "history"
+            rows, ("schedule", "fire_at", "outcome", "state", "attempt", "result", "published", "error"), "history"
         ),
     )
 
