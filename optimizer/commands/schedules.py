@@ -265,7 +265,7 @@ def _work(ctx: click.Context, as_json: bool, work: Callable[..., Any]) -> None:
         with Meter() as meter:
             report = work(
                 store.database,
-                tuning_job(store, progress=meter, page=lambda study: page_of(ctx, store, study)),
+                tuning_job(store, progress=meter, page=lambda study: page_of(ctx, store, study)[0]),
                 watch=lambda event: say(_schedule_line(event), err=True),
             )
     data = report.to_json()
