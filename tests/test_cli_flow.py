@@ -114,7 +114,7 @@ def test_simulate_and_run_agree_on_every_round(
     rounds = lines(folder / "r.jsonl")
     assert lines(folder / "s.jsonl") == rounds
     assert len(rounds) == executed["rounds"]
-    assert all(set(r) == {"request", "start", "drafted", "verified", "accepted"} for r in rounds)
+    assert all(set(r) == {"request", "start", "drafted", "verified", "accepted", "batch"} for r in rounds)
     assert [r["request"] for r in rounds] == sorted((r["request"] for r in rounds), key=lambda i: int(i[1:]))
     assert executed["emitted_tokens"] == executed["rounds"] + executed["accepted_tokens"]
     assert executed["seconds"] > 0

@@ -145,7 +145,7 @@ def test_init_writes_a_file_that_says_every_key(folder: Path) -> None:
     "command",
     [
         ("tune",), ("record",), ("run",), ("generate", "x"), ("profile",), ("policies", "activate", FIXED), ("policies", "rollback"),
-        ("policies", "list"), ("schedule", "add", "n", "--every", "1h"), ("fit", "clusters", "--draft", "near"),
+        ("policies", "show"), ("schedule", "add", "n", "--every", "1h"), ("fit", "clusters", "--draft", "near"),
     ],
 )  # fmt: skip
 def test_no_pair_is_taken_in_silence(folder: Path, command: tuple[str, ...]) -> None:

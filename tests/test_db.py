@@ -533,7 +533,7 @@ def test_a_damaged_file_is_one_clear_line(tmp_path: Path) -> None:
     with open(url, "r+b") as file:
         file.seek((page - 1) * size)
         file.write(b"\xff" * 64)
-    with open_database(url) as database, pytest.raises(DatabaseError, match=r"is damaged .*cli\.py db check"):
+    with open_database(url) as database, pytest.raises(DatabaseError, match=r"is damaged .*`db check`"):
         TraceStore(database).list_policies()
     report = check(url)
     assert not report.ok

@@ -106,7 +106,7 @@ def test_unknown_names_are_refused_with_the_nearest(database: Database) -> None:
     for call in (schedules.get_schedule, schedules.pause_schedule, schedules.resume_schedule, schedules.remove_schedule):
         with pytest.raises(ScheduleError, match="no schedule 'nightli'; did you mean 'nightly'"):
             call(database, "nightli")
-    with pytest.raises(ScheduleError, match="no schedule 'zzz'; `cli"):
+    with pytest.raises(ScheduleError, match="no schedule 'zzz'; `schedule list`"):
         schedules.history(database, "zzz")
     with pytest.raises(ScheduleError, match="no job 77"):
         schedules.get_job(database, 77)
