@@ -18,9 +18,9 @@ from test_heads import HIDDEN, LAYERS, VOCAB, _eagle1
 from test_lossless import PROMPTS
 
 from spectune.db import open_database
+from spectune.engines.export import engine_settings
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.execute import DecodeOptions, encode, race
-from spectune.optimizer.export import engine_settings
 from spectune.optimizer.fit.chooser_fits import ChooserSource, fit_chooser_artifact, keep_chooser
 from spectune.optimizer.fit.on_the_fly import Measured, evaluate, fit_chooser, fit_features, read_prompts
 from spectune.optimizer.record import RecordRequest, record

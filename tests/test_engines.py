@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from spectune.engines.abilities import ENGINES, engine_named
+from spectune.engines.export import engine_settings
 from spectune.engines.serving import RECORDINGS_LIMIT, Place, Served
 from spectune.engines.vllm.command import server_command
 from spectune.engines.vllm.tables import Table, every_gamma, schedule_of, table_of
-from spectune.optimizer.export import engine_settings
 from spectune.optimizer.simulate.trace import open_trace
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.pair import PairSpec, read_pair

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from spectune.optimizer.export import engine_line, engine_settings
+from spectune.engines.export import engine_line, engine_settings
 from spectune.optimizer.search import complexity
 from spectune.optimizer.spaces import Space, enumerated, transformers_heuristic
 from spectune.runtime.pair import PairSpec, read_pair

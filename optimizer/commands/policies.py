@@ -381,7 +381,7 @@ def policies_export(ctx: click.Context, as_json: bool, policy_name: str, engine:
     spec, device = _spec(kw), _device(kw)
     with _looked_up(ctx, policy_name) as store:
         policy = policy_named(store, policy_name, spec.id, device, kw["deployment"])
-    from spectune.optimizer.export import engine_line, engine_settings
+    from spectune.engines.export import engine_line, engine_settings
 
     data = policy.spelled_out() if engine == "spectune" else engine_settings(policy, spec, engine)
     click.echo(json.dumps(data, indent=None if as_json else 2))
