@@ -18,7 +18,8 @@ NANOSECONDS = 1e9
 _STEP_COUNTS = ("start", "drafted", "verified", "accepted", "emitted", "draft_steps", "lag")
 _STEP_TIMES = ("draft_s", "verify_s", "round_s")
 _LATER_COUNTS = {"depth": np.int32, "bin": np.uint8, "batch": np.int32}
-"""Columns that came later, and are left out where they say nothing: no trees, one request in every step."""
+_LATER_TIMES = ("arrived_s", "ended_s")
+"""Columns that came later, and are left out where they say nothing: no trees, one request in every step, no clock."""
 _TREE_META: dict[str, type] = {"draft": str, "width": int, "depth": int, "proposals": str, "shared": bool}
 """What a tree panorama says of itself beside its columns and covers, and the types of it."""
 _OFF_TEXT = 255
@@ -48,6 +49,7 @@ _STEPS: _Layout = {
     **dict.fromkeys(_STEP_TIMES, (np.int64, 1)),
     **dict.fromkeys(("draft", "policy"), (np.uint16, 1)),
 }
+_LATER_STEPS: _Layout = {**{name: (kind, 1) for name, kind in _LATER_COUNTS.items()}, **dict.fromkeys(_LATER_TIMES, (np.int64, 1))}
 
 
 def pack_tokens(prompt_ids: Int32Array, output_ids: Int32Array) -> Chunk:
@@ -149,7 +151,7 @@ def pack_steps(steps: Sequence[Step]) -> Chunk:
     drafts = sorted({s.draft for s in steps})
     policies = sorted({s.policy for s in steps})
     columns: dict[str, Column] = {name: np.array([getattr(s, name) for s in steps], dtype=np.int32) for name in _STEP_COUNTS}
-    for name in _STEP_TIMES:
+    for name in (*_STEP_TIMES, *(_LATER_TIMES if any(s.ended_s for s in steps) else ())):
         columns[name] = np.rint(np.array([getattr(s, name) for s in steps], dtype=np.float64) * NANOSECONDS).astype(np.int64)
     later = ["depth", "bin"] if any(s.depth != s.drafted or s.bin != NO_BIN for s in steps) else []
     later += ["batch"] if any(s.batch != 1 for s in steps) else []
@@ -162,7 +164,7 @@ def pack_steps(steps: Sequence[Step]) -> Chunk:
 
 def unpack_steps(chunk: Chunk) -> tuple[Step, ...]:
     """The rounds in order. Raises :class:`CodecError`."""
-    columns, meta = _of_kind(chunk, "steps", _STEPS, {name: (kind, 1) for name, kind in _LATER_COUNTS.items()})
+    columns, meta = _of_kind(chunk, "steps", _STEPS, _LATER_STEPS)
     if len({len(column) for column in columns.values()}) > 1:
         raise CodecError("is no list of rounds: its columns have different lengths")
     counts = [columns[name].tolist() for name in _STEP_COUNTS]
@@ -175,7 +177,8 @@ def unpack_steps(chunk: Chunk) -> tuple[Step, ...]:
     depths = (columns["depth"] if "depth" in columns else columns["drafted"]).tolist()
     bins = columns["bin"].tolist() if "bin" in columns else [NO_BIN] * len(depths)
     batches = columns["batch"].tolist() if "batch" in columns else [1] * len(depths)
-    return tuple(Step(*row) for row in zip(*counts, *names, *times, depths, bins, batches, strict=True))
+    clocks = [(columns[name] / NANOSECONDS).tolist() if name in columns else [0.0] * len(depths) for name in _LATER_TIMES]
+    return tuple(Step(*row) for row in zip(*counts, *names, *times, depths, bins, batches, *clocks, strict=True))
 
 
 def pack_document(document: Any, arrays: Mapping[str, Column] | None = None) -> Chunk:

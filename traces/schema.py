@@ -306,7 +306,9 @@ class Step:
     ``emitted``: tokens the round added to the text, normally accepted + 1. ``draft_steps``: forward passes of the draft.
     ``lag``: tokens the draft had to read before its first proposal. ``depth``: levels drafted (of a chain: ``drafted``). ``bin``:
     HeteroSpec's entropy bin, ``NO_BIN`` where there is none. ``batch``: requests in the step, this one
-    included. Times in seconds, 0 when replayed without a profile.
+    included. Times in seconds, 0 when replayed without a profile. ``arrived_s`` and ``ended_s``: when the
+    request reached its engine and when the round's tokens were there, seconds of one clock in a
+    recording, 0 where that is not known; rounds of one step end at one moment.
     """
 
     start: int
@@ -324,6 +326,8 @@ class Step:
     depth: int = 0
     bin: int = NO_BIN
     batch: int = 1
+    arrived_s: float = 0.0
+    ended_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,7 @@ class Scheduler(AsyncScheduler):
         self._scheduled: dict[int, _Scheduled] = {}
         self._decoding: dict[str, _Served] = {}
         self._updated_at = 0.0
+        self._clock = time.perf_counter() - time.time()  # arrivals are told by the other one
         self._sampling: dict[tuple[float, int, float], Sampling] = {}
         url = os.environ.get("SPECTUNE_DB", "")
         if not url:
@@ -96,7 +97,12 @@ class Scheduler(AsyncScheduler):
             url,
             str(config.device_config.device_type),
             f"vllm:{os.uname().nodename}:{os.getpid()}",
-            {"engine": "vllm", "engine_version": vllm.__version__, "dtype": str(config.model_config.dtype).removeprefix("torch.")},
+            {
+                "engine": "vllm",
+                "engine_version": vllm.__version__,
+                "dtype": str(config.model_config.dtype).removeprefix("torch."),
+                "serving": self._rules(),
+            },
             config.model_config.max_model_len,
             os.environ.get("SPECTUNE_DEPLOYMENT") or "vllm",
         )
@@ -139,6 +145,19 @@ class Scheduler(AsyncScheduler):
             done = self._spectune.close()
             logger.info("spectune: %d requests recorded, %d dropped", done.written, done.dropped)
         super().shutdown()
+
+    def _rules(self) -> dict[str, Any]:
+        """What of this server's configuration decides what a step holds, by the names of :class:`engines.rules.ServingRules`."""
+        config = self.vllm_config
+        speculative, cache = config.speculative_config, config.cache_config
+        return {
+            "max_num_seqs": self.scheduler_config.max_num_seqs,
+            "max_batched_tokens": self.scheduler_config.max_num_batched_tokens,
+            "draft_slots": 0 if speculative is None else speculative.max_num_new_slots_for_drafting,
+            "max_len": config.model_config.max_model_len,
+            "cache_tokens": (cache.num_gpu_blocks or 0) * cache.block_size,
+            "ahead": config.max_concurrent_batches - 1,
+        }
 
     def _own_table(self) -> Table:
         """What the server was started with."""
@@ -206,6 +225,7 @@ class Scheduler(AsyncScheduler):
                     was.start, was.drafted, was.drafted + 1, was.accepted, emitted, was.drafted,
                     draft=self._draft if was.drafted else "", policy=policy,
                     round_s=seconds + served.unspent_s, depth=was.drafted, batch=batch,
+                    arrived_s=self._clock + request.arrival_time, ended_s=now,
                 )
             )  # fmt: skip
             served.unspent_s = 0.0

@@ -1,0 +1,34 @@
+"""The rules by which an engine puts requests into steps: what the serving simulator goes by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ServingRules:
+    """How an engine fills its steps. The requests in force come first, in the order in which they were admitted; then as many of
+    those that wait, first come first served, as seats and tokens allow.
+
+    ``max_num_seqs``: seats. ``max_batched_tokens``: tokens of a step; a prompt that does not fit is read in chunks.
+    ``draft_slots``: tokens of it that each request costs beside its own. ``max_len``: tokens of a request's text. ``cache_tokens``:
+    tokens that the cache holds, 0 where that is not known. ``ahead``: steps that are scheduled before the results of those in
+    execution are known. ``drafts_after``: whether a step drafts for the next one, by its own size, after it has verified; else it
+    drafts first. ``reply_s``: seconds from an answer until its client's next request is there.
+    """
+
+    max_num_seqs: int
+    max_batched_tokens: int
+    max_len: int
+    draft_slots: int = 0
+    cache_tokens: int = 0
+    ahead: int = 0
+    drafts_after: bool = True
+    reply_s: float = 0.0
+
+    def of(self, found: Mapping[str, Any]) -> ServingRules:
+        """The same with what a recording says of its server."""
+        known = {f.name for f in fields(self)}
+        return replace(self, **{name: value for name, value in found.items() if name in known})
