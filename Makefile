@@ -4,7 +4,8 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3 python; do \
 VENV ?= .venv
 BIN := $(VENV)/bin
 RUN := $(BIN)/python
-INSTALL = $(BIN)/pip install --disable-pip-version-check
+# Modules are compiled when they are first imported: most never are.
+INSTALL = $(BIN)/pip install --disable-pip-version-check --no-compile
 LOGGED = >>$(VENV)/install.log 2>&1 || { tail -n 15 $(VENV)/install.log >&2; exit 1; }
 
 .PHONY: help tune test test-vllm lint wheel bench acceptance train clean
@@ -16,7 +17,6 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "error: Python 3.11 or newer is needed (set PYTHON=/path/to/python3)" >&2; exit 2; }
 	@echo "installing into $(VENV) (log: $(VENV)/install.log)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(INSTALL) --upgrade pip $(LOGGED)
 	@$(INSTALL) -c constraints.txt -e . $(LOGGED)
 	@touch $@
 
