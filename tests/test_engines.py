@@ -83,7 +83,7 @@ def test_a_table_has_the_policys_tokens_for_every_batch_size() -> None:
     [
         (policy({"kind": "fixed", "gamma": 4}, draft="medium"), "loaded the draft 'small', not 'medium'"),
         (policy({"kind": "fixed", "gamma": 7}), "at most 6 tokens"),
-        (policy({"kind": "fsm"}), 'publish "fixed" or "by_batch"'),
+        (policy({"kind": "fsm"}), r"runs chains with a fixed or by_batch window, and nearest is 'small fixed\(gamma=\d+\)'"),
         (policy({"kind": "fixed", "gamma": 4}, stop={"kind": "max_prob", "threshold": 0.4}), "a stop or a shortlist"),
         (policy({"kind": "fixed", "gamma": 4}, growth={"kind": "top_k"}), "cannot run trees"),
         (ChooserPolicy.of("a1b2"), "one of the candidates"),

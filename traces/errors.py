@@ -34,3 +34,7 @@ class PolicyError(SpectuneError):
 
 class TraceError(SpectuneError):
     """A recording, panorama or profile is missing, damaged, or too small for what is asked of it."""
+
+
+class EngineError(SpectuneError):
+    """An engine is not installed, cannot load a model, or died."""

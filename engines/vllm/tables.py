@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from spectune.engines.abilities import VLLM
 from spectune.runtime.policies.blocks import BATCH_LIMIT
-from spectune.runtime.policies.document import AnyPolicy, ByBatchWindow, ChooserPolicy, FixedWindow, NoStop
-from spectune.traces.errors import PolicyError
+from spectune.runtime.policies.document import AnyPolicy, ByBatchWindow
 
 
 @dataclass(frozen=True)
@@ -24,22 +24,7 @@ def table_of(policy: AnyPolicy, version: int, *, draft: str, most: int, max_num_
 
     Raises PolicyError with what vLLM cannot do, and what it can.
     """
-    if isinstance(policy, ChooserPolicy):
-        raise PolicyError("vLLM cannot choose a draft for each prompt: it has one, loaded at its start; publish one of the candidates")
-    if policy.draft not in (draft, "none") and policy.speculates:
-        raise PolicyError(f"this server loaded the draft {draft!r}, not {policy.draft!r}; start it with that draft")
-    if policy.is_tree:
-        raise PolicyError(f"vLLM cannot run trees, as in {policy.label()!r}; publish a chain")
-    if policy.shortlisted or not isinstance(policy.stop, NoStop):
-        raise PolicyError(f"vLLM cannot run a stop or a shortlist, as in {policy.label()!r}; publish a window alone")
-    window = policy.window
-    if not isinstance(window, (FixedWindow, ByBatchWindow)):
-        raise PolicyError(f'vLLM cannot run a window of kind {window.kind!r}; publish "fixed" or "by_batch"')
-    if policy.gamma_max > most:
-        raise PolicyError(f"this server drafts at most {most} tokens (num_speculative_tokens), not {policy.gamma_max}; start it with more")
-    sizes = range(1, max_num_seqs + 1)
-    gammas = [window.gamma if isinstance(window, FixedWindow) else window.at(size) for size in sizes]
-    return Table((0, *gammas), policy.id, version)
+    return Table(VLLM.gammas(policy, draft=draft, most=most, max_num_seqs=max_num_seqs), policy.id, version)
 
 
 def schedule_of(window: ByBatchWindow) -> list[list[int]]:

@@ -33,6 +33,8 @@ def engines(ctx: click.Context, as_json: bool) -> None:
             "tested": list(e.versions),
             "runs": e.policies,
             "by_batch": e.by_batch,
+            "trees": e.trees,
+            "batches": e.batches,
             "new_policy": e.swap,
         }
         for e in ENGINES.values()

@@ -1,0 +1,95 @@
+"""What every engine that executes for us looks like: started once, given requests and a policy any number of times, closed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from spectune.engines.abilities import Engine
+from spectune.runtime.policies.document import AnyPolicy
+from spectune.traces.errors import TraceError
+from spectune.traces.schema import Sampling, Step, Trajectory
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A request to execute: its id, unique in the execution, its category, and its token ids."""
+
+    id: str
+    category: str
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Load:
+    """How requests come: ``clients`` at a time, each sending its next when its last has ended; or, with ``arrivals``, each at
+    its moment, seconds from the start, one a request and never falling. Raises TraceError for what is neither."""
+
+    clients: int = 1
+    arrivals: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.clients < 1:
+            raise TraceError(f"{self.clients} clients: at least one sends requests")
+        if any(b < a for a, b in zip((0.0, *self.arrivals), self.arrivals, strict=False)):
+            raise TraceError("arrivals are seconds from the start, and never fall")
+
+    def due(self, now_s: float, sent: int, running: int) -> int:
+        """How many requests have come by ``now_s`` that were not sent yet: ``sent`` were, ``running`` of them are not
+        answered. May be more than there are."""
+        if self.arrivals:
+            return sum(moment <= now_s for moment in self.arrivals[sent:])
+        return max(0, self.clients - running)
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A request as an engine served it. Its rounds say their policy, batch size and seconds; ``arrived_s`` and ``ended_s``
+    are seconds since the execution began."""
+
+    trajectory: Trajectory
+    steps: tuple[Step, ...]
+
+    @property
+    def arrived_s(self) -> float:
+        return self.steps[0].arrived_s
+
+    @property
+    def first_token_s(self) -> float:
+        """When its first token was there."""
+        return self.steps[0].ended_s
+
+    @property
+    def finished_s(self) -> float:
+        return self.steps[-1].ended_s
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """How a pair is to be served: the draft that is loaded, the most tokens that it drafts in a round, the most requests in a
+    step, and the most tokens of a text, its prompt among them."""
+
+    draft: str
+    most: int = 8
+    max_num_seqs: int = 8
+    max_len: int = 2048
+
+
+class Running(Protocol):
+    """An engine that serves a pair."""
+
+    @property
+    def engine(self) -> Engine: ...
+
+    @property
+    def version(self) -> str: ...
+
+    def execute(
+        self, prompts: Sequence[Prompt], policy: AnyPolicy, load: Load, *, sampling: Sampling, max_new_tokens: int
+    ) -> Iterator[Answered]:
+        """Serves every request, and yields each as it ends. Raises PolicyError at once for a policy that it cannot run, and
+        EngineError where the engine fails."""
+
+    def close(self) -> None:
+        """Ends it. Harmless when it has ended."""
