@@ -1,90 +1,143 @@
-"""A policy as other engines' settings, where they can say the same thing."""
+"""A policy as other engines' settings where they can say the same, and settings as a policy."""
 
 from __future__ import annotations
 
-import json
-import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from spectune.engines.vllm.tables import schedule_of
+from pydantic import ValidationError
+
+from spectune.engines.settings import (
+    ALGORITHMS,
+    ENGINE_SETTINGS,
+    Drafting,
+    Settings,
+    VersionError,
+    gguf_of,
+)
 from spectune.runtime.pair import PairSpec, head_algorithm, is_head
-from spectune.runtime.policies.document import AnyPolicy, ByBatchWindow, ChooserPolicy, FixedWindow, Policy, TopKGrowth
+from spectune.runtime.policies.document import (
+    AUTOREGRESSIVE,
+    AnyPolicy,
+    ByBatchWindow,
+    ChooserPolicy,
+    FixedWindow,
+    Policy,
+    TopKGrowth,
+)
+from spectune.runtime.policies.refusals import MESSAGE_LIMIT
 from spectune.traces.errors import PolicyError
+from spectune.traces.text import one_line
+
+ENGINES_EXPORTED = tuple(ENGINE_SETTINGS)
 
 
-def engine_settings(policy: AnyPolicy, pair: PairSpec, engine: str) -> dict[str, Any]:
-    """Settings of ``vllm``, ``sglang`` or ``tensorrt-llm`` for a fixed window without a stop (for vllm also one by batch): a chain,
-    or EAGLE-2's tree of a head where the engine has trees.
+def engine_settings(
+    policy: AnyPolicy, pair: PairSpec, engine: str, version: str | None = None
+) -> dict[str, Any]:
+    """The settings of an engine (:data:`ENGINES_EXPORTED`) for a policy, {} for one that does not
+    speculate: a chain of a fixed window, where the engine has it also one by batch, or EAGLE-2's
+    tree of a head.
 
-    Raises PolicyError for a policy those engines cannot express: a window that adapts by our rules,
-    a stop, another growth or score, a chooser of drafts.
+    ``version`` is the engine's. Raises PolicyError for a policy that it cannot express, with the
+    nearest that it can, and for a version that has to be said or is not known.
     """
     if isinstance(policy, ChooserPolicy):
-        raise PolicyError(f"{engine} cannot choose a draft for each prompt; export one of the candidates that `fit chooser` printed")
+        raise PolicyError(
+            f"{engine} cannot choose a draft for each prompt; "
+            "export one of the candidates that `fit chooser` printed"
+        )
     if not policy.speculates:
         return {}
-    windows = (FixedWindow, ByBatchWindow) if engine == "vllm" else FixedWindow
-    if not isinstance(policy.window, windows) or policy.stop.kind != "none":
+    kind = ENGINE_SETTINGS[engine]
+    try:
+        kind.check(version)
+        return kind.of(_drafting(policy, pair), version).document()
+    except VersionError as error:
+        raise PolicyError(f"{engine}: {error}") from None
+    except ValueError as error:
         raise PolicyError(
-            f"{engine} cannot express {policy.label()!r}; export a fixed window without a stop "
-            "(`tune` prints the best one among its baselines)"
-        )
-    path = dict(pair.drafts).get(policy.draft)
-    algorithm = head_algorithm(path) if path is not None and is_head(path) else None
-    growth = policy.growth
-    grows = isinstance(growth, TopKGrowth) and growth.score != "coupled" and policy.stratify is None
-    if policy.is_tree and (engine == "vllm" or algorithm is None or not grows):
-        raise PolicyError(
-            f"{engine} cannot express {policy.label()!r}; trees can be exported for sglang and tensorrt-llm alone, with an EAGLE head, "
-            "growth top_k, its score by probability, and no bins"
-        )
-    return {"vllm": _vllm, "sglang": _sglang, "tensorrt-llm": _tensorrt_llm}[engine](policy, path, algorithm)
+            f"{engine} cannot express {policy.label()!r}: {_said(error)}; {_nearest(policy)}"
+        ) from None
+
+
+def policy_of(
+    settings: Mapping[str, Any], pair: PairSpec, engine: str, version: str | None = None
+) -> Policy:
+    """The policy that :func:`engine_settings` wrote so. Of a tree, blocks that say nothing at
+    temperature 0 (``score``, ``proposals``) come back by default; what does not speculate comes
+    back as ``autoregressive``.
+
+    Raises PolicyError for settings that break the engine's rules, or say what no policy does.
+    """
+    if not settings:
+        return AUTOREGRESSIVE
+    try:
+        ENGINE_SETTINGS[engine].check(version)
+        found = ENGINE_SETTINGS[engine].model_validate(settings).drafting(version)
+    except ValueError as error:
+        raise PolicyError(f"settings of {engine}: {_said(error)}") from None
+    at = gguf_of if engine == "llamacpp" else str
+    names = {at(path): name for name, path in reversed(pair.drafts)}
+    draft = "ngram" if found.model is None else names.get(at(found.model))
+    if draft is None:
+        raise PolicyError(f"settings of {engine}: no draft of pair {pair.name} is {found.model}")
+    document: dict[str, Any] = {"draft": draft, "window": found.window.model_dump()}
+    if found.width is not None:
+        tree = {"growth": {"kind": "top_k", "width": found.width}}
+        document |= {**tree, "select": {"top_n": found.top_n}}
+    return Policy.model_validate(document)
 
 
 def engine_line(settings: Mapping[str, Any], pair: PairSpec, engine: str) -> str:
     """What to type to serve the pair's target with :func:`engine_settings`."""
-    target, document = shlex.quote(pair.target), json.dumps(settings)
-    if engine == "vllm":
-        return f"vllm serve {target}" + (f" --speculative-config {shlex.quote(document)}" if settings else "")
-    if engine == "sglang":
-        flags = (f"--{key.replace('_', '-')} {shlex.quote(str(value))}" for key, value in settings.items())
-        return " ".join([f"python -m sglang.launch_server --model-path {target}", *flags])
-    if not settings:
-        return f"trtllm-serve {target}"
-    written = shlex.quote(json.dumps({"speculative_config": settings}))  # JSON is YAML
-    return f"echo {written} > speculative.yaml && trtllm-serve {target} --extra_llm_api_options speculative.yaml"
+    kind: type[Settings] = ENGINE_SETTINGS[engine]
+    return kind.line(kind.model_validate(settings) if settings else None, pair.target)
 
 
-def _vllm(policy: Policy, path: str | None, algorithm: str | None) -> dict[str, Any]:
-    tokens: dict[str, Any] = {"num_speculative_tokens": policy.gamma_max}
-    if isinstance(policy.window, ByBatchWindow):
-        tokens["num_speculative_tokens_per_batch_size"] = schedule_of(policy.window)
-    if policy.draft == "ngram":
-        return {"method": "ngram", **tokens, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-    return {"method": algorithm or "draft_model", "model": path, **tokens}
+def _drafting(policy: Policy, pair: PairSpec) -> Drafting:
+    """What engines can say of a policy. Raises ValueError for what none can."""
+    window, growth = policy.window, policy.growth
+    if not isinstance(window, (FixedWindow, ByBatchWindow)):
+        raise ValueError("it has no rule that adapts as this window does")
+    if policy.stop.kind != "none":
+        raise ValueError("it has no stop of this kind")
+    if policy.shortlisted:
+        raise ValueError("it has no shortlist of this kind")
+    path = dict(pair.drafts).get(policy.draft)
+    algorithm = ALGORITHMS[head_algorithm(path)] if path is not None and is_head(path) else ""
+    if not policy.is_tree:
+        return Drafting(path, algorithm, window)
+    if (
+        not isinstance(growth, TopKGrowth)
+        or growth.score == "coupled"
+        or policy.stratify is not None
+        or not algorithm
+    ):
+        raise ValueError(
+            "trees can be exported with an EAGLE head, growth top_k by probability, and no bins"
+        )
+    return Drafting(path, algorithm, window, growth.width, policy.select.top_n)
 
 
-def _sglang(policy: Policy, path: str | None, algorithm: str | None) -> dict[str, Any]:
-    gamma, growth, top_n = policy.gamma_max, policy.growth, policy.select.top_n
-    if policy.draft == "ngram":
-        return {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": gamma + 1}
-    return {
-        "speculative_algorithm": (algorithm or "standalone").upper(),
-        "speculative_draft_model_path": path,
-        "speculative_num_steps": gamma,
-        "speculative_eagle_topk": growth.width if isinstance(growth, TopKGrowth) else 1,
-        "speculative_num_draft_tokens": (top_n or gamma) + 1,
-    }
+def _nearest(policy: Policy) -> str:
+    """A chain that every engine can say, which keeps the policy's draft and its longest window."""
+    window = policy.window
+    gamma = window.at(1) if isinstance(window, ByBatchWindow) else policy.gamma_max
+    chain = Policy(draft=policy.draft, window=FixedWindow(gamma=gamma))
+    if chain == policy:
+        return "the nearest is a chain of another draft"
+    near = f'{{"draft": "{policy.draft}", "window": {{"kind": "fixed", "gamma": {gamma}}}}}'
+    return f"the nearest that it can is {near}, and `simulate` says what that is worth"
 
 
-def _tensorrt_llm(policy: Policy, path: str | None, algorithm: str | None) -> dict[str, Any]:
-    gamma, growth = policy.gamma_max, policy.growth
-    if policy.draft == "ngram":
-        return {"decoding_type": "NGram", "max_draft_len": gamma, "max_matching_ngram_size": 3}
-    decoding = "DraftTarget" if algorithm is None else algorithm.title()
-    chain = {"decoding_type": decoding, "speculative_model": path, "max_draft_len": gamma}
-    if not isinstance(growth, TopKGrowth):
-        return chain
-    tree = {"dynamic_tree_max_topK": growth.width, "max_total_draft_tokens": policy.select.top_n}
-    return {**chain, "use_dynamic_tree": True, **tree}
+def _said(error: ValueError) -> str:
+    """The first reason, in one line."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return one_line(
+        (f"{where}: " if where else "") + str(first["msg"]).removeprefix("Value error, "),
+        MESSAGE_LIMIT,
+    )

@@ -363,27 +363,35 @@ def policies_rollback(ctx: click.Context, as_json: bool, to: int | None, **kw: A
 @policies.command("export")
 @click.argument("policy_name", metavar="POLICY", default="active")
 @click.option(
-    "--for", "engine", type=click.Choice(["spectune", "vllm", "sglang", "tensorrt-llm"]), default="spectune", show_default=True
+    "--for",
+    "engine",
+    type=click.Choice(["spectune", "vllm", "sglang", "tensorrt-llm", "llamacpp"]),
+    default="spectune",
+    show_default=True,
 )
+@click.option("--engine-version", metavar="VERSION", help="whose settings: what they mean changes from version to version")
 @pair_options
 @on_device
 @deployment_option
 @json_option
 @with_context
-def policies_export(ctx: click.Context, as_json: bool, policy_name: str, engine: str, **kw: Any) -> None:
+def policies_export(
+    ctx: click.Context, as_json: bool, policy_name: str, engine: str, engine_version: str | None, **kw: Any
+) -> None:
     """Print a policy as a document, or as another engine's settings where they can say the same: JSON
     on stdout, and on stderr the line that serves with them.
 
     \b
     Example:  cli.py policies export active > policy.json
               cli.py policies export active --for vllm
+              cli.py policies export active --for tensorrt-llm --engine-version 1.3.0
     """
     spec, device = _spec(kw), _device(kw)
     with _looked_up(ctx, policy_name) as store:
         policy = policy_named(store, policy_name, spec.id, device, kw["deployment"])
     from spectune.engines.export import engine_line, engine_settings
 
-    data = policy.spelled_out() if engine == "spectune" else engine_settings(policy, spec, engine)
+    data = policy.spelled_out() if engine == "spectune" else engine_settings(policy, spec, engine, engine_version)
     click.echo(json.dumps(data, indent=None if as_json else 2))
     if engine != "spectune" and not as_json:
         say(engine_line(data, spec, engine), err=True)

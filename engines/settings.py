@@ -1,0 +1,461 @@
+"""What engines' settings for speculation may say, after their documentation, and what they mean.
+
+vLLM 0.32 (``--speculative-config``), SGLang 0.5.23 (``--speculative-*`` and its adaptive
+configuration), TensorRT-LLM 1.2 (``speculative_config``) and llama.cpp b11549 (``--spec-*``).
+They are checked when they are made and when they are read; what breaks a rule raises ValueError
+(pydantic's ValidationError is one).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from spectune.engines.vllm.tables import schedule_of
+from spectune.runtime.policies.blocks import BATCH_LIMIT, ByBatchWindow, FixedWindow
+
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Algorithm = Literal["", "eagle", "eagle3"]
+ALGORITHMS: dict[str, Algorithm] = {"eagle": "eagle", "eagle3": "eagle3"}
+
+UPPER_BOUNDS = "1.3.0rc8"
+"""From this version on ``draft_len_schedule`` has largest batch sizes, before it least ones."""
+
+
+class VersionError(ValueError):
+    """An engine's version is missing where settings depend on it, or is not known."""
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """What engines can say of a policy. ``model``: a draft's path, None for prompt lookup.
+    ``algorithm``: of an EAGLE head. ``width`` and ``top_n``: EAGLE-2's tree, None for a chain."""
+
+    model: str | None
+    algorithm: Algorithm
+    window: FixedWindow | ByBatchWindow
+    width: int | None = None
+    top_n: int | None = None
+
+    @property
+    def gamma_max(self) -> int:
+        return self.window.gamma if isinstance(self.window, FixedWindow) else self.window.gamma_max
+
+
+def windowed(gammas: dict[int, int]) -> ByBatchWindow:
+    """A window of tokens by least batch size."""
+    return ByBatchWindow.model_validate(
+        {"kind": "by_batch", "gamma": {str(size): gamma for size, gamma in gammas.items()}}
+    )
+
+
+class Settings(BaseModel, ABC):
+    """Settings of an engine: :meth:`of` says a drafting in them, :meth:`drafting` reads it back,
+    :meth:`line` serves with them. ``since``: the first version whose documentation they follow."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    since: ClassVar[str]
+
+    @classmethod
+    @abstractmethod
+    def of(cls, drafting: Drafting, version: str | None) -> Self: ...
+
+    @abstractmethod
+    def drafting(self, version: str | None) -> Drafting: ...
+
+    @classmethod
+    @abstractmethod
+    def line(cls, settings: Self | None, target: str) -> str: ...
+
+    @classmethod
+    def check(cls, version: str | None) -> None:
+        """Raises VersionError for a version from before :attr:`since`, or that is none."""
+        if version is not None and _numbers(version) < _numbers(cls.since):
+            known = f"settings are known from {cls.since} on, not for {version}"
+            raise VersionError(f"{known}; without --engine-version they are those of {cls.since}")
+
+    def document(self) -> dict[str, object]:
+        """As JSON has it; what is not set is left out."""
+        return self.model_dump(mode="json", exclude_none=True)
+
+
+class VllmSettings(Settings):
+    """vLLM's ``--speculative-config``."""
+
+    since = "0.32"
+    method: Literal["draft_model", "eagle", "eagle3", "ngram"]
+    model: str | None = None
+    num_speculative_tokens: Positive
+    num_speculative_tokens_per_batch_size: tuple[tuple[Positive, Positive, Count], ...] | None = (
+        None
+    )
+    prompt_lookup_max: Positive | None = None
+    prompt_lookup_min: Positive | None = None
+
+    @model_validator(mode="after")
+    def _rules(self) -> Self:
+        if (self.method == "ngram") != (self.model is None):
+            raise ValueError('"model" names the draft, and is left out for method "ngram"')
+        ranges = self.num_speculative_tokens_per_batch_size
+        if ranges is not None:
+            if (
+                not ranges
+                or ranges[0][0] != 1
+                or any(b[0] != a[1] + 1 for a, b in pairwise(ranges))
+            ):
+                raise ValueError(
+                    "num_speculative_tokens_per_batch_size begins at 1 and leaves no batch size out"
+                )
+            if (
+                any(first > last for first, last, _ in ranges)
+                or max(k for *_, k in ranges) > self.num_speculative_tokens
+            ):
+                raise ValueError("[first, last, tokens] has at most num_speculative_tokens")
+        return self
+
+    @classmethod
+    def of(cls, drafting: Drafting, version: str | None) -> Self:
+        if drafting.width is not None:
+            raise ValueError("vLLM has no trees")
+        lookup = {"prompt_lookup_max": 3, "prompt_lookup_min": 1} if drafting.model is None else {}
+        window = drafting.window
+        schedule = schedule_of(window) if isinstance(window, ByBatchWindow) else None
+        said = {
+            "method": "ngram" if drafting.model is None else drafting.algorithm or "draft_model",
+            "model": drafting.model,
+            "num_speculative_tokens": drafting.gamma_max,
+            "num_speculative_tokens_per_batch_size": schedule,
+        }
+        return cls.model_validate({**said, **lookup})
+
+    def drafting(self, version: str | None) -> Drafting:
+        ranges = self.num_speculative_tokens_per_batch_size
+        algorithm = ALGORITHMS.get(self.method, "")
+        window = (
+            FixedWindow(gamma=self.num_speculative_tokens)
+            if ranges is None
+            else windowed({r[0]: r[2] for r in ranges})
+        )
+        return Drafting(self.model, algorithm, window)
+
+    @classmethod
+    def line(cls, settings: Self | None, target: str) -> str:
+        said = (
+            ""
+            if settings is None
+            else f" --speculative-config {shlex.quote(json.dumps(settings.document()))}"
+        )
+        return f"vllm serve {shlex.quote(target)}{said}"
+
+
+class SglangSlot(BaseModel):
+    """What SGLang may draft from a batch size on; a single candidate is what it drafts."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    candidate_steps: Annotated[tuple[Count, ...], Field(min_length=1)]
+
+
+class SglangSettings(Settings):
+    """SGLang's ``--speculative-*`` arguments; ``speculative_adaptive_config`` is what the
+    file holds that is named there.
+
+    SGLang looks a batch up by the size of the CUDA graph that it is padded to.
+    """
+
+    since = "0.5.23"
+    speculative_algorithm: Literal["STANDALONE", "EAGLE", "EAGLE3", "NGRAM"]
+    speculative_draft_model_path: str | None = None
+    speculative_num_steps: Positive | None = None
+    speculative_eagle_topk: Positive | None = None
+    speculative_num_draft_tokens: Annotated[int, Field(ge=2)]
+    speculative_ngram_max_bfs_breadth: Positive | None = None
+    speculative_adaptive: Literal[True] | None = None
+    speculative_adaptive_config: (
+        dict[Annotated[str, Field(pattern="^[1-9][0-9]*$")], SglangSlot] | None
+    ) = None
+
+    @model_validator(mode="after")
+    def _rules(self) -> Self:
+        steps, width, slots = (
+            self.speculative_num_steps,
+            self.speculative_eagle_topk,
+            self.speculative_adaptive_config,
+        )
+        if self.speculative_algorithm == "NGRAM":
+            if self.speculative_draft_model_path or steps or width or slots:
+                raise ValueError("NGRAM has a number of draft tokens and a breadth alone")
+            return self
+        if (
+            not (self.speculative_draft_model_path and steps and width)
+            or self.speculative_ngram_max_bfs_breadth
+        ):
+            raise ValueError("a draft has a path, steps and a top-k")
+        most = steps if width == 1 else width + (steps - 1) * width * width
+        if not steps <= self.speculative_num_draft_tokens - 1 <= most:
+            raise ValueError(f"{steps} steps with top-k {width} draft {steps} to {most} tokens")
+        if (slots is None) != (self.speculative_adaptive is None):
+            raise ValueError("speculative_adaptive stands with its configuration")
+        if slots is not None:
+            if self.speculative_algorithm == "STANDALONE" or width != 1:
+                raise ValueError(
+                    "SGLang takes steps by batch size with a chain of an EAGLE head alone"
+                )
+            if steps not in {step for slot in slots.values() for step in slot.candidate_steps}:
+                raise ValueError("speculative_num_steps is one of the candidate steps")
+        return self
+
+    @classmethod
+    def of(cls, drafting: Drafting, version: str | None) -> Self:
+        steps, window = drafting.gamma_max, drafting.window
+        if drafting.model is None:
+            if isinstance(window, ByBatchWindow):
+                raise ValueError(
+                    "SGLang takes steps by batch size with a chain of an EAGLE head alone"
+                )
+            said: dict[str, object] = {
+                "speculative_algorithm": "NGRAM",
+                "speculative_num_draft_tokens": steps + 1,
+            }
+            return cls.model_validate({**said, "speculative_ngram_max_bfs_breadth": 1})
+        said = {
+            "speculative_algorithm": (drafting.algorithm or "standalone").upper(),
+            "speculative_draft_model_path": drafting.model,
+            "speculative_num_steps": steps,
+            "speculative_eagle_topk": drafting.width or 1,
+            "speculative_num_draft_tokens": (drafting.top_n or steps) + 1,
+        }
+        if isinstance(window, ByBatchWindow):
+            slots = {str(size): {"candidate_steps": [gamma]} for size, gamma in window.gamma}
+            said |= {"speculative_adaptive": True, "speculative_adaptive_config": slots}
+        return cls.model_validate(said)
+
+    def drafting(self, version: str | None) -> Drafting:
+        tokens, width, slots = (
+            self.speculative_num_draft_tokens - 1,
+            self.speculative_eagle_topk,
+            self.speculative_adaptive_config,
+        )
+        if self.speculative_algorithm == "NGRAM":
+            if self.speculative_ngram_max_bfs_breadth != 1:
+                raise ValueError("NGRAM drafts trees; set speculative_ngram_max_bfs_breadth to 1")
+            return Drafting(None, "", FixedWindow(gamma=tokens))
+        algorithm = ALGORITHMS.get(self.speculative_algorithm.lower(), "")
+        window: FixedWindow | ByBatchWindow = FixedWindow(gamma=self.speculative_num_steps or 0)
+        if slots is not None:
+            if any(len(slot.candidate_steps) > 1 for slot in slots.values()):
+                raise ValueError("with several candidate_steps it adapts by its own rule; give one")
+            window = windowed({int(size): slot.candidate_steps[0] for size, slot in slots.items()})
+        if width == 1:
+            return Drafting(self.speculative_draft_model_path, algorithm, window)
+        return Drafting(self.speculative_draft_model_path, algorithm, window, width, tokens)
+
+    @classmethod
+    def line(cls, settings: Self | None, target: str) -> str:
+        start = f"python -m sglang.launch_server --model-path {shlex.quote(target)}"
+        if settings is None:
+            return start
+        said, first, flags = settings.document(), "", []
+        slots = said.pop("speculative_adaptive_config", None)
+        if said.pop("speculative_adaptive", None):
+            first = f"echo {shlex.quote(json.dumps(slots))} > adaptive.json && "
+            flags = ["--speculative-adaptive", "--speculative-adaptive-config adaptive.json"]
+        return first + " ".join(
+            [
+                start,
+                *(f"--{k.replace('_', '-')} {shlex.quote(str(v))}" for k, v in said.items()),
+                *flags,
+            ]
+        )
+
+
+class TensorRTSettings(Settings):
+    """TensorRT-LLM's ``speculative_config``. What ``draft_len_schedule`` means changed in
+    :data:`UPPER_BOUNDS`."""
+
+    since = "1.2"
+    decoding_type: Literal["DraftTarget", "Eagle", "Eagle3", "NGram"]
+    speculative_model: str | None = None
+    max_draft_len: Positive
+    draft_len_schedule: dict[Positive, Count] | None = None
+    max_matching_ngram_size: Positive | None = None
+    use_dynamic_tree: Literal[True] | None = None
+    dynamic_tree_max_topK: Positive | None = None
+    max_total_draft_tokens: Positive | None = None
+
+    @model_validator(mode="after")
+    def _rules(self) -> Self:
+        if (self.decoding_type == "NGram") != (self.speculative_model is None):
+            raise ValueError('"speculative_model" names the draft, and is left out for NGram')
+        schedule, width, nodes = (
+            self.draft_len_schedule,
+            self.dynamic_tree_max_topK,
+            self.max_total_draft_tokens,
+        )
+        if schedule is not None and (not schedule or schedule[min(schedule)] != self.max_draft_len):
+            raise ValueError("draft_len_schedule begins with max_draft_len")
+        if schedule is not None and max(schedule.values()) > self.max_draft_len:
+            raise ValueError("draft_len_schedule drafts at most max_draft_len")
+        if not (self.use_dynamic_tree is None) == (width is None) == (nodes is None):
+            raise ValueError("a dynamic tree has a top-K and a number of tokens")
+        if (
+            width is not None
+            and nodes is not None
+            and not self.max_draft_len <= nodes <= width * self.max_draft_len
+        ):
+            least, most = self.max_draft_len, width * self.max_draft_len
+            raise ValueError(
+                f"depth {least} and top-K {width} have {least} to {most} tokens, not {nodes}"
+            )
+        return self
+
+    @classmethod
+    def of(cls, drafting: Drafting, version: str | None) -> Self:
+        said: dict[str, object] = {"decoding_type": "NGram", "max_matching_ngram_size": 3}
+        if drafting.model is not None:
+            kind = drafting.algorithm.title() or "DraftTarget"
+            said = {"decoding_type": kind, "speculative_model": drafting.model}
+        said["max_draft_len"] = drafting.gamma_max
+        if isinstance(drafting.window, ByBatchWindow):
+            said["draft_len_schedule"] = _schedule(drafting.window, cls._by_largest(version))
+        if drafting.width is not None:
+            said |= {
+                "use_dynamic_tree": True,
+                "dynamic_tree_max_topK": drafting.width,
+                "max_total_draft_tokens": drafting.top_n,
+            }
+        return cls.model_validate(said)
+
+    def drafting(self, version: str | None) -> Drafting:
+        schedule, algorithm = (
+            self.draft_len_schedule,
+            ALGORITHMS.get(self.decoding_type.lower(), ""),
+        )
+        window: FixedWindow | ByBatchWindow = FixedWindow(gamma=self.max_draft_len)
+        if schedule is not None and self._by_largest(version):
+            sizes = [1, *(size + 1 for size in sorted(schedule))]
+            gammas = [*(schedule[size] for size in sorted(schedule)), 0]
+            window = windowed(
+                {
+                    size: gamma
+                    for size, gamma in zip(sizes, gammas, strict=True)
+                    if size <= BATCH_LIMIT
+                }
+            )
+        elif schedule is not None:
+            window = windowed(schedule)
+        return Drafting(
+            self.speculative_model,
+            algorithm,
+            window,
+            self.dynamic_tree_max_topK,
+            self.max_total_draft_tokens,
+        )
+
+    @classmethod
+    def _by_largest(cls, version: str | None) -> bool:
+        """Whether its schedules have largest batch sizes. Raises VersionError for None."""
+        if version is None:
+            before = (
+                f"TensorRT-LLM reads draft_len_schedule by least batch sizes before {UPPER_BOUNDS}"
+            )
+            raise VersionError(f"{before}, by largest ones from it on; say --engine-version")
+        return _numbers(version) >= _numbers(UPPER_BOUNDS)
+
+    @classmethod
+    def line(cls, settings: Self | None, target: str) -> str:
+        if settings is None:
+            return f"trtllm-serve {shlex.quote(target)}"
+        written = shlex.quote(
+            json.dumps({"speculative_config": settings.document()})
+        )  # JSON is YAML
+        serve = f"trtllm-serve {shlex.quote(target)} --extra_llm_api_options speculative.yaml"
+        return f"echo {written} > speculative.yaml && {serve}"
+
+
+def _schedule(window: ByBatchWindow, by_largest: bool) -> dict[int, int]:
+    """A ``draft_len_schedule``; by largest sizes nothing is drafted beyond the last."""
+    if not by_largest:
+        return dict(window.gamma)
+    lasts = [*(size - 1 for size, _ in window.gamma[1:]), BATCH_LIMIT]
+    found = {last: gamma for last, (_, gamma) in zip(lasts, window.gamma, strict=True)}
+    if window.gamma[-1][1] == 0:
+        del found[BATCH_LIMIT]
+    return found
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """A version to compare: a release candidate comes before its release. Raises VersionError."""
+    found = re.fullmatch(r"[vb]?(\d+)(?:\.(\d+))?(?:\.(\d+))?(?:rc(\d+))?(?:\.post\d+)?", version)
+    if found is None:
+        raise VersionError(f"{version!r} is no version; write it as {UPPER_BOUNDS}")
+    major, minor, patch, candidate = found.groups()
+    return (
+        int(major),
+        int(minor or 0),
+        int(patch or 0),
+        1 << 30 if candidate is None else int(candidate),
+    )
+
+
+class LlamaCppSettings(Settings):
+    """llama.cpp's ``--spec-*`` arguments. Models are GGUF files."""
+
+    since = "b11549"
+    spec_type: Literal["draft-simple", "draft-eagle3"]
+    spec_draft_model: str
+    spec_draft_n_max: Positive
+    spec_draft_n_min: Literal[0] = 0
+    spec_draft_p_min: Literal[0] = 0
+
+    @classmethod
+    def of(cls, drafting: Drafting, version: str | None) -> Self:
+        if drafting.width is not None:
+            raise ValueError("llama.cpp has no trees")
+        if isinstance(drafting.window, ByBatchWindow):
+            raise ValueError("llama.cpp drafts as many tokens at every batch size")
+        if drafting.model is None:
+            raise ValueError("llama.cpp looks prompts up by rules of its own")
+        if drafting.algorithm == "eagle":
+            raise ValueError("of EAGLE's heads llama.cpp has EAGLE-3's alone")
+        said = {
+            "spec_type": "draft-eagle3" if drafting.algorithm else "draft-simple",
+            "spec_draft_model": gguf_of(drafting.model),
+        }
+        return cls.model_validate({**said, "spec_draft_n_max": drafting.gamma_max})
+
+    def drafting(self, version: str | None) -> Drafting:
+        algorithm: Algorithm = "eagle3" if self.spec_type == "draft-eagle3" else ""
+        return Drafting(
+            self.spec_draft_model.removesuffix(".gguf"),
+            algorithm,
+            FixedWindow(gamma=self.spec_draft_n_max),
+        )
+
+    @classmethod
+    def line(cls, settings: Self | None, target: str) -> str:
+        said = {} if settings is None else settings.document()
+        flags = (
+            f"--{key.replace('_', '-')} {shlex.quote(str(value))}" for key, value in said.items()
+        )
+        return " ".join([f"llama-server --model {shlex.quote(gguf_of(target))}", *flags])
+
+
+def gguf_of(path: str) -> str:
+    """The GGUF file of a checkpoint folder, as llama.cpp's own converter is told to name it."""
+    return path if path.endswith(".gguf") else f"{path.rstrip('/')}.gguf"
+
+
+ENGINE_SETTINGS: dict[str, type[Settings]] = {
+    "vllm": VllmSettings,
+    "sglang": SglangSettings,
+    "tensorrt-llm": TensorRTSettings,
+    "llamacpp": LlamaCppSettings,
+}
