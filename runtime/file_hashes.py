@@ -78,14 +78,21 @@ def _state(file: Path) -> State:
     return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
 
 
-def cache_file() -> Path | None:
-    """Where hashes outlast a process: ``$XDG_CACHE_HOME`` or ``~/.cache``, ``spectune/file-hashes.json``; None without a home."""
+def cache_folder() -> Path | None:
+    """Where what can be made again is kept: ``$XDG_CACHE_HOME/spectune`` or ``~/.cache/spectune``; None without a home."""
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
         base = base if base.is_absolute() else Path.home() / ".cache"
     except RuntimeError:
         return None
-    return base / "spectune" / "file-hashes.json"
+    return base / "spectune"
+
+
+def cache_file() -> Path | None:
+    """Where hashes outlast a process: ``file-hashes.json`` in :func:`cache_folder`."""
+    folder = cache_folder()
+    return None if folder is None else folder / "file-hashes.json"
+
 
 
 FILES = FileHashes(cache_file())
