@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -78,13 +79,21 @@ def postgresql_url(postgresql: Postgresql) -> Iterator[str]:
     postgresql.drop(name)
 
 
+@pytest.fixture(scope="session")
+def sqlite_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty SQLite database at the current schema, to be copied: making one takes a hundred times as long."""
+    path = tmp_path_factory.mktemp("template") / "spectune.db"
+    upgrade(f"sqlite:///{path}")
+    return path
+
+
 @pytest.fixture(params=["sqlite", "postgresql"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """The URL of a database at the current schema."""
     if request.param == "sqlite":
-        path = f"sqlite:///{tmp_path / 'spectune.db'}"
-        upgrade(path)
-        yield path
+        path = tmp_path / "spectune.db"
+        shutil.copy(request.getfixturevalue("sqlite_template"), path)
+        yield f"sqlite:///{path}"
         return
     server: Postgresql = request.getfixturevalue("postgresql")
     name = f"t_{secrets.token_hex(6)}"

@@ -113,9 +113,9 @@ class Driver:
 
     def command(self, name: str, database: str, seed: int) -> Callable[[], None]:
         shared = ["--pair", self.pair, "--workload", self.workload, "--max-new-tokens", "16", "--gamma-max", "4"]
-        trees = ["--tree-width", "2", "--tree-depth", "2"]
-        publish = [] if self.requests >= 18 else ["--no-publish"]  # fewer could not be confirmed
-        quick = ["--trials", "4", "--finalists", "1", "--budget", "1s", *trees, *publish] if name == "tune" else []
+        small = ["--no-publish", "--tree-width", "0"]  # fewer requests could not be confirmed
+        more = ["--tree-width", "2", "--tree-depth", "2"] if self.requests >= 18 else small
+        quick = ["--trials", "4", "--finalists", "1", "--budget", "1s", *more] if name == "tune" else []
         arguments = ["--db", str(self.folder / database), name, *shared, *quick, "--seed", str(seed), "--device", "cpu"]
 
         def work() -> None:

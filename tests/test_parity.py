@@ -88,7 +88,7 @@ def test_replay_is_the_runtime_round_by_round(pair: LoadedPair, record: Record, 
     profile = flat_profile(pair.id, pair.drafts)
     trace = ReplayTrace(trajectories, panoramas)
     near, far = pair.drafts
-    tried = [*policies(near, far), *random_policies(pair.draft_names, 6, seed=int(10 * sampling.temperature))]
+    tried = [*policies(near, far), *random_policies(pair.draft_names, 3, seed=int(10 * sampling.temperature))]
     rounds = 0
     for policy in tried:
         decoder = Decoder(pair, StaticSource(prepare(policy, pair.draft_names, profile=profile)))

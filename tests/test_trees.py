@@ -406,7 +406,7 @@ def test_rounding_changes_no_tree(sampling: Sampling, way: str, monkeypatch: pyt
     monkeypatch.setattr(near_ties, "TREE", 0.02)
     monkeypatch.setattr(near_ties, "MEMBERSHIP", 0.05)
     settled = 0
-    for trial in range(120):
+    for trial in range(60):
         rng = random.Random(f"shaken {trial}")
         case = random_case(rng, rng.choice(KINDS) if trial % 2 else "top_k")
         if trial % 2 == 0:  # nothing but selection: only laws that could change it are settled
@@ -437,7 +437,7 @@ def test_rounding_changes_no_tree(sampling: Sampling, way: str, monkeypatch: pyt
             assert tree.phi == (expected.phi or 0)
             assert [place >= 0 for place in tree.expanded] == [node.expanded for node in expected.kept]
             settled += reader.settled
-    assert settled > 20
+    assert settled > 10
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: f"T{s.temperature}k{s.top_k}p{s.top_p}")
