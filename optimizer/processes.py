@@ -1,5 +1,5 @@
 """Work on requests that are independent of each other, on every core: this process and one more for each other core, with the pair
-loaded once more.
+loaded once more; or this process and the workers of a Dask cluster.
 
 Threads would not do: passes of a small model are so short that Python between them, one thread at a time, is most of it.
 """
@@ -12,17 +12,20 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from multiprocessing import get_context, parent_process
 from multiprocessing.process import BaseProcess
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from spectune.runtime.loading import SMALL, LoadedPair, load_pair
 from spectune.runtime.pair import PairSpec
-from spectune.traces.errors import SpectuneError
+from spectune.traces.errors import PairError, SpectuneError
+
+if TYPE_CHECKING:
+    from distributed import Client
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -30,8 +33,36 @@ Result = TypeVar("Result")
 PATIENCE_S = 20.0
 """Work of so many seconds is shared with other processes: to start one takes several, most of it imports."""
 
-_pair: LoadedPair | None = None
+
+class _Wanted(NamedTuple):
+    """A pair as helpers load it."""
+
+    spec: PairSpec
+    id: str
+    device: str
+    dtype: str
+
+    @classmethod
+    def like(cls, pair: LoadedPair) -> _Wanted:
+        return cls(pair.spec, pair.id, pair.device.type, str(pair.target.dtype).removeprefix("torch."))
+
+
+_loaded: tuple[_Wanted, LoadedPair] | None = None
 """The pair of a helper."""
+_turn = threading.Lock()
+"""Of a helper's threads: one works at a time, as a pair's passes are made for one."""
+
+
+class _Helping(Protocol):
+    """Who shares this process's work: ``count`` items at a time."""
+
+    count: int
+
+    def of(self, pair: LoadedPair, wait_s: float) -> Executor | None:
+        """Those who have a pair loaded; None where they could not help, or are not there and would not be worth it for so long a wait."""
+
+    def end(self) -> None:
+        """Ends them; what they are at is lost."""
 
 
 class _Helpers:
@@ -39,24 +70,22 @@ class _Helpers:
 
     def __init__(self) -> None:
         self.count = (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1) - 1
-        self._pools: dict[tuple[str, str], ProcessPoolExecutor] = {}
+        self._pools: dict[_Wanted, ProcessPoolExecutor] = {}
 
     def of(self, pair: LoadedPair, wait_s: float) -> ProcessPoolExecutor | None:
-        """Those of a pair; None where they could not help, or are not there and would not be worth it for so long a wait."""
-        dtype = str(pair.target.dtype).removeprefix("torch.")
-        pool = self._pools.get((pair.id, dtype))
+        wanted = _Wanted.like(pair)
+        pool = self._pools.get(wanted)
         if pool is not None and _works(pool):
             return pool
         # A small pair on a CPU computes on one thread; others use every core as they are.
         small = pair.device.type == "cpu" and pair.target.num_parameters < SMALL
         if not (small and self.count and wait_s > PATIENCE_S):
             return None
-        pool = ProcessPoolExecutor(self.count, get_context("spawn"), _begin, (pair.spec, dtype))
-        self._pools[pair.id, dtype] = pool
+        pool = ProcessPoolExecutor(self.count, get_context("spawn"), _begin, (wanted,))
+        self._pools[wanted] = pool
         return pool
 
     def end(self) -> None:
-        """Ends them; what they are at is lost."""
         for pool in self._pools.values():
             pool.shutdown(cancel_futures=True)
 
@@ -70,7 +99,21 @@ def _works(pool: ProcessPoolExecutor) -> bool:
     return True
 
 
-_kept: ContextVar[_Helpers | None] = ContextVar("_kept", default=None)
+class _Workers:
+    """The workers of a Dask cluster: they help from the first item on. What a killed one was at is done by another."""
+
+    def __init__(self, client: Client) -> None:
+        self.count = 2 * sum(client.nthreads().values())  # the next is there when one is done
+        self._executor: Executor = client.get_executor(pure=False)
+
+    def of(self, pair: LoadedPair, wait_s: float) -> Executor | None:
+        return self._executor
+
+    def end(self) -> None:
+        self._executor.shutdown(wait=False)
+
+
+_kept: ContextVar[_Helping | None] = ContextVar("_kept", default=None)
 
 
 @contextmanager
@@ -88,6 +131,19 @@ def kept_helpers() -> Iterator[None]:
         helpers.end()
 
 
+@contextmanager
+def helped_by(client: Client) -> Iterator[None]:
+    """Within it, :func:`on_every_core` shares its work with the workers of a Dask cluster, which load the pair from where it lies
+    here, instead of with processes of this machine."""
+    workers = _Workers(client)
+    token = _kept.set(workers)
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+        workers.end()
+
+
 def on_every_core(
     pair: LoadedPair, work: Callable[[LoadedPair, Item], Result], items: Iterable[Item], count: int
 ) -> Generator[Result, None, None]:
@@ -98,14 +154,14 @@ def on_every_core(
     either way. Close the iterator where it is left early.
     """
     kept = _kept.get()
-    helpers = _Helpers() if kept is None else kept
+    helpers: _Helping = _Helpers() if kept is None else kept
     spent, done = 0.0, 0
     shared: _Shared[Item, Result] | None = None
     waiting: deque[Future[Result]] = deque()
     try:
         for item in items:
             if shared is None and (pool := helpers.of(pair, spent / max(1, done) * (count - done))) is not None:
-                shared = _Shared(pool, helpers.count, work)
+                shared = _Shared(pool, helpers.count, _Wanted.like(pair), work)
             if shared is None:
                 began = time.perf_counter()
                 result = work(pair, item)
@@ -129,8 +185,10 @@ def on_every_core(
 class _Shared(Generic[Item, Result]):
     """Items that helpers and this process take from the same queue: one each, the next when it is done."""
 
-    def __init__(self, pool: ProcessPoolExecutor, free: int, work: Callable[[LoadedPair, Item], Result]) -> None:
-        self._pool, self._free, self._work = pool, free, work
+    def __init__(
+        self, pool: Executor, free: int, pair: _Wanted, work: Callable[[LoadedPair, Item], Result]
+    ) -> None:
+        self._pool, self._free, self._pair, self._work = pool, free, pair, work
         self._todo: deque[tuple[Item, Future[Result]]] = deque()
         self._lock = threading.RLock()
 
@@ -160,7 +218,7 @@ class _Shared(Generic[Item, Result]):
             item, into = self._todo.popleft()
             self._free -= 1
             try:
-                self._pool.submit(_apply, self._work, item).add_done_callback(partial(self._done, into))
+                self._pool.submit(_apply, self._pair, self._work, item).add_done_callback(partial(self._done, into))
             except (RuntimeError, OSError) as error:  # the helpers are gone, or no process can be started
                 into.set_exception(_explained(error))
 
@@ -183,14 +241,13 @@ def _explained(error: BaseException) -> BaseException:
     return made
 
 
-def _begin(spec: PairSpec, dtype: str) -> None:
+def _begin(wanted: _Wanted) -> None:
     """Loads the pair. Ctrl-C is the parent's to handle; without a parent the process ends."""
-    global _pair
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = parent_process()
     assert parent is not None
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    _pair = load_pair(spec, device="cpu", dtype=dtype, threads=1)
+    _pair(wanted)
 
 
 def _end_with(parent: BaseProcess) -> None:
@@ -198,6 +255,18 @@ def _end_with(parent: BaseProcess) -> None:
     os._exit(1)
 
 
-def _apply(work: Callable[[LoadedPair, Any], Result], item: Any) -> Result:
-    assert _pair is not None
-    return work(_pair, item)
+def _apply(wanted: _Wanted, work: Callable[[LoadedPair, Any], Result], item: Any) -> Result:
+    with _turn:
+        return work(_pair(wanted), item)
+
+
+def _pair(wanted: _Wanted) -> LoadedPair:
+    """The pair, loaded where another was. Raises PairError where it is not the same here."""
+    global _loaded
+    if _loaded is None or _loaded[0] != wanted:
+        _loaded = None
+        made = load_pair(wanted.spec, device=wanted.device, dtype=wanted.dtype, threads=1)
+        if made.id != wanted.id:
+            raise PairError(f"a worker has other weights at {wanted.spec.target} or its drafts: pair {made.id}, not {wanted.id}")
+        _loaded = wanted, made
+    return _loaded[1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -24,6 +26,7 @@ from spectune.optimizer.commands.shared import (
     same_pair,
     say,
     with_context,
+    workers_option,
     workload_of,
 )
 
@@ -71,6 +74,7 @@ if TYPE_CHECKING:
     metavar="POLICY",
     help="FILE, inline JSON or ID of a policy whose trees must replay exactly; repeatable. top_k needs none at its usual scores.",
 )
+@workers_option
 @json_option
 @with_context
 def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
@@ -83,6 +87,7 @@ def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     Example:  cli.py record --pair demo --limit 64 --max-new-tokens 96
               cli.py record --pair pair.json --workload chats.jsonl --temperature 0.7
               cli.py record --resume latest --tree-width 8 --tree-depth 8
+              cli.py record --resume latest --workers tcp://scheduler:8786
     """
     with open_store(ctx) as store:
         spec = pair_spec(kw, store, kw["resumed_id"])
@@ -97,7 +102,7 @@ def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         from spectune.optimizer.record import record as do_record
         from spectune.traces.sanity import checked
 
-        with Meter() as meter:
+        with _workers(kw["workers"]), Meter() as meter:
             begun = None
             if kw["resumed_id"]:
                 recording = store.resolve_recording(kw["resumed_id"])
@@ -127,6 +132,19 @@ def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         f"recording {info.id}: {info.n_requests} requests, {info.n_output_tokens} tokens, panoramas of {', '.join(info.drafts)}"
         + (f"; trees of {shown}" if (shown := info.trees_shown()) else ""),
     )
+
+
+@contextmanager
+def _workers(workers: str | None) -> Iterator[None]:
+    """Looks around on a Dask cluster within it, where one is asked for."""
+    if workers is None:
+        yield
+        return
+    from spectune.optimizer.processes import helped_by
+    from spectune.optimizer.simulate.distributed import connected
+
+    with connected(workers) as client, helped_by(client):
+        yield
 
 
 def _go_on(kw: dict[str, Any], store: TraceStore) -> None:

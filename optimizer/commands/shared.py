@@ -186,6 +186,20 @@ search_options = together(
 )
 
 
+def _workers(_ctx: click.Context, _param: click.Parameter, workers: str | None) -> str | None:
+    if workers is None or (workers.isdecimal() and 0 < int(workers) <= 1024) or "://" in workers:
+        return workers
+    raise click.BadParameter(f"{workers!r} is neither a number of processes (4) nor a Dask scheduler's address (tcp://HOST:8786).")
+
+
+workers_option = click.option(
+    "--workers",
+    metavar="N|ADDRESS",
+    callback=_workers,
+    help="Work on N processes of this machine, or on a Dask cluster: its scheduler's address, tcp://HOST:8786.",
+)
+
+
 def search_asked(kw: dict[str, Any]) -> dict[str, Any]:
     """What of TuneOptions :data:`search_options` says. Raises TraceError for trees that are too large."""
     from spectune.optimizer.inputs import tree_size

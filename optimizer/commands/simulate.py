@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from spectune.optimizer.commands.outputs import check_writable, kept_unless_stored, write_rounds
 from spectune.optimizer.commands.shared import (
+    Meter,
     Whole,
     deployment_option,
     emit,
@@ -20,7 +21,16 @@ from spectune.optimizer.commands.shared import (
     rounds_of,
     say,
     with_context,
+    workers_option,
 )
+
+if TYPE_CHECKING:
+    from spectune.optimizer.simulate.distributed import ShardedReplay
+    from spectune.optimizer.simulate.replay_trace import Replay
+    from spectune.runtime.policies.document import AnyPolicy
+    from spectune.traces.recording import RecordingInfo, Skipped
+    from spectune.traces.schema import LatencyProfile
+    from spectune.traces.store import TraceStore
 
 
 @click.command()
@@ -35,6 +45,7 @@ from spectune.optimizer.commands.shared import (
 @click.option(
     "--keep-q-table", is_flag=True, help="Store what a q_learning window has learned as an artifact, and print its id."
 )
+@workers_option
 @json_option
 @with_context
 def simulate(ctx: click.Context, as_json: bool, **kw: Any) -> None:
@@ -42,6 +53,7 @@ def simulate(ctx: click.Context, as_json: bool, **kw: Any) -> None:
 
     \b
     Example:  cli.py simulate --policy '{"draft": "small", "window": {"kind": "fixed", "gamma": 4}}'
+              cli.py simulate --policy active --workers tcp://scheduler:8786
     """
     check_writable(ctx, ("--per-round", kw["per_round"]))
     with open_store(ctx, create=False) as store:
@@ -53,8 +65,6 @@ def simulate(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         from spectune.optimizer.artifacts import keep_q_table, q_table
         from spectune.optimizer.inputs import outcome_json
         from spectune.optimizer.report.tables import outcome_table
-        from spectune.optimizer.simulate.choosers import ChosenReplay
-        from spectune.optimizer.simulate.trace import simulate as do_simulate
         from spectune.runtime.policies.document import ChooserPolicy
         from spectune.traces.errors import PolicyError
 
@@ -62,25 +72,17 @@ def simulate(ctx: click.Context, as_json: bool, **kw: Any) -> None:
             raise PolicyError(
                 "--keep-q-table: a chooser's candidates keep their tables to themselves; simulate one of them"
             )
-        replayed, skipped, approximate = do_simulate(
-            store,
-            info.id,
-            policy,
-            found,
-            limit=kw["limit"],
-            per_round=kw["per_round"] is not None,
-            skip_corrupted=kw["skip_corrupted"],
-        )
+        replayed, skipped, approximate = _replayed(store, info, policy, found, kw)
         for chunk in skipped:
             click.echo(f"left out: request {chunk.ordinal} of {chunk.recording}: {chunk.problem}", err=True)
         if found is None:
             say("no latency profile of this pair and device: seconds are left at 0 (run `profile`)", err=True)
         if kw["per_round"]:
-            pairs = zip(replayed.trace.request_ids, replayed.steps(), strict=True)
-            write_rounds(kw["per_round"], (row for request, steps in pairs for row in rounds_of(request, steps)))
+            pairs = zip(replayed.names, replayed.steps(), strict=True)
+            write_rounds(kw["per_round"], (row for (request, _), steps in pairs for row in rounds_of(request, steps)))
         outcome = replayed.outcome()
         data = outcome_json(outcome, policy)
-        if isinstance(replayed, ChosenReplay):
+        if replayed.chosen:
             data["picks"] = dict(sorted(Counter(replayed.chosen).items()))
         if kw["keep_q_table"]:
             about = {"recording": info.id, "policy": policy.spelled_out()}
@@ -91,3 +93,18 @@ def simulate(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         click.echo(f"approximate: {approximate}", err=True)
         data["approximate"] = True
     emit(as_json, data, lambda: outcome_table(outcome))
+
+
+def _replayed(
+    store: TraceStore, info: RecordingInfo, policy: AnyPolicy, profile: LatencyProfile | None, kw: dict[str, Any]
+) -> tuple[Replay | ShardedReplay, tuple[Skipped, ...], str]:
+    """In this process, or by the workers that are asked for."""
+    asked = {"limit": kw["limit"], "per_round": kw["per_round"] is not None, "skip_corrupted": kw["skip_corrupted"]}
+    if kw["workers"] is None:
+        from spectune.optimizer.simulate.trace import simulate
+
+        return simulate(store, info.id, policy, profile, **asked)
+    from spectune.optimizer.simulate.distributed import connected, simulate_on
+
+    with connected(kw["workers"]) as client, Meter() as meter:
+        return simulate_on(client, store, info, policy, profile, **asked, progress=lambda done, total: meter("read", done, total))

@@ -25,10 +25,9 @@ from spectune.traces.schema import LatencyProfile, Step
 class ChosenReplay(Replay):
     """A chooser's :class:`optimizer.simulate.replay_trace.Replay`. ``parts``: which requests (places in the replayed order)
     each candidate decoded,
-    and its replay of them. ``chosen``: the draft of each request. ``state`` is that of the last part."""
+    and its replay of them. ``state`` is that of the last part."""
 
     parts: tuple[tuple[npt.NDArray[np.int64], Replay], ...] = ()
-    chosen: tuple[str, ...] = ()
 
     def steps(self) -> list[list[Step]]:
         out: list[list[Step]] = [[] for _ in self.trace.order]
@@ -79,7 +78,7 @@ def run_chosen(
     rounds, round_s = _joined(parts) if per_round else (None, None)
     missing = sum(part.missing for _, part in parts)
     state = parts[-1][1].state if parts else init_state(ready.candidates[0].window)
-    return ChosenReplay(policy, trace, counts, seconds, state, rounds, round_s, missing, tuple(parts), tuple(picks))
+    return ChosenReplay(policy, trace, counts, seconds, state, rounds, round_s, missing, tuple(picks), tuple(parts))
 
 
 def _joined(

@@ -117,6 +117,12 @@ class ReplayTrace:
         return tuple(self.trajectories[r].request_id for r in self.order)
 
     @property
+    def names(self) -> tuple[tuple[str, str], ...]:
+        """Ids and categories of the requests replayed, in order."""
+        chosen = (self.trajectories[r] for r in self.order)
+        return tuple((t.request_id, t.category) for t in chosen)
+
+    @property
     def texts(self) -> Texts:
         """The requests replayed, as kernels read them."""
         return Texts(self.order, self.offsets, self.prompts, self.budgets, self.sampled)
@@ -278,7 +284,8 @@ class Replay:
     ``counts`` int64 [requests, 6] (rounds, emitted, accepted, drafted, draft steps, verified), ``seconds`` float64
     [requests] (0 without a profile). ``rounds`` int32 [rounds, 8] (:data:`ROUND_COLUMNS`) and ``round_s`` float64 [rounds,
     3] (draft, verify, round), in order, are None unless asked for. ``state`` is the window's as it was left, a learned
-    Q-table included. ``missing`` rounds read distributions that were not recorded (0 unless approximate).
+    Q-table included. ``missing`` rounds read distributions that were not recorded (0 unless approximate). ``chosen``: the
+    draft of each request, where a chooser chose.
     """
 
     policy: AnyPolicy
@@ -289,20 +296,21 @@ class Replay:
     rounds: npt.NDArray[np.int32] | None = None
     round_s: FloatArray | None = None
     missing: int = 0
+    chosen: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[tuple[str, str], ...]:
+        """Ids and categories of the requests, in order."""
+        return self.trace.names
 
     @property
     def total(self) -> Counts:
         """Sums over requests."""
-        return _counts(len(self.counts), self.counts.sum(axis=0), float(self.seconds.sum()))
+        return total_of(self.counts, self.seconds)
 
     def outcome(self) -> Outcome:
         """The schema's value, per request; ``policy`` is the policy's label."""
-        chosen = (self.trace.trajectories[r] for r in self.trace.order)
-        per_request = tuple(
-            RequestOutcome(t.request_id, t.category, _counts(1, c, float(s)))
-            for t, c, s in zip(chosen, self.counts, self.seconds, strict=True)
-        )
-        return Outcome(self.policy.label(), "replayed", per_request)
+        return outcome_of(self.policy, self.trace.names, self.counts, self.seconds)
 
     def steps(self) -> list[list[Step]]:
         """The rounds of every request, as the runtime reports them. ValueError unless replayed with ``per_round``."""
@@ -319,6 +327,22 @@ class Replay:
                 )
             )  # fmt: skip
         return out
+
+
+def total_of(counts: npt.NDArray[np.int64], seconds: FloatArray) -> Counts:
+    """The sums of :attr:`Replay.counts` and :attr:`Replay.seconds`."""
+    return _counts(len(counts), counts.sum(axis=0), float(seconds.sum()))
+
+
+def outcome_of(
+    policy: AnyPolicy, names: Iterable[tuple[str, str]], counts: npt.NDArray[np.int64], seconds: FloatArray
+) -> Outcome:
+    """The schema's value of :attr:`Replay.counts` and :attr:`Replay.seconds`; ``names``: ids and categories of the requests."""
+    per_request = tuple(
+        RequestOutcome(name, category, _counts(1, c, float(s)))
+        for (name, category), c, s in zip(names, counts, seconds, strict=True)
+    )
+    return Outcome(policy.label(), "replayed", per_request)
 
 
 def _counts(requests: int, row: npt.NDArray[np.int64], seconds: float) -> Counts:

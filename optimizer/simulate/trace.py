@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -25,6 +25,10 @@ Grown = tuple[str, Proposals]
 """Trees of a draft, by how they rank children."""
 
 
+class NoRequestsError(TraceError):
+    """A recording, or the part of it that was asked for, has no usable request."""
+
+
 class Opened(NamedTuple):
     """A recording's trace, and the damaged chunks that were left out of it."""
 
@@ -41,14 +45,15 @@ def open_trace(
     chains: Iterable[str] = (),
     trees: Iterable[Grown] = (),
     ranks: Mapping[tuple[str, str], Ranks] | None = None,
+    ordinals: Collection[int] | None = None,
     skip_corrupted: bool = False,
 ) -> Opened:
     """What ``policies`` are replayed from, the candidates of choosers among them, and the drafts' ``chains`` and ``trees`` beside.
 
-    ``ranks`` of shortlists are added to those that are stored for the policies. With ``skip_corrupted`` the trace has the requests of
-    which nothing is damaged or missing; otherwise CorruptedChunkError and TraceError name the first. Where an engine's prefill yields
-    the first token, replay begins after it. Raises NotFoundError for an unknown
-    recording, PolicyError for the first policy whose draft was not recorded, TraceError where no request is left.
+    ``ranks`` of shortlists are added to those that are stored for the policies; ``ordinals``: of these requests alone. With
+    ``skip_corrupted`` the trace has the requests of which nothing is damaged or missing; otherwise CorruptedChunkError and TraceError
+    name the first. Where an engine's prefill yields the first token, replay begins after it. Raises NotFoundError for an unknown
+    recording, PolicyError for the first policy whose draft was not recorded, NoRequestsError where no request is left.
     """
     info = store.get_recording(recording)
     wanted_chains, grown, found = set(chains), set(trees), dict(ranks or {})
@@ -63,12 +68,12 @@ def open_trace(
         if (ranked := ranks_of(store, info.id, policy)) is not None:
             found[policy.draft, ranked.fitted] = ranked
     drafts = sorted({*wanted_chains, *(draft for draft, _ in grown)})
-    loaded = store.load(info.id, drafts, trees=bool(grown), skip_corrupted=skip_corrupted)
+    loaded = store.load(info.id, drafts, trees=bool(grown), ordinals=ordinals, skip_corrupted=skip_corrupted)
     whole = loaded.having(wanted_chains) if skip_corrupted else loaded
     for draft, proposals in grown if skip_corrupted else ():
         whole = whole.having(trees=[draft], proposals=proposals)
     if not whole.requests:
-        raise TraceError(f"recording {info.id} has no usable request")
+        raise NoRequestsError(f"recording {info.id} has no usable request")
     if engine_named(info.engine).prefill_emits:
         if grown:
             raise PolicyError(f"recording {info.id} is of {info.engine}, which has neither trees nor shortlists; simulate chains")
@@ -147,15 +152,20 @@ def simulate(
     if limit:
         trace = trace.select(range(min(limit, len(trace.trajectories))))
     find = fitted(store, info.pair_id)
+    check_ranked(store, info, policy, find)
+    replayed = run_replay(trace, policy, profile, per_round=per_round, artifacts=find)
+    full = all(f.full for f in trace.forests.values())
+    return Simulated(replayed, skipped, why_approximate(info, missing_of(replayed), full=full))
+
+
+def check_ranked(store: TraceStore, info: RecordingInfo, policy: AnyPolicy, find: Artifacts) -> None:
+    """Raises PolicyError where a shortlist's router was not ranked over the recording."""
     for plain in plain_policies(policy, find):
         if plain.shortlisted:
             _check_ranked(store, info, plain, find)
-    replayed = run_replay(trace, policy, profile, per_round=per_round, artifacts=find)
-    return Simulated(replayed, skipped, _why_approximate(replayed, info))
 
 
 def _check_ranked(store: TraceStore, info: RecordingInfo, policy: Policy, find: Artifacts) -> None:
-    """Raises PolicyError where the shortlist's router was not ranked over the recording."""
     rule = compile_shortlist(policy, find)
     assert rule is not None
     if rule.routed and ranks_of(store, info.id, policy) is None:
@@ -166,16 +176,26 @@ def _check_ranked(store: TraceStore, info: RecordingInfo, policy: Policy, find: 
         )
 
 
-def _why_approximate(replayed: Replay, info: RecordingInfo) -> str:
+def missing_of(replayed: Replay) -> list[tuple[Policy, int]]:
+    """The plain policies of a replay, and how many rounds of each read what was not recorded."""
     if isinstance(replayed, ChosenReplay):
-        return next((why for _, part in replayed.parts if (why := _why_approximate(part, info))), "")
-    policy, forests = replayed.policy, replayed.trace.forests.values()
-    assert isinstance(policy, Policy)
-    renormalised = replayed_as_tree(policy, info) or policy.stop.kind != "none" or not all(f.full for f in forests)
+        return [found for _, part in replayed.parts for found in missing_of(part)]
+    assert isinstance(replayed.policy, Policy)
+    return [(replayed.policy, replayed.missing)]
+
+
+def why_approximate(info: RecordingInfo, missing: Iterable[tuple[Policy, int]], *, full: bool) -> str:
+    """Why a replay's rounds are not exactly the runtime's, "" where they are; ``missing`` as :func:`missing_of` says, ``full``: no
+    forest has a filter."""
+    return next((why for policy, rounds in missing if (why := _why_approximate(info, policy, rounds, full))), "")
+
+
+def _why_approximate(info: RecordingInfo, policy: Policy, missing: int, full: bool) -> str:
+    renormalised = replayed_as_tree(policy, info) or policy.stop.kind != "none" or not full
     if policy.shortlisted and renormalised:
         return "trees, stops and filters under a shortlist read renormalised probabilities (docs/shortlists.md)"
-    if not replayed.missing:
+    if not missing:
         return ""
     artifact = getattr(policy.shortlist, "artifact", "ID")
     rank = how_to_rank(info.id, artifact, policy.draft, proposals_of(policy), "frequencies")
-    return f"in {replayed.missing} rounds the shortlist holds none of the recorded children; {rank}, with which it is exact"
+    return f"in {missing} rounds the shortlist holds none of the recorded children; {rank}, with which it is exact"

@@ -122,6 +122,10 @@ class QLearningWindow(AdaptiveWindow):
     learn: bool = True
     artifact: str | None = None
 
+    @property
+    def carries(self) -> bool:
+        return True
+
 
 class Limits(NamedTuple):
     """The windows that may be chosen, and the one of a request's first round."""

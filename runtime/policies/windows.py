@@ -105,7 +105,7 @@ class WindowCosts:
 class CompiledWindow(NamedTuple):
     """A window's parameters, alike in Python and compiled code.
 
-    ``carries``: the state outlives a request (only then does the order of requests matter).
+    ``carries``: the state outlives a request.
     ``reads_cache``: it wants to know how many accepted tokens are cached (others may be given 0;
     only whether it is above 0 counts). ``analytic`` and ``q_learning`` are set for these kinds,
     ``q`` float64 [states, actions] is the Q-table that a session starts from, ``history`` the
@@ -218,7 +218,7 @@ def compile_window(
         return _compiled(FIXED, Limits(gamma, gamma, gamma))
     if isinstance(window, HeuristicWindow):
         return _compiled(
-            HEURISTIC, Limits(1, window.gamma_max, window.first), carries=not window.transient
+            HEURISTIC, Limits(1, window.gamma_max, window.first), carries=window.carries
         )
     limits = Limits(window.gamma_min, window.gamma_max, window.first)
     if isinstance(window, AnalyticWindow):
@@ -227,7 +227,7 @@ def compile_window(
         )
     if isinstance(window, QLearningWindow):
         rule, table = _learning_rule(window, costs), _first_table(window, q_table)
-        return _compiled(Q_LEARNING, limits, q_learning=rule, q=table, carries=True)
+        return _compiled(Q_LEARNING, limits, q_learning=rule, q=table, carries=window.carries)
     assert isinstance(window, (FsmWindow, CacheFsmWindow))
     return _compiled(FSM if isinstance(window, FsmWindow) else CACHE_FSM, limits)
 

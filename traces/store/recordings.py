@@ -324,16 +324,18 @@ class Recordings(Storage):
         *,
         steps: bool = False,
         trees: bool = False,
+        ordinals: Collection[int] | None = None,
         skip_corrupted: bool = False,
     ) -> Recording:
         """A recording in memory, named as :meth:`get_recording` takes it.
 
-        It has the panoramas of ``drafts`` (all by default) and, if ``steps``, the executed rounds, if ``trees``, the trees of these drafts.
+        It has the panoramas of ``drafts`` (all by default) and, if ``steps``, the executed rounds, if ``trees``, the trees of these drafts;
+        of ``ordinals`` alone where they are given.
         A damaged chunk raises :class:`CorruptedChunkError` naming it; with ``skip_corrupted`` it is left out and listed in ``skipped``.
         """
         skipped: list[Skipped] | None = [] if skip_corrupted else None
         info = self.get_recording(text)
-        requests = tuple(self.iterate(info.id, drafts, steps=steps, trees=trees, skipped=skipped))
+        requests = tuple(self.iterate(info.id, drafts, steps=steps, trees=trees, ordinals=ordinals, skipped=skipped))
         return Recording(info, requests, tuple(skipped or ()))
 
     def iterate(

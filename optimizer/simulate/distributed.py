@@ -1,0 +1,370 @@
+"""Replay of a recording that is spread over the processes of a Dask cluster: a shard a worker, which reads it once and keeps it.
+
+The driver knows of the requests only their ids and categories. It sends a policy (kilobytes) to every shard, and puts together what
+each came to by request, in the recording's order: counts and seconds are those of one process, to the last bit. A window that carries
+its state from request to request goes on in a shard from where it was left in the one before; others are replayed in all shards at
+once. The shards of a worker that dies are read again by others.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from spectune.db.database import open_database
+from spectune.db.errors import DatabaseError
+from spectune.optimizer.artifacts import fitted
+from spectune.optimizer.simulate.replay import run_replay
+from spectune.optimizer.simulate.replay_trace import FloatArray, ReplayTrace, outcome_of, total_of
+from spectune.optimizer.simulate.trace import NoRequestsError, Opened, check_ranked, missing_of, open_trace, why_approximate
+from spectune.runtime.policies.artifacts import Fitted
+from spectune.runtime.policies.document import AUTOREGRESSIVE, AnyPolicy, Policy
+from spectune.runtime.policies.prepared_chooser import plain_policies
+from spectune.runtime.policies.windows import WindowState
+from spectune.traces.errors import PolicyError, SpectuneError
+from spectune.traces.recording import RecordingInfo, Skipped
+from spectune.traces.schema import Counts, LatencyProfile, Outcome, Step
+from spectune.traces.store import TraceStore
+
+if TYPE_CHECKING:
+    from distributed import Client, Future
+
+PATIENCE_S: Final = 10
+"""How long a scheduler is waited for, and its first worker."""
+
+
+@contextmanager
+def connected(workers: str) -> Iterator[Client]:
+    """A client of so many new processes of this machine (``"4"``), or of the scheduler at an address (``"tcp://HOST:8786"``), for as
+    long as the block lasts. Raises SpectuneError where Dask is not installed or nobody answers."""
+    try:
+        from distributed import Client, LocalCluster
+    except ImportError:
+        raise SpectuneError("--workers needs Dask: pip install 'spectune[dask]'") from None
+    if workers.isdecimal():
+        local = {"threads_per_worker": 1, "memory_limit": 0, "dashboard_address": "127.0.0.1:0", "silence_logs": "CRITICAL"}
+        with LocalCluster(n_workers=int(workers), **local) as cluster, Client(cluster) as client, _said():
+            yield client
+        return
+    try:
+        client = Client(workers, timeout=PATIENCE_S)
+    except (OSError, ValueError) as error:
+        raise SpectuneError(
+            f"--workers {workers}: no Dask scheduler answers there ({error}); `dask scheduler` starts one, --workers 4 needs none"
+        ) from None
+    with client:
+        try:
+            client.wait_for_workers(1, timeout=PATIENCE_S)
+            client.run(_carries, AUTOREGRESSIVE)
+        except TimeoutError:
+            raise SpectuneError(f"--workers {workers}: the scheduler has no workers; `dask worker {workers}` starts one") from None
+        except Exception as error:  # a worker that lacks a module answers with this type
+            raise SpectuneError(
+                f"--workers {workers}: a worker cannot work for us ({error}); install the same spectune there"
+            ) from None
+        with _said():
+            yield client
+
+
+@contextmanager
+def _said() -> Iterator[None]:
+    """What a cluster fails by, in one line."""
+    from distributed import KilledWorker
+    from distributed.client import FutureCancelledError
+    from distributed.comm import CommClosedError
+
+    try:
+        yield
+    except KilledWorker:
+        raise SpectuneError("workers were killed again and again by the same work (is memory short?)") from None
+    except (FutureCancelledError, CommClosedError):
+        raise SpectuneError("the Dask scheduler is gone; run the command again") from None
+
+
+class Source(Protocol):
+    """Where a worker gets a shard from: a value of kilobytes, which travels."""
+
+    def open(self) -> Opened:
+        """Reads the shard. Raises NoRequestsError where nothing is left of it."""
+
+    def artifact(self, name: str) -> Fitted:
+        """What policies need that was fitted."""
+
+
+@dataclass(frozen=True)
+class StoredShard:
+    """Requests of a stored recording. ``url`` may hold a password, and is kept out of Dask's logs."""
+
+    url: str = field(repr=False)
+    recording: str
+    ordinals: range
+    policies: tuple[AnyPolicy, ...]
+    skip_corrupted: bool = False
+
+    @contextmanager
+    def _store(self) -> Iterator[TraceStore]:
+        try:
+            database = open_database(self.url, create=False)
+        except DatabaseError as error:
+            raise type(error)(f"workers read the recording themselves: {error}") from None
+        with database:
+            yield TraceStore(database)
+
+    def open(self) -> Opened:
+        with self._store() as store:
+            return open_trace(
+                store, self.recording, self.policies, ordinals=self.ordinals, skip_corrupted=self.skip_corrupted
+            )
+
+    def artifact(self, name: str) -> Fitted:
+        with self._store() as store:
+            return fitted(store, store.get_recording(self.recording).pair_id)(name)
+
+
+class Part(NamedTuple):
+    """What a policy did on the requests of a shard, as :class:`optimizer.simulate.replay_trace.Replay` has it."""
+
+    counts: npt.NDArray[np.int64]
+    seconds: FloatArray
+    state: WindowState | None
+    missing: tuple[tuple[Policy, int], ...] = ()
+    chosen: tuple[str, ...] = ()
+    steps: tuple[list[Step], ...] = ()
+
+
+NOTHING: Final = Part(np.zeros((0, 6), np.int64), np.zeros(0), None)
+
+
+class Shard:
+    """A part of a recording in a worker's memory. Sent to another, it is read there again."""
+
+    def __init__(self, source: Source, profile: LatencyProfile | None) -> None:
+        self._source, self._profile = source, profile
+        self._find = cache(source.artifact)
+        self._turn = threading.Lock()  # what a trace remembers is not made for two threads
+        self._trace: ReplayTrace | None = None
+        self._skipped: tuple[Skipped, ...] = ()
+        with suppress(NoRequestsError):
+            self._trace, _, self._skipped = source.open()
+
+    def __reduce__(self) -> tuple[type[Shard], tuple[Source, LatencyProfile | None]]:
+        return Shard, (self._source, self._profile)
+
+    def __sizeof__(self) -> int:
+        """Its bytes, about: Dask then moves the work to the shard, and not the shard."""
+        tables = [] if self._trace is None else [*self._trace.chains.values(), *self._trace.forests.values()]
+        return sum(a.nbytes for t in tables for a in vars(t).values() if isinstance(a, np.ndarray))
+
+    def about(self) -> About:
+        if self._trace is None:
+            return About((), self._skipped, True)
+        full = all(f.full for f in self._trace.forests.values())
+        return About(self._trace.names, self._skipped, full)
+
+    def replay(self, policy: AnyPolicy, before: Part | None, asked: Asked) -> Part:
+        """Replays the first ``asked.take`` requests; a window goes on from where ``before`` left it."""
+        if self._trace is None:
+            return NOTHING._replace(state=None if before is None else before.state)
+        with self._turn:
+            ran = run_replay(
+                self._trace.select(range(asked.take)),
+                policy,
+                self._profile,
+                per_round=asked.per_round,
+                state=None if before is None else before.state,
+                artifacts=self._find,
+                approximate=asked.approximate,
+            )
+        steps = tuple(ran.steps()) if asked.per_round else ()
+        return Part(ran.counts[:, :6], ran.seconds, ran.state, tuple(missing_of(ran)), ran.chosen, steps)
+
+
+class About(NamedTuple):
+    """Ids and categories of a shard's requests, the damaged chunks left out of it, and whether no filter cuts its trees."""
+
+    names: tuple[tuple[str, str], ...]
+    skipped: tuple[Skipped, ...]
+    full: bool
+
+
+class Asked(NamedTuple):
+    """What is wanted of a shard: its first ``take`` requests, and the options of a replay."""
+
+    take: int
+    per_round: bool = False
+    approximate: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedReplay:
+    """What a policy did on all shards, with the face of :class:`optimizer.simulate.replay_trace.Replay`.
+
+    ``chosen``: the draft of each request, where a chooser chose. ``missing``: see
+    :func:`optimizer.simulate.trace.missing_of`.
+    """
+
+    policy: AnyPolicy
+    names: tuple[tuple[str, str], ...]
+    counts: npt.NDArray[np.int64]
+    seconds: FloatArray
+    state: WindowState
+    missing: tuple[tuple[Policy, int], ...]
+    chosen: tuple[str, ...]
+    rounds: tuple[list[Step], ...]
+
+    @property
+    def total(self) -> Counts:
+        """Sums over requests."""
+        return total_of(self.counts, self.seconds)
+
+    def outcome(self) -> Outcome:
+        """The schema's value, per request; ``policy`` is the policy's label."""
+        return outcome_of(self.policy, self.names, self.counts, self.seconds)
+
+    def steps(self) -> list[list[Step]]:
+        """The rounds of every request. ValueError unless replayed with ``per_round``."""
+        if len(self.rounds) != len(self.names):
+            raise ValueError("replayed without per_round")
+        return list(self.rounds)
+
+
+class Shards:
+    """A recording on the workers of a cluster: the shards of ``sources``, in order, each opened when this is made.
+
+    ``progress`` is called with (shards opened, in all). Raises what opening a shard raises, and SpectuneError where workers die of it.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        sources: Sequence[Source],
+        profile: LatencyProfile | None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        from distributed import as_completed
+
+        self._client = client
+        at = homes(client)
+        self._shards = [
+            client.submit(Shard, source, profile, pure=False, workers=[at[n % len(at)]], allow_other_workers=True)
+            for n, source in enumerate(sources)
+        ]
+        known = [client.submit(Shard.about, shard, pure=False) for shard in self._shards]
+        for done, _ in enumerate(as_completed(known), 1):
+            progress(done, len(known))
+        self._about: list[About] = self._client.gather(known)
+        self.names = tuple(name for about in self._about for name in about.names)
+        """Ids and categories of the requests, in order."""
+        self.skipped = tuple(chunk for about in self._about for chunk in about.skipped)
+        """Damaged chunks that were left out."""
+        self.full = all(about.full for about in self._about)
+        """Whether no filter of the sampling cuts any tree."""
+
+    def replay(
+        self,
+        policies: Iterable[AnyPolicy],
+        *,
+        limit: int | None = None,
+        per_round: bool = False,
+        approximate: bool = False,
+    ) -> Iterator[ShardedReplay]:
+        """:func:`optimizer.simulate.replay.run_replay` of each policy, in order, over the first ``limit`` requests. Workers are at
+        those that follow while one is taken."""
+        ahead: deque[tuple[AnyPolicy, list[Future]]] = deque()
+        for policy in policies:
+            ahead.append((policy, self._begun(policy, limit, per_round, approximate)))
+            if len(ahead) > 2 * len(self._shards):
+                yield self._joined(*ahead.popleft(), limit)
+        while ahead:
+            yield self._joined(*ahead.popleft(), limit)
+
+    def _begun(self, policy: AnyPolicy, limit: int | None, per_round: bool, approximate: bool) -> list[Future]:
+        carries = _carries(policy)
+        left = len(self.names) if limit is None else limit
+        begun: list[Future] = []
+        for shard, about in zip(self._shards, self._about, strict=True):
+            take = min(left, len(about.names))
+            if take or not begun:
+                before = begun[-1] if carries and begun else None
+                asked = Asked(take, per_round, approximate)
+                begun.append(self._client.submit(Shard.replay, shard, policy, before, asked, pure=False))
+            left -= take
+        return begun
+
+    def _joined(self, policy: AnyPolicy, begun: list[Future], limit: int | None) -> ShardedReplay:
+        parts: list[Part] = self._client.gather(begun)
+        missing: dict[str, tuple[Policy, int]] = {}
+        for plain, rounds in (found for part in parts for found in part.missing):
+            missing[plain.id] = plain, rounds + missing.get(plain.id, (plain, 0))[1]
+        return ShardedReplay(
+            policy,
+            self.names[:limit],
+            np.concatenate([part.counts for part in parts]),
+            np.concatenate([part.seconds for part in parts]),
+            next(part.state for part in reversed(parts) if part.state is not None),
+            tuple(missing.values()),
+            tuple(draft for part in parts for draft in part.chosen),
+            tuple(steps for part in parts for steps in part.steps),
+        )
+
+
+def homes(client: Client) -> list[str]:
+    """The addresses of the workers, each as often as it has threads: where shards are opened."""
+    return [address for address, threads in sorted(client.nthreads().items()) for _ in range(threads)]
+
+
+def _carries(policy: AnyPolicy) -> bool:
+    """Whether a policy's window goes on from request to request."""
+    return isinstance(policy, Policy) and getattr(policy.window, "carries", False)
+
+
+def simulate_on(
+    client: Client,
+    store: TraceStore,
+    info: RecordingInfo,
+    policy: AnyPolicy,
+    profile: LatencyProfile | None,
+    *,
+    limit: int | None = None,
+    per_round: bool = False,
+    skip_corrupted: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> tuple[ShardedReplay, tuple[Skipped, ...], str]:
+    """:func:`optimizer.simulate.trace.simulate` by the workers of a cluster. Raises PolicyError for a chooser of policies whose windows
+    go on from request to request, too."""
+    find = fitted(store, info.pair_id)
+    if not isinstance(policy, Policy) and any(map(_carries, plain_policies(policy, find))):
+        raise PolicyError("--workers: windows of this chooser's policies go on from request to request; simulate it without --workers")
+    check_ranked(store, info, policy, find)
+    sources = stored_shards(store, info, [policy], len(homes(client)), skip_corrupted=skip_corrupted)
+    shards = Shards(client, sources, profile, progress)
+    if not shards.names:
+        raise NoRequestsError(f"recording {info.id} has no usable request")
+    (replayed,) = shards.replay([policy], limit=limit, per_round=per_round)
+    return replayed, shards.skipped, why_approximate(info, replayed.missing, full=shards.full)
+
+
+def stored_shards(
+    store: TraceStore, info: RecordingInfo, policies: Sequence[AnyPolicy], count: int, *, skip_corrupted: bool = False
+) -> list[StoredShard]:
+    """A recording in at most ``count`` shards of as many requests each, for :class:`Shards`. Raises NoRequestsError where it has none."""
+    url = store.database.url
+    if url.get_backend_name() == "sqlite":
+        url = url.set(database=str(Path(str(url.database)).resolve()))
+    ordinals = sorted(store.recorded_ordinals(info.id))
+    parts = [part for part in np.array_split(np.array(ordinals), count) if len(part)]
+    if not parts:
+        raise NoRequestsError(f"recording {info.id} has no usable request")
+    text = url.render_as_string(hide_password=False)
+    return [
+        StoredShard(text, info.id, range(int(p[0]), int(p[-1]) + 1), tuple(policies), skip_corrupted) for p in parts
+    ]

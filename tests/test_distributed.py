@@ -1,0 +1,149 @@
+"""Replay by workers: what one process counts, from local processes and over TCP, also where a worker is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sqlalchemy as sa
+from doors import Door, lines, write_workload
+from synthetic import flat_profile
+from trace_values import PAIR, a_panorama, a_recording, a_tree
+
+from spectune.db import open_database
+from spectune.db.models import PanoramaChunkRow
+from spectune.optimizer.simulate import distributed
+from spectune.optimizer.simulate.distributed import Shards, connected, stored_shards
+from spectune.optimizer.simulate.replay import run_replay
+from spectune.optimizer.simulate.trace import open_trace
+from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
+from spectune.traces.store import TraceStore
+
+REQUESTS = 23
+PROFILE = flat_profile(PAIR, ["small", "other"])
+Q_LEARNING = {"draft": "other", "window": {"kind": "q_learning", "gamma_max": 6, "seed": 1, "epsilon": 0.3}}
+TREE = {"draft": "small", "growth": {"kind": "top_k", "width": 4}, "select": {"top_n": 8}, "window": {"kind": "fixed", "gamma": 3}}
+DOCUMENTS: tuple[dict[str, Any], ...] = (
+    {"draft": "small", "window": {"kind": "fixed", "gamma": 5}},
+    {"draft": "other", "window": {"kind": "analytic", "gamma_max": 8, "estimator": "exact"}},
+    {"draft": "small", "window": {"kind": "fsm", "gamma_max": 8}, "stop": {"kind": "max_prob", "threshold": 0.4}},
+    {"draft": "small", "window": {"kind": "heuristic", "gamma_max": 12}},
+    Q_LEARNING,
+    TREE,
+    {**TREE, "window": {"kind": "q_learning", "gamma_max": 3, "reward": "speed"}},
+)
+POLICIES: list[Policy] = [AUTOREGRESSIVE, *map(parse_policy, DOCUMENTS)]
+
+
+@pytest.fixture(scope="module")
+def door(tmp_path_factory: pytest.TempPathFactory) -> Door:
+    """A database with a recording of chains of two drafts and trees of one, and a profile."""
+    path = tmp_path_factory.mktemp("shards") / "spectune.db"
+    with open_database(str(path)) as database:
+        store = TraceStore(database)
+        recording = a_recording(store, n=REQUESTS)
+        store.put_profile(PROFILE)
+        for n, text in enumerate(store.load(recording).trajectories):
+            store.put_panoramas(recording, [(n, a_panorama(text, "other", seed=100 + n, agreement=0.8, none=0.0))])
+            store.put_tree_panoramas(recording, [(n, a_tree(text, "small", seed=n))])
+    return Door(str(path))
+
+
+@pytest.fixture
+def store(door: Door) -> Iterator[TraceStore]:
+    with open_database(door.db) as database:
+        yield TraceStore(database)
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Any]:
+    """Two processes of this machine, their scheduler on loopback."""
+    with connected("2") as client:
+        yield client
+
+
+def test_shards_come_to_what_one_process_does(client: Any, store: TraceStore) -> None:
+    """Counts, seconds, learned tables and rounds are equal to the last bit, for windows that carry their state too, and after one of
+    the two workers was killed with all it had read."""
+    info = store.get_recording("latest")
+    trace = open_trace(store, info.id, POLICIES).trace
+    sources = stored_shards(store, info, POLICIES, 3)
+    shards = Shards(client, sources, PROFILE)
+    assert [name for name, _ in shards.names] == list(trace.request_ids)
+    killed = 0
+    found = shards.replay([*POLICIES, *POLICIES], per_round=True, approximate=True)
+    for policy, replayed in zip([*POLICIES, *POLICIES], found, strict=True):
+        alone = run_replay(trace, policy, PROFILE, per_round=True, approximate=True)
+        assert np.array_equal(replayed.counts, alone.counts[:, :6]), policy.label()
+        assert np.array_equal(replayed.seconds, alone.seconds), policy.label()
+        assert (replayed.outcome(), replayed.total) == (alone.outcome(), alone.total)
+        assert replayed.steps() == alone.steps(), policy.label()
+        assert replayed.missing == ((policy, alone.missing),)
+        assert np.array_equal(replayed.state.learner.q, alone.state.learner.q)
+        if not killed:
+            killed = next(iter(client.run(os.getpid).values()))
+            os.kill(killed, signal.SIGKILL)
+    assert killed not in client.run(os.getpid).values()
+
+
+def test_simulate_says_the_same_with_workers(client: Any, door: Door, store: TraceStore, tmp_path: Path) -> None:
+    """Over TCP: every figure and every round, of the first requests alone too, and where damaged chunks are left out."""
+    address = client.scheduler.address
+    assert address.startswith("tcp://127.0.0.1:")
+
+    def both(*options: object) -> dict[str, Any]:
+        rounds, found = [], []
+        for more in ((), ("--workers", address)):
+            out = tmp_path / f"rounds{len(found)}.jsonl"
+            found.append(door.json("simulate", "--per-round", out, *options, *more))
+            rounds.append(lines(out))
+            found[-1].pop("artifact", None)
+        assert found[0] == found[1]
+        assert rounds[0] == rounds[1]
+        return found[0]
+
+    for document in (DOCUMENTS[0], Q_LEARNING):
+        assert both("--policy", json.dumps(document))["requests"] == REQUESTS
+    assert both("--policy", json.dumps(Q_LEARNING), "--limit", 15)["requests"] == 15
+    whole = door.refused("simulate", "--policy", json.dumps({**TREE, "growth": {"kind": "top_k", "width": 6}}))
+    assert "the recording holds 4" in whole
+    with store.database.write() as session:
+        first_half = PanoramaChunkRow.draft == "other", PanoramaChunkRow.ordinal.between(2, 14)
+        session.execute(sa.update(PanoramaChunkRow).where(*first_half).values(sha256=b"0" * 32))
+    asked = ("--policy", json.dumps(Q_LEARNING))
+    assert both(*asked, "--skip-corrupted")["requests"] == REQUESTS - 13
+    assert "request" in door.error("simulate", *asked, "--workers", address)
+
+
+def test_retraced_by_workers(tiny_pair: Path, tmp_path: Path) -> None:
+    """What workers make of the drafts is what one process makes. (They are threads here: processes would import torch for it.)"""
+    from distributed import LocalCluster
+
+    made: list[Any] = []
+    workload = write_workload(tmp_path / "w.jsonl", 3)
+    options = ("--workload", workload, "--max-new-tokens", 12, "--tree-width", 2, "--tree-depth", 3)
+    threads = {"processes": False, "protocol": "tcp://", "threads_per_worker": 1, "dashboard_address": "127.0.0.1:0"}
+    with LocalCluster(n_workers=2, **threads) as cluster:
+        for name, more in (("alone", ()), ("shared", ("--workers", cluster.scheduler_address))):
+            door = Door(str(tmp_path / f"{name}.db"))
+            recording = door.json("record", "--pair", tiny_pair, *options, *more)["recording"]
+            with open_database(door.db) as database:
+                requests = TraceStore(database).load(recording, trees=True).requests
+            made.append([(r.trajectory, r.panoramas, r.trees) for r in requests])
+    assert made[0] == made[1]
+    assert {draft for _, chains, trees in made[0] for draft in (*chains, *trees)} == {"near", "far", "ngram"}
+
+
+def test_what_cannot_be_reached_is_said(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "PATIENCE_S", 0.5)
+    asked = ("simulate", "--policy", "autoregressive", "--workers")
+    assert "no Dask scheduler answers there" in door.refused(*asked, "tcp://127.0.0.1:9")
+    assert "neither a number of processes" in door.call(*asked, "two").output
+    monkeypatch.setitem(__import__("sys").modules, "distributed", None)
+    assert "pip install 'spectune[dask]'" in door.refused(*asked, "2")
