@@ -8,7 +8,7 @@ from typing import Protocol
 
 from spectune.engines.abilities import Engine
 from spectune.runtime.policies.document import AnyPolicy
-from spectune.traces.errors import TraceError
+from spectune.traces.errors import TraceError, WorkloadError
 from spectune.traces.schema import Sampling, Step, Trajectory
 
 
@@ -93,3 +93,15 @@ class Running(Protocol):
 
     def close(self) -> None:
         """Ends it. Harmless when it has ended."""
+
+
+def check_fits(prompts: Sequence[Prompt], max_new_tokens: int, max_len: int) -> None:
+    """Raises WorkloadError for the first request that is empty or longer than an engine was started for."""
+    for prompt in prompts:
+        if not prompt.ids:
+            raise WorkloadError(f"request {prompt.id}: the prompt has no tokens")
+        if len(prompt.ids) + max_new_tokens > max_len:
+            raise WorkloadError(
+                f"request {prompt.id}: {len(prompt.ids)} prompt tokens + {max_new_tokens} new ones exceed the {max_len} that the "
+                "engine was started for"
+            )

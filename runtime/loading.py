@@ -9,15 +9,15 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
 
 from spectune.runtime.cuda.graphs import CudaRecorder, use_graphs, wanted
 from spectune.runtime.drafts.eagle_formats import load_head
 from spectune.runtime.drafts.eagle_head import EagleHead
 from spectune.runtime.generation_settings import Process, Settings, processor
 from spectune.runtime.models import CausalModel, load_model, pick_device, pick_dtype
-from spectune.runtime.pair import PairSpec, check_threads, expanded, is_head, is_local, translated
-from spectune.traces.errors import PairError, WorkloadError
+from spectune.runtime.pair import PairSpec, check_threads, is_head, is_local, translated
+from spectune.runtime.words import Words, ends_of, same_tokenizer, tokenizer_of
+from spectune.traces.errors import PairError
 from spectune.traces.schema import Request
 
 
@@ -76,46 +76,26 @@ class LoadedPair:
         where: torch.device = self.target.device
         return where
 
+    @property
+    def words(self) -> Words:
+        """What of the pair reads prompts and writes texts."""
+        return Words(self.tokenizer, self.eos_ids, self.max_positions)
+
     def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt as the target sees it (with the tokenizer's own special tokens)."""
-        return list(self.tokenizer(text)["input_ids"])
+        """:meth:`Words.encode`."""
+        return self.words.encode(text)
 
     def encode_request(self, request: Request, *, chat: bool) -> list[int]:
-        """Token ids of a request's first turn or conversation, in the chat template when the tokenizer has one and ``chat`` is set.
-
-        Without ``chat`` a conversation's texts stand one after the other, a blank line between them. Raises WorkloadError for one
-        where ``chat`` is set and there is no template.
-        """
-        texts, roles = (request.turns, request.roles) if request.roles else (request.turns[:1], ("user",))
-        if chat and getattr(self.tokenizer, "chat_template", None):
-            messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
-            with translated(f"request {request.id}: the target's chat template (--no-chat leaves it out)"):
-                out = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-            return list(out["input_ids"])
-        if chat and len(texts) > 1:
-            raise WorkloadError(
-                f"request {request.id}: a conversation of {len(texts)} messages needs a chat template, and the target's tokenizer "
-                "has none; --no-chat puts a blank line between its messages instead"
-            )
-        return self.encode("\n\n".join(texts))
+        """:meth:`Words.encode_request`."""
+        return self.words.encode_request(request, chat=chat)
 
     def text(self, ids: Collection[int]) -> str:
-        """Decoded text, special tokens left out."""
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+        """:meth:`Words.text`."""
+        return self.words.text(ids)
 
     def stopper(self, strings: tuple[str, ...]) -> Callable[[list[int], list[int]], int | None]:
-        """Finds the first new token at which one of ``strings`` has appeared in the decoded output."""
-        longest = max(len(s) for s in strings)
-
-        def ends_at(output: list[int], new: list[int]) -> int | None:
-            tail = output[-(longest + 8) :]
-            for i in range(1, len(new) + 1):
-                text = self.text(tail + new[:i])
-                if any(s in text for s in strings):
-                    return i
-            return None
-
-        return ends_at
+        """:meth:`Words.stopper`."""
+        return self.words.stopper(strings)
 
 
 SMALL = 32_000_000
@@ -143,7 +123,7 @@ def load_pair(
     target = load_model(spec.target, name="target", device=where, dtype=kind)
     if not is_local(spec.target):
         content = spec.id  # what was fetched of a hub name is known now
-    tokenizer = _tokenizer(spec.target)
+    tokenizer = tokenizer_of(spec.target)
     if tokenizer is None:
         raise PairError(f"target: no tokenizer at {spec.target} (tokenizer.json or the like is expected beside the weights)")
     loaded: dict[str, CausalModel] = {}
@@ -160,7 +140,7 @@ def load_pair(
                 f"draft {name!r} has a vocabulary of {model.vocab_size} tokens, the target one of {target.vocab_size}; "
                 "a draft must share the target's tokenizer"
             )
-        _same_tokenizer(name, _tokenizer(path), tokenizer)
+        same_tokenizer(name, tokenizer_of(path), tokenizer)
         loaded[name] = model
     if threads is not None:
         torch.set_num_threads(threads)
@@ -180,30 +160,10 @@ def load_pair(
     return pair
 
 
-def _tokenizer(path: str) -> Any:
-    folder = expanded(path)
-    if is_local(path) and not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab*")):
-        return None
-    with translated(f"tokenizer of {path}"):
-        return AutoTokenizer.from_pretrained(folder if is_local(path) else path, trust_remote_code=False)
-
-
-def _same_tokenizer(name: str, own: Any, target: Any) -> None:
-    if own is None:
-        return
-    mine, theirs = own.get_vocab(), target.get_vocab()
-    if mine != theirs:
-        token = next(t for t in {**theirs, **mine} if mine.get(t) != theirs.get(t))
-        raise PairError(
-            f"draft {name!r} has another vocabulary than the target: {token!r} is {mine.get(token)} there and {theirs.get(token)} "
-            "in the target's; a draft must share the target's tokenizer"
-        )
-
-
 def _eos(target: CausalModel, tokenizer: Any) -> frozenset[int]:
     eos = getattr(target.model.generation_config, "eos_token_id", None)
     if eos is None:
         eos = tokenizer.eos_token_id
     if eos is None:
         return frozenset()
-    return frozenset(int(token) for token in (eos if isinstance(eos, list) else [eos]))
+    return ends_of(eos)

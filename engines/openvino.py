@@ -1,0 +1,254 @@
+"""OpenVINO GenAI: a batched engine in this process, driven a step at a time.
+
+A request's number of draft tokens is fixed when it is sent (the engine keeps a copy of its settings); requests with different
+numbers share steps. In a step the draft proposes for each request, then the target verifies all of them in one pass. Without a
+draft token the engine runs without the draft: it has no other way.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from spectune.engines.abilities import OPENVINO, Engine
+from spectune.engines.gguf import gguf_file, kept
+from spectune.engines.protocol import Answered, Load, Prompt, Wanted, check_fits
+from spectune.runtime.pair import PairSpec, identity
+from spectune.runtime.policies.document import AnyPolicy
+from spectune.runtime.words import eos_of
+from spectune.traces.errors import EngineError, PairError, PolicyError
+from spectune.traces.schema import Finish, Sampling, Step, Trajectory
+from spectune.traces.text import one_line
+
+PRECISION: Final = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+"""Its defaults (bfloat16 where the processor has it, a cache of 8 bits) change texts."""
+MODEL: Final = "openvino_model.xml"
+
+
+@dataclass
+class _Request:
+    """A request while it is served: where it is read from, and its rounds so far."""
+
+    prompt: Prompt
+    handle: Any
+    arrived_s: float
+    tokens: list[int] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What an execution's requests have in common."""
+
+    gamma: int
+    draft: str
+    policy: str
+    max_new_tokens: int
+    sampling: Sampling
+
+
+class OpenVino:
+    """A pair in OpenVINO GenAI, as :class:`engines.protocol.Running` has it. Raises EngineError for what it cannot load."""
+
+    def __init__(self, spec: PairSpec, wanted: Wanted) -> None:
+        self.version = OPENVINO.require()
+        self.wanted = wanted
+        drafts = dict(spec.drafts)
+        if wanted.draft not in (*drafts, "none"):
+            raise PairError(
+                f"{OPENVINO.title} drafts with a language model of the pair, not {wanted.draft!r}; it has: {', '.join(drafts)}"
+            )
+        self._target = model_folder(spec.target, self.version)
+        self._draft = model_folder(drafts[wanted.draft], self.version) if wanted.draft != "none" else None
+        self._eos = sorted(eos_of(spec.target))
+        self._pipelines: dict[bool, Any] = {}
+        self._sent = 0
+
+    @property
+    def engine(self) -> Engine:
+        return OPENVINO
+
+    @property
+    def serving(self) -> dict[str, Any]:
+        """How it fills its steps, by the names of :class:`engines.rules.ServingRules`."""
+        wanted = self.wanted
+        return {
+            "max_num_seqs": wanted.max_num_seqs,
+            "max_batched_tokens": self._scheduler().max_num_batched_tokens,
+            "max_len": wanted.max_len,
+            "drafts_after": False,
+        }
+
+    def execute(
+        self, prompts: Sequence[Prompt], policy: AnyPolicy, load: Load, *, sampling: Sampling, max_new_tokens: int
+    ) -> Iterator[Answered]:
+        """As :meth:`engines.protocol.Running.execute`. Moments leave out what the caller does between two answers."""
+        wanted = self.wanted
+        gamma = OPENVINO.gammas(policy, draft=wanted.draft, most=wanted.most, max_num_seqs=1)[1]
+        if not sampling.greedy:
+            raise PolicyError(
+                f"{OPENVINO.title} is run at temperature 0 alone: above, its way of keeping drafted tokens was not tested"
+            )
+        check_fits(prompts, max_new_tokens, wanted.max_len)
+        job = _Job(gamma, wanted.draft if gamma else "", policy.id, max_new_tokens, sampling)
+        return self._serve(self._pipeline(drafts=gamma > 0), prompts, load, job)
+
+    def close(self) -> None:
+        self._pipelines.clear()
+
+    def _pipeline(self, *, drafts: bool) -> Any:
+        if drafts not in self._pipelines:
+            import openvino_genai as genai
+
+            more = {"draft_model": genai.draft_model(str(self._draft), "CPU", **PRECISION)} if drafts else {}
+            with _translated("the pair cannot be loaded"):
+                self._pipelines[drafts] = genai.ContinuousBatchingPipeline(
+                    str(self._target), self._scheduler(), "CPU", {**PRECISION, **more}
+                )
+        return self._pipelines[drafts]
+
+    def _scheduler(self) -> Any:
+        import openvino_genai as genai
+
+        config = genai.SchedulerConfig()
+        config.cache_size = CACHE_GB
+        config.max_num_seqs = self.wanted.max_num_seqs
+        config.max_num_batched_tokens = max(self.wanted.max_len, STEP_TOKENS)
+        config.enable_prefix_caching = False
+        return config
+
+    def _serve(self, pipeline: Any, prompts: Sequence[Prompt], load: Load, job: _Job) -> Iterator[Answered]:
+        waiting, running = deque(prompts), dict[int, _Request]()
+        config = self._config(job)
+        began, sent = time.perf_counter(), 0
+        try:
+            while waiting or running:
+                now = time.perf_counter() - began
+                for _ in range(min(len(waiting), load.due(now, sent, len(running)))):
+                    arrived = load.arrivals[sent] if load.arrivals else now
+                    self._sent, sent = self._sent + 1, sent + 1
+                    running[self._sent] = self._send(pipeline, waiting.popleft(), config, arrived)
+                if not running:
+                    time.sleep(max(0.0, load.arrivals[sent] - now))
+                    continue
+                done = _step(pipeline, running, job, began)
+                paused = time.perf_counter()
+                yield from (_answered(running.pop(number), job) for number in done)
+                began += time.perf_counter() - paused
+        finally:
+            for request in running.values():
+                request.handle.stop()
+            with suppress(RuntimeError):
+                while running and pipeline.has_non_finished_requests():
+                    pipeline.step()
+
+    def _send(self, pipeline: Any, prompt: Prompt, config: Any, arrived_s: float) -> _Request:
+        import openvino as ov
+
+        with _translated(f"request {prompt.id}"):
+            handle = pipeline.add_request(self._sent, ov.Tensor(np.array([prompt.ids], dtype=np.int64)), config)
+        return _Request(prompt, handle, arrived_s)
+
+    def _config(self, job: _Job) -> Any:
+        import openvino_genai as genai
+
+        config = genai.GenerationConfig()
+        config.max_new_tokens = job.max_new_tokens
+        config.do_sample = False
+        config.apply_chat_template = False
+        config.stop_token_ids = set(self._eos)
+        if job.gamma:
+            config.num_assistant_tokens = job.gamma
+        return config
+
+
+CACHE_GB: Final = 1
+STEP_TOKENS: Final = 2048
+"""Least tokens that a step may hold, so that a prompt of ordinary length is read in one."""
+
+
+def _step(pipeline: Any, running: dict[int, _Request], job: _Job, began: float) -> list[int]:
+    """One step of the engine, noted in each request that it gave tokens to; those that ended."""
+    start = time.perf_counter()
+    with _translated("it failed while it served"):
+        pipeline.step()
+    now, seconds = time.perf_counter() - began, time.perf_counter() - start
+    batch, done = pipeline.get_metrics().scheduled_requests, []
+    for number, request in running.items():
+        if not request.handle.can_read():
+            continue
+        (output,) = request.handle.read().values()
+        new, before = list(output.generated_ids), len(request.tokens)
+        # The prompt's pass drafts nothing, and no round drafts what could not be kept.
+        drafted = min(job.gamma, job.max_new_tokens - before - 1) if before else 0
+        request.tokens += new
+        request.steps.append(
+            Step(
+                before, drafted, drafted + 1, min(drafted, len(new) - 1), len(new), drafted,
+                draft=job.draft if drafted else "", policy=job.policy, round_s=seconds, depth=drafted,
+                batch=batch, arrived_s=request.arrived_s, ended_s=now,
+            )
+        )  # fmt: skip
+        if output.finish_reason.name != "NONE":
+            done.append(number)
+    return done
+
+
+def _answered(request: _Request, job: _Job) -> Answered:
+    prompt = request.prompt
+    finish: Finish = "length" if len(request.tokens) >= job.max_new_tokens else "eos"
+    trajectory = Trajectory(
+        prompt.id,
+        prompt.category,
+        np.array(prompt.ids, dtype=np.int32),
+        np.array(request.tokens, dtype=np.int32),
+        job.sampling,
+        job.max_new_tokens,
+        finish,
+    )
+    return Answered(trajectory, tuple(request.steps))
+
+
+def model_folder(path: str, version: str) -> Path:
+    """A checkpoint as OpenVINO's files, made where they are not there yet; equal content, equal folder.
+
+    Raises EngineError for what cannot be converted, PairError where no checkpoint is.
+    """
+    weights = gguf_file(path, "float16")  # its reader knows no float32
+    made = kept("openvino") / f"{identity(path)}-{version}"
+    if (made / MODEL).is_file():
+        return made
+    import openvino_genai as genai
+
+    part = Path(tempfile.mkdtemp(prefix=made.name, suffix=".part", dir=made.parent))
+    try:
+        (part / weights.name).symlink_to(weights)
+        with _translated(f"{path} cannot be converted"):
+            genai.LLMPipeline(str(part / weights.name), "CPU", enable_save_ov_model=True)
+        (part / weights.name).unlink()
+        if not (part / MODEL).is_file():
+            raise EngineError(f"{OPENVINO.title}: {path} cannot be converted: no {MODEL} was written")
+        with suppress(OSError):  # another process was there first
+            part.rename(made)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return made
+
+
+@contextmanager
+def _translated(what: str) -> Iterator[None]:
+    """What OpenVINO raises, in one line: its reason without the places in its sources."""
+    try:
+        yield
+    except RuntimeError as error:
+        lines = [line for line in str(error).splitlines() if line.strip() and "/src/" not in line]
+        raise EngineError(f"{OPENVINO.title}: {what}: {one_line(lines[-1] if lines else str(error))}") from None

@@ -1,0 +1,120 @@
+"""What a pair needs to read prompts and write texts, where another engine runs its models: tokenizer, ends, context. Loads no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from spectune.runtime.pair import PairSpec, checkpoint, expanded, is_local, model_config, translated
+from spectune.traces.errors import PairError, WorkloadError
+from spectune.traces.files import is_file
+from spectune.traces.schema import Request
+
+
+@dataclass(frozen=True)
+class Words:
+    """A target's tokenizer, the tokens that end its texts, and the longest sequence that every model of its pair holds."""
+
+    tokenizer: Any
+    eos_ids: frozenset[int]
+    max_positions: int
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt as the target sees it (with the tokenizer's own special tokens)."""
+        return list(self.tokenizer(text)["input_ids"])
+
+    def encode_request(self, request: Request, *, chat: bool) -> list[int]:
+        """Token ids of a request's first turn or conversation, in the chat template when the tokenizer has one and ``chat`` is set.
+
+        Without ``chat`` a conversation's texts stand one after the other, a blank line between them. Raises WorkloadError for one
+        where ``chat`` is set and there is no template.
+        """
+        texts, roles = (request.turns, request.roles) if request.roles else (request.turns[:1], ("user",))
+        if chat and getattr(self.tokenizer, "chat_template", None):
+            messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+            with translated(f"request {request.id}: the target's chat template (--no-chat leaves it out)"):
+                out = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+            return list(out["input_ids"])
+        if chat and len(texts) > 1:
+            raise WorkloadError(
+                f"request {request.id}: a conversation of {len(texts)} messages needs a chat template, and the target's tokenizer "
+                "has none; --no-chat puts a blank line between its messages instead"
+            )
+        return self.encode("\n\n".join(texts))
+
+    def text(self, ids: Collection[int]) -> str:
+        """Decoded text, special tokens left out."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def stopper(self, strings: tuple[str, ...]) -> Callable[[list[int], list[int]], int | None]:
+        """Finds the first new token at which one of ``strings`` has appeared in the decoded output."""
+        longest = max(len(s) for s in strings)
+
+        def ends_at(output: list[int], new: list[int]) -> int | None:
+            tail = output[-(longest + 8) :]
+            for i in range(1, len(new) + 1):
+                text = self.text(tail + new[:i])
+                if any(s in text for s in strings):
+                    return i
+            return None
+
+        return ends_at
+
+
+def load_words(spec: PairSpec) -> Words:
+    """The words of a pair whose models lie in folders. Raises PairError."""
+    spec.check()
+    found = tokenizer_of(spec.target)
+    if found is None:
+        raise PairError(f"target: no tokenizer at {spec.target} (tokenizer.json or the like is expected beside the weights)")
+    for name, path in spec.drafts:
+        same_tokenizer(name, tokenizer_of(path), found)
+    eos = eos_of(spec.target)
+    if not eos and found.eos_token_id is not None:
+        eos = frozenset([int(found.eos_token_id)])
+    folders = [folder for path in (spec.target, *dict(spec.drafts).values()) if (folder := checkpoint(path)) is not None]
+    sizes = [size for folder in folders if (size := model_config(folder).get("max_position_embeddings")) is not None]
+    if not sizes:
+        raise PairError(f"target: {spec.target} says no max_position_embeddings, or is no folder; give a folder")
+    return Words(found, eos, int(min(sizes)))
+
+
+def eos_of(path: str) -> frozenset[int]:
+    """The tokens that end a target's texts, as its generation_config says, else its config; none where they say none."""
+    folder = checkpoint(path)
+    if folder is not None:
+        for name in ("generation_config.json", "config.json"):
+            eos = model_config(folder, name).get("eos_token_id") if is_file(folder / name) else None
+            if eos is not None:
+                return ends_of(eos)
+    return frozenset()
+
+
+def ends_of(eos: Any) -> frozenset[int]:
+    """A configuration's ``eos_token_id``, one or several, as a set."""
+    return frozenset(int(token) for token in (eos if isinstance(eos, list) else [eos]))
+
+
+def tokenizer_of(path: str) -> Any:
+    """A checkpoint's own tokenizer, None where it has none. Raises PairError."""
+    from transformers import AutoTokenizer
+
+    folder = expanded(path)
+    if is_local(path) and not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab*")):
+        return None
+    with translated(f"tokenizer of {path}"):
+        return AutoTokenizer.from_pretrained(folder if is_local(path) else path, trust_remote_code=False)
+
+
+def same_tokenizer(name: str, own: Any, target: Any) -> None:
+    """Raises PairError where a draft has another vocabulary than the target."""
+    if own is None:
+        return
+    mine, theirs = own.get_vocab(), target.get_vocab()
+    if mine != theirs:
+        token = next(t for t in {**theirs, **mine} if mine.get(t) != theirs.get(t))
+        raise PairError(
+            f"draft {name!r} has another vocabulary than the target: {token!r} is {mine.get(token)} there and {theirs.get(token)} "
+            "in the target's; a draft must share the target's tokenizer"
+        )
