@@ -118,7 +118,11 @@ OPENVINO = Engine(
     "openvino", "OpenVINO GenAI", ("openvino-genai",), "pip install 'spectune[openvino]'", ("2026.4",), ("fixed",),
     "with the next request",
 )  # fmt: skip
-ENGINES = {engine.name: engine for engine in (NATIVE, VLLM, OPENVINO)}
+LLAMACPP = Engine(
+    "llamacpp", "llama.cpp", ("xllamacpp",), "pip install 'spectune[llamacpp]'", ("2026.10",), ("fixed",), "with a restart",
+    batches=False,
+)  # fmt: skip
+ENGINES = {engine.name: engine for engine in (NATIVE, VLLM, OPENVINO, LLAMACPP)}
 
 
 def engine_named(name: str) -> Engine:

@@ -1,0 +1,151 @@
+"""llama.cpp for real: what it served says what it does under every other policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from spectune.demo.prompts import demo_workload
+from spectune.engines.llamacpp import LlamaCpp
+from spectune.engines.protocol import Answered, Load, Prompt, Wanted
+from spectune.runtime.loading import LoadedPair, load_pair
+from spectune.runtime.pair import PairSpec, read_pair
+from spectune.runtime.policies.document import AUTOREGRESSIVE, AnyPolicy, parse_policy
+from spectune.runtime.recording.chains import record_panorama
+from spectune.traces.errors import EngineError, PairError, PolicyError, WorkloadError
+from spectune.traces.schema import AGREE_YES, Sampling, Trajectory
+
+MOST, TOKENS = 8, 28
+GREEDY = Sampling()
+
+
+@pytest.fixture(scope="module")
+def spec() -> PairSpec:
+    return read_pair("demo")
+
+
+@pytest.fixture(scope="module")
+def native(spec: PairSpec) -> LoadedPair:
+    return load_pair(spec, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def prompts(native: LoadedPair) -> list[Prompt]:
+    texts = [line["turns"][0] for line in demo_workload()][::40]
+    return [Prompt(f"r{i}", "c", tuple(native.tokenizer(t).input_ids)) for i, t in enumerate(texts)]
+
+
+@pytest.fixture(scope="module")
+def running(spec: PairSpec) -> Iterator[LlamaCpp]:
+    found = LlamaCpp(spec, Wanted("small", MOST, 1, 512))
+    yield found
+    found.close()
+
+
+def fixed(gamma: int, draft: str = "small") -> AnyPolicy:
+    return parse_policy({"draft": draft, "window": {"kind": "fixed", "gamma": gamma}})
+
+
+def served(
+    running: LlamaCpp, prompts: list[Prompt], policy: AnyPolicy, sampling: Sampling = GREEDY
+) -> list[Answered]:
+    return list(running.execute(prompts, policy, Load(), sampling=sampling, max_new_tokens=TOKENS))
+
+
+def capacities(pair: LoadedPair, text: Trajectory) -> list[int]:
+    """By output position how many of a long draft from there would be accepted."""
+    agree = record_panorama(pair, text, "small", MOST).agree.tolist()
+    found = [0] * (len(agree) + 1)
+    for i in reversed(range(len(agree))):
+        found[i] = found[i + 1] + 1 if agree[i] == AGREE_YES else 0
+    return found
+
+
+def check_rounds(found: Answered, gamma: int, capacity: list[int]) -> int:
+    """Holds every round against what the draft alone says; how many there were."""
+    first, *rounds = found.steps
+    assert (first.start, first.drafted, first.emitted) == (0, 0, 1)
+    start = 1
+    for step in rounds:
+        assert step.start == start
+        assert step.drafted == min(gamma, TOKENS - start - 1)
+        left = len(found.trajectory.output_ids) - start
+        expected = min(step.drafted, capacity[start])
+        # A drafted end of the text is not counted as accepted.
+        assert step.accepted == (
+            expected if found.trajectory.finish == "length" else min(expected, left - 1)
+        )
+        assert step.emitted == step.accepted + 1
+        start += step.emitted
+    assert start == len(found.trajectory.output_ids)
+    return len(rounds)
+
+
+def test_one_recording_predicts_every_round_of_every_other_window(
+    running: LlamaCpp, prompts: list[Prompt], native: LoadedPair
+) -> None:
+    recorded = served(running, prompts, fixed(MOST))
+    known = [capacities(native, found.trajectory) for found in recorded]
+    rounds = 0
+    for gamma in range(MOST + 1):
+        for was, found, capacity in zip(
+            recorded, served(running, prompts, fixed(gamma)), known, strict=True
+        ):
+            assert found.trajectory == was.trajectory
+            rounds += check_rounds(found, gamma, capacity)
+            ends = [step.ended_s for step in found.steps]
+            assert ends == sorted(ends)
+            assert 0 <= found.arrived_s < found.first_token_s <= found.finished_s
+            assert all(step.round_s > 0 for step in found.steps)
+    assert rounds > 300
+
+
+def test_above_temperature_0_a_token_is_kept_iff_the_target_drew_it(
+    running: LlamaCpp, prompts: list[Prompt], native: LoadedPair
+) -> None:
+    sampling = Sampling(0.8, top_p=0.95, seed=3)
+    found = served(running, prompts, fixed(4), sampling)
+    assert [f.trajectory for f in served(running, prompts[:2], fixed(4), sampling)] == [
+        f.trajectory for f in found[:2]
+    ]
+    assert found[0].trajectory.verifier == "greedy"
+    assert sum(check_rounds(f, 4, capacities(native, f.trajectory)) for f in found) > 50
+
+
+def test_what_it_cannot_run_is_refused_at_once(running: LlamaCpp, prompts: list[Prompt]) -> None:
+    for policy, said in (
+        (fixed(MOST + 1), "at most 8 tokens"),
+        (fixed(3, "medium"), "loaded the draft 'small'"),
+        (
+            parse_policy({"draft": "small", "window": {"kind": "fsm"}}),
+            "llama.cpp cannot run a window",
+        ),
+    ):
+        with pytest.raises(PolicyError, match=said):
+            running.execute(prompts, policy, Load(), sampling=GREEDY, max_new_tokens=TOKENS)
+    with pytest.raises(EngineError, match="use --concurrency 1"):
+        running.execute(prompts, fixed(2), Load(2), sampling=GREEDY, max_new_tokens=TOKENS)
+    with pytest.raises(WorkloadError, match="request r0: "):
+        running.execute(prompts, fixed(2), Load(), sampling=GREEDY, max_new_tokens=600)
+    with pytest.raises(PairError, match="not 'ngram'; it has: small, medium, head"):
+        LlamaCpp(read_pair("demo"), Wanted("ngram"))
+    with pytest.raises(EngineError, match="an EAGLE head has no form"):
+        LlamaCpp(read_pair("demo"), Wanted("head"))
+
+
+def test_requests_come_at_their_moments(running: LlamaCpp, prompts: list[Prompt]) -> None:
+    load = Load(arrivals=(0.0, 0.0, 0.3))
+    found = running.execute(prompts[:3], AUTOREGRESSIVE, load, sampling=GREEDY, max_new_tokens=2)
+    first, second, third = found
+    assert [f.arrived_s for f in (first, second, third)] == [0.0, 0.0, 0.3]
+    assert second.first_token_s > first.finished_s
+    assert third.first_token_s > 0.3
+    assert {step.draft for f in (first, second, third) for step in f.steps} == {""}
+
+
+def test_a_token_that_the_model_has_not_is_said(running: LlamaCpp) -> None:
+    asked = [Prompt("odd", "c", (1, 2, 999_999))]
+    found = running.execute(asked, fixed(2), Load(), sampling=GREEDY, max_new_tokens=4)
+    with pytest.raises(EngineError, match="refuses request 'odd': Prompt contains invalid tokens"):
+        next(found)
