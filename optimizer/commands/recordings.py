@@ -16,6 +16,8 @@ from spectune.optimizer.commands.shared import (
     emit,
     json_option,
     open_store,
+    pair_named,
+    pair_options,
     together,
     with_context,
 )
@@ -23,7 +25,7 @@ from spectune.optimizer.commands.shared import (
 
 @click.group()
 def traces() -> None:
-    """Recordings: list, show, stats, report, query, export, import, prune."""
+    """Recordings: list, show, stats, report, query, export, import, ingest, prune."""
 
 
 filter_options = together(
@@ -280,6 +282,43 @@ def traces_import(ctx: click.Context, as_json: bool, path: str) -> None:
         moved = import_recordings(store.database, path)
     data = {"added": list(moved.added), "present": list(moved.present), "chunks": moved.chunks}
     emit(as_json, data, f"added {', '.join(moved.added) or 'nothing'}; already here: {', '.join(moved.present) or 'nothing'}")
+
+
+@traces.command("ingest")
+@click.argument("path", metavar="RESPONSES", type=click.Path(dir_okay=False))
+@pair_options
+@click.option("--draft-name", "draft", required=True, metavar="NAME", help="The draft that the server loaded, or ngram.")
+@click.option("--temperature", type=FiniteRange(0.0, 10.0), default=0.0, show_default=True, help="As the requests asked for.")
+@click.option("--top-k", type=Whole(0), default=0, help="0: off.")
+@click.option("--top-p", type=FiniteRange(0.0, 1.0, min_open=True), default=1.0, help="1: off.")
+@json_option
+@with_context
+def traces_ingest(ctx: click.Context, as_json: bool, path: str, draft: str, **kw: Any) -> None:
+    """Record what responses of vLLM or SGLang, one a line, say of their drafts: for servers without our plugin.
+
+    With token ids (vLLM's return_token_ids) texts are recorded, and `record --resume` makes them replayable under any window and
+    draft. Without, only how many rounds kept how many tokens is, which `simulate` does not extrapolate.
+
+    \b
+    Example:  cli.py traces ingest responses.jsonl --pair pair.json --draft-name small
+    """
+    from spectune.engines.ingest import keep, read_responses
+    from spectune.traces.errors import PairError
+    from spectune.traces.schema import Sampling
+
+    sampling = Sampling(kw.pop("temperature"), kw.pop("top_k"), kw.pop("top_p"))
+    spec = pair_named(kw)
+    if draft not in spec.draft_names:
+        raise PairError(f"--draft-name {draft}: pair {spec.name} has no such draft; it has: {', '.join(spec.draft_names)}")
+    found = read_responses(path, draft, sampling)
+    with open_store(ctx) as store:
+        recording = keep(store, spec, found, draft, sampling)
+    rounds = sum(found.rounds.values())
+    data = {"recording": recording, "engine": found.engine, "requests": len(found.requests), "rounds": rounds}
+    data |= {"responses": found.responses, "without": found.without, "counts": found.counts()}
+    what = f"{len(found.requests)} requests with their texts" if found.requests else "counts without texts"
+    left = f"; {found.without} say nothing of rounds" if found.without else ""
+    emit(as_json, data, f"recording {recording}: {what}, {rounds} rounds of {found.responses} responses of {found.engine}{left}")
 
 
 @traces.command("prune")

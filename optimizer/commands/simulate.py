@@ -72,6 +72,18 @@ def simulate(ctx: click.Context, as_json: bool, **kw: Any) -> None:
             raise PolicyError(
                 "--keep-q-table: a chooser's candidates keep their tables to themselves; simulate one of them"
             )
+        from spectune.optimizer.simulate.counted import counted, holds_counts
+
+        if holds_counts(info):
+            refused = [name for name in ("per_round", "keep_q_table", "limit", "workers") if kw[name]]
+            if refused:
+                flag = f"--{refused[0].replace('_', '-')}"
+                raise PolicyError(f"{flag}: recording {info.id} has counts of rounds, and no requests to replay")
+            outcome, approximate = counted(info, policy)
+            told = {**outcome_json(outcome, policy), **({"approximate": True} if approximate else {})}
+            say(f"approximate: {approximate}", err=True) if approximate else None
+            emit(as_json, told, lambda: outcome_table(outcome))
+            return
         replayed, skipped, approximate = _replayed(store, info, policy, found, kw)
         for chunk in skipped:
             click.echo(f"left out: request {chunk.ordinal} of {chunk.recording}: {chunk.problem}", err=True)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from spectune.engines.abilities import engine_named
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.simulate.choosers import ChosenReplay
+from spectune.optimizer.simulate.counted import INSTEAD, holds_counts
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace
 from spectune.optimizer.simulate.shortlist_ranks import Ranks, how_to_rank, stored_ranks
@@ -56,6 +57,8 @@ def open_trace(
     recording, PolicyError for the first policy whose draft was not recorded, NoRequestsError where no request is left.
     """
     info = store.get_recording(recording)
+    if holds_counts(info):
+        raise TraceError(f"recording {info.id} has counts of rounds without texts; {INSTEAD}")
     wanted_chains, grown, found = set(chains), set(trees), dict(ranks or {})
     for policy in _candidates(store, info, policies):
         own = proposals_of(policy)
