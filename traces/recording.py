@@ -92,16 +92,23 @@ class RecordedRequest:
         """The trees of one kind of proposals, by draft."""
         return self.trees if proposals == "coupled" else self.trees_q
 
-    def after_first(self) -> RecordedRequest:
-        """The same from the second token on, its first read as a part of the prompt; without rounds and trees."""
+    def after_first(self, past: int = 0) -> RecordedRequest:
+        """The same from the second token on, its first read as a part of the prompt; without rounds. ``past`` tokens may be drafted
+        beyond those that were asked for."""
         t = self.trajectory
         rest = replace(
             t,
             prompt_ids=np.concatenate((t.prompt_ids, t.output_ids[:1])),
             output_ids=t.output_ids[1:],
-            max_new_tokens=t.max_new_tokens - 1,
+            max_new_tokens=t.max_new_tokens - 1 + past,
         )
-        return RecordedRequest(self.ordinal, rest, {name: _after_first(p) for name, p in self.panoramas.items()})
+        return RecordedRequest(
+            self.ordinal,
+            rest,
+            {name: _after_first(p) for name, p in self.panoramas.items()},
+            trees={name: _grown_after_first(p) for name, p in self.trees.items()},
+            trees_q={name: _grown_after_first(p) for name, p in self.trees_q.items()},
+        )
 
 
 def _after_first(panorama: ChainPanorama) -> ChainPanorama:
@@ -109,6 +116,18 @@ def _after_first(panorama: ChainPanorama) -> ChainPanorama:
     tail = {name: getattr(panorama, name)[1:] for name in ("agree", "logp", "entropy", "accept")}
     branches = {name: getattr(panorama, name)[gone:] for name in ("branch_logp", "branch_entropy", "branch_len")}
     return replace(panorama, **tail, **branches)
+
+
+def _grown_after_first(panorama: TreePanorama) -> TreePanorama:
+    on_text = panorama.positions + 1
+    root = np.arange(len(panorama.text_slot))
+    while (off := root >= on_text).any():
+        root[off] = panorama.parent[root[off] - on_text]
+    kept = root > 0
+    number = np.cumsum(kept, dtype=np.int32) - 1
+    of_nodes = {name: getattr(panorama, name)[kept] for name in panorama.columns() if name not in ("parent", "slot")}
+    off_text = kept[on_text:]
+    return replace(panorama, parent=number[panorama.parent[off_text]], slot=panorama.slot[off_text], **of_nodes)
 
 
 @dataclass(frozen=True)

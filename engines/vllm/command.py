@@ -6,6 +6,7 @@ import json
 import shlex
 from dataclasses import dataclass
 
+from spectune.engines.vllm.prompt_lookup import LEAST, MOST
 from spectune.engines.vllm.tables import every_gamma, schedule_of
 from spectune.runtime.pair import PairSpec, head_algorithm, is_head
 from spectune.traces.errors import PairError
@@ -32,7 +33,7 @@ def speculative_config(draft: str, path: str | None, most: int, max_num_seqs: in
     schedule = schedule_of(every_gamma(most, max_num_seqs))
     about: dict[str, object] = {"num_speculative_tokens": most, "num_speculative_tokens_per_batch_size": schedule}
     if path is None:
-        return {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1, **about}
+        return {"method": "ngram", "prompt_lookup_max": MOST, "prompt_lookup_min": LEAST, **about}
     return {"method": head_algorithm(path) if is_head(path) else "draft_model", "model": path, **about}
 
 

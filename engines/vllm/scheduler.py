@@ -91,18 +91,21 @@ class Scheduler(AsyncScheduler):
         self._in_force = table
         if speculative is not None and self.dynamic_sd_lookup is None:
             self.dynamic_sd_lookup = list(table.gammas)
+        about: dict[str, Any] = {
+            "engine": "vllm",
+            "engine_version": vllm.__version__,
+            "dtype": str(config.model_config.dtype).removeprefix("torch."),
+            "serving": self._rules(),
+        }
+        if getattr(speculative, "method", None) == "ngram":
+            about["prompt_lookup"] = [speculative.prompt_lookup_min, speculative.prompt_lookup_max]
         probabilistic = getattr(speculative, "draft_sample_method", "greedy") != "greedy"
         self._above_zero: Verifier = "rejection" if probabilistic else "greedy"
         place = Place(
             url,
             str(config.device_config.device_type),
             f"vllm:{os.uname().nodename}:{os.getpid()}",
-            {
-                "engine": "vllm",
-                "engine_version": vllm.__version__,
-                "dtype": str(config.model_config.dtype).removeprefix("torch."),
-                "serving": self._rules(),
-            },
+            about,
             config.model_config.max_model_len,
             os.environ.get("SPECTUNE_DEPLOYMENT") or "vllm",
         )

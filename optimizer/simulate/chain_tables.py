@@ -221,9 +221,32 @@ def _tabulate(
                     if missing or should_stop(kind, max_logp, max_joint, max_entropy, logp_code, joint, entropy_code):
                         cap, step_cap = (j + 1 if keep_last and not missing else j), j + 1
                         break
-            near = ENDLESS
-            for i in range(s, min(end, s + ENDLESS)):
-                if first_seen[i] < s - begin:
-                    near = i - s
-                    break
-            out[s] = run | (cap << 8) | (step_cap << 16) | (near << 24)
+            out[s] = run | (cap << 8) | (step_cap << 16) | (_cached_from(first_seen, begin, end, s) << 24)
+
+
+@compiled(inline=True)
+def _cached_from(first_seen: npt.NDArray[np.int32], begin: int, end: int, s: int) -> int:
+    for i in range(s, min(end, s + ENDLESS)):
+        if first_seen[i] < s - begin:
+            return int(i - s)
+    return ENDLESS
+
+
+def tabulate_copies(offsets: Index, first_seen: npt.NDArray[np.int32], copies: Bytes) -> Words:
+    """:func:`tabulate` for a draft that copies: ``copies`` uint8 [2, positions] are the tokens that each start has to copy,
+    and how many of them the text goes on with."""
+    out = np.empty(copies.shape[1], dtype=np.uint32)
+    _tabulate_copies(offsets, first_seen, copies[0], copies[1], out)
+    return out
+
+
+@compiled()
+def _tabulate_copies(
+    offsets: Index, first_seen: npt.NDArray[np.int32], length: Bytes, run: Bytes, out: Words
+) -> None:
+    for r in range(len(offsets) - 1):
+        begin, end = offsets[r], offsets[r + 1]
+        for s in range(begin, end):
+            cap = int(length[s])
+            near = _cached_from(first_seen, begin, end, s)
+            out[s] = int(run[s]) | (cap << 8) | (cap << 16) | (near << 24)

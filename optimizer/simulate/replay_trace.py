@@ -10,7 +10,16 @@ from typing import Final, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from spectune.optimizer.simulate.chain_tables import Chains, Index, Words, check_reach, first_occurrences, join_chains, tabulate
+from spectune.optimizer.simulate.chain_tables import (
+    Chains,
+    Index,
+    Words,
+    check_reach,
+    first_occurrences,
+    join_chains,
+    tabulate,
+    tabulate_copies,
+)
 from spectune.optimizer.simulate.chains import Texts
 from spectune.optimizer.simulate.forest import Forest, join_trees, tabulate_growth
 from spectune.optimizer.simulate.shortlist_ranks import RanksByPolicy
@@ -73,8 +82,9 @@ class ReplayTrace:
     which matters only to windows that carry their state from one to the next. ``seed`` chooses the draws of requests decoded
     by the rejection verifier. ``trees`` maps (draft, proposals) to tree panoramas likewise. ``ranks`` maps (draft, artifact of a
     shortlist) to what ``optimizer.fit`` finds; that draft's
-    trees must be given as well. Shortlists of kind ``clusters`` need them, chains under the others are exact with them. Raises TraceError
-    where panoramas do not match, or ranks lack a request.
+    trees must be given as well. Shortlists of kind ``clusters`` need them, chains under the others are exact with them. ``copies`` maps
+    drafts that copy, whatever the window, to what each request's starts would (:func:`optimizer.simulate.chain_tables.tabulate_copies`).
+    Raises TraceError where panoramas do not match, or ranks lack a request.
     """
 
     def __init__(
@@ -85,6 +95,7 @@ class ReplayTrace:
         seed: int = 0,
         trees: Mapping[tuple[str, str], Sequence[TreePanorama]] | None = None,
         ranks: RanksByPolicy | None = None,
+        copies: Mapping[str, Sequence[npt.NDArray[np.uint8]]] | None = None,
     ) -> None:
         self.trajectories = tuple(trajectories)
         lengths = np.array([len(t.output_ids) for t in trajectories], dtype=np.int64)
@@ -104,6 +115,7 @@ class ReplayTrace:
             if key not in self.forests:
                 raise TraceError(f"ranks of draft {draft!r} given without its trees ({source.proposals})")
             self.ranked[draft, fitted] = join_ranks(self.forests[key], self.trajectories, (trees or {})[key], source)
+        self.copies = {draft: np.concatenate(found, axis=1) for draft, found in (copies or {}).items()}
         self.hot: npt.NDArray[np.bool_] = np.repeat(self.sampled > 0, lengths)
         """Positions of sampled texts, bool [positions]."""
         self._growths: Memo[GrowthTable] = Memo(CACHED_GROWTHS)
@@ -150,6 +162,11 @@ class ReplayTrace:
         too little was recorded."""
         if not policy.speculates:
             return np.zeros(int(self.offsets[-1]), np.uint32), ALL_KNOWN
+        copies = self.copies.get(policy.draft)
+        if copies is not None:
+            return self._tables.get(
+                policy.draft, lambda: (tabulate_copies(self.offsets, self.first_seen, copies), ALL_KNOWN)
+            )
         chains = self.chains.get(policy.draft)
         if chains is None:
             known = ", ".join(sorted(self.chains)) or "none"

@@ -6,7 +6,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from spectune.engines.abilities import engine_named
+import numpy as np
+import numpy.typing as npt
+
+from spectune.engines.abilities import VLLM, engine_named
+from spectune.engines.vllm.prompt_lookup import LEAST, MOST, copied
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.simulate.choosers import ChosenReplay
 from spectune.optimizer.simulate.counted import INSTEAD, holds_counts
@@ -14,12 +18,12 @@ from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace
 from spectune.optimizer.simulate.shortlist_ranks import Ranks, how_to_rank, stored_ranks
 from spectune.runtime.policies.artifacts import Artifacts
-from spectune.runtime.policies.document import AnyPolicy, FullShortlist, Policy
+from spectune.runtime.policies.document import GAMMA_LIMIT, AnyPolicy, FullShortlist, Policy
 from spectune.runtime.policies.prepared_chooser import plain_policies
 from spectune.runtime.policies.shortlist_rule import compile_shortlist
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.recording import Skipped
-from spectune.traces.schema import LatencyProfile, Proposals, TreePanorama
+from spectune.traces.schema import LatencyProfile, Proposals, Trajectory, TreePanorama
 from spectune.traces.store import RecordingInfo, TraceStore
 
 Grown = tuple[str, Proposals]
@@ -53,23 +57,30 @@ def open_trace(
 
     ``ranks`` of shortlists are added to those that are stored for the policies; ``ordinals``: of these requests alone. With
     ``skip_corrupted`` the trace has the requests of which nothing is damaged or missing; otherwise CorruptedChunkError and TraceError
-    name the first. Where an engine's prefill yields the first token, replay begins after it. Raises NotFoundError for an unknown
-    recording, PolicyError for the first policy whose draft was not recorded, NoRequestsError where no request is left.
+    name the first. Where an engine's prefill yields the first token, replay begins after it, and ``ngram`` copies as that engine does.
+    Raises NotFoundError for an unknown recording, PolicyError for the first policy whose draft was not recorded, NoRequestsError where no
+    request is left.
     """
     info = store.get_recording(recording)
     if holds_counts(info):
         raise TraceError(f"recording {info.id} has counts of rounds without texts; {INSTEAD}")
+    engine = engine_named(info.engine)
+    served = engine.prefill_emits
     wanted_chains, grown, found = set(chains), set(trees), dict(ranks or {})
     for policy in _candidates(store, info, policies):
         own = proposals_of(policy)
         as_tree = replayed_as_tree(policy, info)
-        _check_recorded(policy, info, as_tree)
+        if policy.draft != "ngram" or not served:
+            _check_recorded(policy, info, as_tree)
         if as_tree or policy.shortlisted:
             grown.add((policy.draft, own))
         if not as_tree:
             wanted_chains.add(policy.draft)
         if (ranked := ranks_of(store, info.id, policy)) is not None:
             found[policy.draft, ranked.fitted] = ranked
+    looked_up = served and "ngram" in wanted_chains
+    if looked_up:  # by the engine's rule, which needs no panorama
+        wanted_chains.remove("ngram")
     drafts = sorted({*wanted_chains, *(draft for draft, _ in grown)})
     loaded = store.load(info.id, drafts, trees=bool(grown), ordinals=ordinals, skip_corrupted=skip_corrupted)
     whole = loaded.having(wanted_chains) if skip_corrupted else loaded
@@ -77,15 +88,20 @@ def open_trace(
         whole = whole.having(trees=[draft], proposals=proposals)
     if not whole.requests:
         raise NoRequestsError(f"recording {info.id} has no usable request")
-    if engine_named(info.engine).prefill_emits:
-        if grown:
-            raise PolicyError(f"recording {info.id} is of {info.engine}, which has neither trees nor shortlists; simulate chains")
-        if "ngram" in wanted_chains:
-            raise PolicyError(f"recording {info.id}: prompt lookup in {info.engine} copies from other places than ours; simulate a draft")
-        whole = replace(whole, requests=tuple(r.after_first() for r in whole.requests))
+    if served:
+        whole = replace(whole, requests=tuple(r.after_first(GAMMA_LIMIT * engine.past_end) for r in whole.requests))
+    copies = {"ngram": _copied(whole.trajectories, info)} if looked_up else None
     panoramas = {draft: whole.panoramas(draft) for draft in sorted(wanted_chains)}
     forests: dict[tuple[str, str], Sequence[TreePanorama]] = {key: whole.trees(*key) for key in sorted(grown)}
-    return Opened(ReplayTrace(whole.trajectories, panoramas, trees=forests, ranks=found or None), info, loaded.skipped)
+    return Opened(ReplayTrace(whole.trajectories, panoramas, trees=forests, ranks=found or None, copies=copies), info, loaded.skipped)
+
+
+def _copied(trajectories: Iterable[Trajectory], info: RecordingInfo) -> list[npt.NDArray[np.uint8]]:
+    """What an engine's own prompt lookup copies. Raises PolicyError for an engine whose rule is not known here."""
+    if info.engine != VLLM.name:
+        raise PolicyError(f"recording {info.id}: prompt lookup in {info.engine} copies from other places than ours; simulate a draft")
+    least, most = info.options.get("prompt_lookup", (LEAST, MOST))
+    return [copied(t, least, most) for t in trajectories]
 
 
 def _candidates(store: TraceStore, info: RecordingInfo, policies: Iterable[AnyPolicy]) -> Iterable[Policy]:

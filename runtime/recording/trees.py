@@ -22,7 +22,7 @@ from spectune.runtime.models import CHUNK, CausalModel, view_of
 from spectune.runtime.policies.document import ChainGrowth, ClassifierGrowth, Growth, StaticGrowth, TopKGrowth
 from spectune.runtime.sampling import Noise
 from spectune.runtime.trees.grow import NONE, Codes, DistributionRows, Growing, TreeRule
-from spectune.traces.schema import Proposals, Trajectory, TreePanorama, request_seed
+from spectune.traces.schema import Proposals, Sampling, Trajectory, TreePanorama, request_seed
 
 GROUP = 8
 """Starts of a head grown together."""
@@ -252,7 +252,7 @@ class _Recorder:
         chain_depth: int,
     ) -> None:
         self.trajectory, self.draft, self.width, self.depth, self.proposals = trajectory, draft, width, depth, proposals
-        self.sampling = trajectory.sampling
+        self.sampling = Sampling() if trajectory.verifier == "greedy" else trajectory.sampling
         self.output = trajectory.output_ids.tolist()
         self.prompt = len(trajectory.prompt_ids)
         self.exact = pair.exact

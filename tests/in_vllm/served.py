@@ -16,6 +16,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from spectune.db import open_database
+from spectune.engines.vllm.command import SCHEDULER, speculative_config
 from spectune.runtime.pair import PairSpec, read_pair
 from spectune.runtime.policies.document import parse_policy
 from spectune.traces.recording import Recording
@@ -40,7 +41,7 @@ class Engine:
         """Decodes the prompts, so many at a time. The beginning of their requests' names, and their tokens."""
         self._runs += 1
         name = f"run{self._runs}-"
-        params = SamplingParams(**{"temperature": 0.0, "max_tokens": 48, **sampling})
+        params = SamplingParams(**{"temperature": 0.0, "max_tokens": 32, **sampling})
 
         async def one(i: int, prompt: str, gate: asyncio.Semaphore) -> list[int]:
             tokens: list[int] = []
@@ -92,11 +93,8 @@ def eventually(holds: Callable[[], bool]) -> None:
 
 @contextmanager
 def engine(folder: Path, draft: str) -> Iterator[Engine]:
-    """An engine that loaded a draft of the demo pair, recording into a new database in ``folder``."""
+    """An engine that loaded a draft of the demo pair, or looks up (``ngram``), recording into a new database in ``folder``."""
     spec, url = read_pair("demo"), str(folder / "vllm.db")
-    path = dict(spec.drafts).get(draft)
-    lookup = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-    method = lookup if path is None else {"method": "draft_model", "model": path}
     os.environ |= {
         **{"SPECTUNE_DB": url, "SPECTUNE_PAIR": "demo", "SPECTUNE_DEPLOYMENT": "vllm"},
         **{"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
@@ -108,8 +106,8 @@ def engine(folder: Path, draft: str) -> Iterator[Engine]:
         max_num_seqs=SEATS,
         enforce_eager=True,
         enable_prefix_caching=False,
-        speculative_config={**method, "num_speculative_tokens": MOST},
-        scheduler_cls="spectune.engines.vllm.Scheduler",
+        speculative_config=speculative_config(draft, dict(spec.drafts).get(draft), MOST, SEATS),
+        scheduler_cls=SCHEDULER,
     )
     with open_database(url) as database:
         made = Engine(AsyncLLM.from_engine_args(arguments), TraceStore(database), spec)
