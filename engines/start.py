@@ -21,4 +21,8 @@ def start(name: str, spec: PairSpec, wanted: Wanted) -> Running:
         from spectune.engines.openvino import OpenVino
 
         return OpenVino(spec, wanted)
-    raise EngineError(f"{engine.title} is not executed from here; known: openvino")
+    if name == "vllm":
+        from spectune.engines.vllm.execute import Vllm
+
+        return Vllm(spec, wanted)
+    raise EngineError(f"{engine.title} is not executed from here; known: openvino, vllm")

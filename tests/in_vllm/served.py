@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoTokenizer
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -41,7 +42,7 @@ class Engine:
         """Decodes the prompts, so many at a time. The beginning of their requests' names, and their tokens."""
         self._runs += 1
         name = f"run{self._runs}-"
-        params = SamplingParams(**{"temperature": 0.0, "max_tokens": 32, **sampling})
+        params = SamplingParams(**{"temperature": 0.0, "max_tokens": 24, **sampling})
 
         async def one(i: int, prompt: str, gate: asyncio.Semaphore) -> list[int]:
             tokens: list[int] = []
@@ -82,6 +83,12 @@ class Engine:
     def close(self) -> None:
         self._llm.shutdown()
         self._loop.call_soon_threadsafe(self._loop.stop)
+
+
+def tokens_of(texts: Sequence[str]) -> list[list[int]]:
+    """The texts in the demo pair's tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(read_pair("demo").target)
+    return [tokenizer(text)["input_ids"] for text in texts]
 
 
 def eventually(holds: Callable[[], bool]) -> None:

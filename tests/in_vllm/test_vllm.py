@@ -27,7 +27,7 @@ from spectune.runtime.policies.document import parse_policy
 from spectune.runtime.recording.chains import record_panorama
 from spectune.runtime.recording.trees import record_tree_panorama
 from spectune.traces.recording import RecordedRequest
-from spectune.traces.schema import AGREE_NO, Trajectory, TreePanorama
+from spectune.traces.schema import AGREE_NO, Sampling, Trajectory, TreePanorama
 from spectune.traces.store import TraceStore
 
 PROMPTS = [line["turns"][0] for line in demo_workload()][::4][:32]
@@ -109,10 +109,10 @@ def test_a_text_and_its_drafts_predict_every_round_of_every_policy(served: tuple
     # Every server serves the same texts, so a draft that one has never run is predicted from another's traffic.
     name, texts = running.run(PROMPTS, 8)
     assert texts == SERVED.setdefault("texts", texts)
-    known = [ahead(pair, r.trajectory, draft) for r in running.recorded(name, len(PROMPTS)).requests]
-    places = {tuple(r.trajectory.prompt_ids.tolist()): i for i, r in enumerate(running.recorded(name, len(PROMPTS)).requests)}
+    first = [request.trajectory for request in running.recorded(name, len(PROMPTS)).requests]
+    known = {tuple(t.prompt_ids.tolist()): ahead(pair, t, draft) for t in first}
     rounds = 0
-    for window in WINDOWS:
+    for window in WINDOWS if draft != "medium" else WINDOWS[::3]:
         policy = parse_policy({"draft": draft, "window": window})
         table = table_of(policy, 1, draft=draft, most=MOST, max_num_seqs=8)
         assert running.answered(running.publish(window, draft)) == ("applied", "")
@@ -121,11 +121,25 @@ def test_a_text_and_its_drafts_predict_every_round_of_every_policy(served: tuple
             # The text never depends on the policy, nor on who else is served.
             assert found == texts
             for request in running.recorded(name, len(PROMPTS)).requests:
-                rounds += check_rounds(request, known[places[tuple(request.trajectory.prompt_ids.tolist())]], table)
+                rounds += check_rounds(request, known[tuple(request.trajectory.prompt_ids.tolist())], table)
     print(f"{draft}: {rounds} rounds")
-    assert rounds > 2000
+    assert rounds > 1000
     look_around(running.store, pair, running.store.resolve_recording("latest"), Look((draft,), MOST))
-    assert sum(replayed_alike(running.store, draft, g) for g in (1, 3, 7)) > 300
+    assert sum(replayed_alike(running.store, draft, g) for g in (1, 4)) > 300
+
+
+@pytest.mark.parametrize("served", ["small", "head", "ngram"], indirect=True)
+def test_above_temperature_0_a_token_is_kept_iff_it_is_the_drafts_likeliest(served: tuple[str, Engine], pair: LoadedPair) -> None:
+    draft, running = served
+    window = {"kind": "fixed", "gamma": 4}
+    table = table_of(parse_policy({"draft": draft, "window": window}), 1, draft=draft, most=MOST, max_num_seqs=8)
+    assert running.answered(running.publish(window, draft)) == ("applied", "")
+    name, _ = running.run(PROMPTS, 8, temperature=0.8, top_p=0.9)
+    requests = running.recorded(name, len(PROMPTS)).requests
+    assert {(r.trajectory.sampling, r.trajectory.verifier) for r in requests} == {(Sampling(0.8, 0, 0.9), "greedy")}
+    rounds = sum(check_rounds(r, ahead(pair, r.trajectory, draft), table) for r in requests)
+    assert rounds > 100
+    assert sum(s.accepted for r in requests for s in r.steps) > 50
 
 
 def replayed_alike(store: TraceStore, draft: str, gamma: int) -> int:

@@ -1,0 +1,172 @@
+"""What our scheduler costs a vLLM server on this machine's CPU, and how soon the server obeys a publication.
+
+    SPECTUNE_VLLM_PYTHON=.venv-vllm/bin/python python bench/vllm_serving.py [--only recording reload] [--alternations 12]
+
+``recording``: tokens a second of 8 clients, with ``SPECTUNE_DB`` and without, two servers in turn. ``reload``: policies are
+published while 8 clients are served; for each that came into force, the steps that were begun after the server had noticed it
+and still drafted as before. Figures go to ``bench/results/vllm_serving.json``; alternations are added to those that are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import scipy.stats
+from lab import environment
+from transformers import AutoTokenizer
+
+from spectune.db.database import open_database
+from spectune.demo.prompts import demo_workload
+from spectune.engines.protocol import Load, Prompt, Wanted
+from spectune.engines.vllm.execute import Sending, body_of
+from spectune.engines.vllm.server import DEPLOYMENT, Server, installed
+from spectune.runtime.pair import read_pair
+from spectune.runtime.policies.document import parse_policy
+from spectune.traces.schema import Sampling, Step
+from spectune.traces.store import TraceStore
+
+CLIENTS, REQUESTS, TOKENS, MOST = 8, 32, 48, 8
+PUBLICATIONS, PAUSE_S = 200, 0.1
+RESULTS = Path(__file__).resolve().parent / "results" / "vllm_serving.json"
+
+
+def prompts() -> list[Prompt]:
+    tokenizer = AutoTokenizer.from_pretrained(read_pair("demo").target)
+    texts = [line["turns"][0] for line in demo_workload()][::4][:REQUESTS]
+    return [Prompt(str(i), "", tuple(tokenizer(text)["input_ids"])) for i, text in enumerate(texts)]
+
+
+@contextmanager
+def server(*, records: bool) -> Iterator[Server]:
+    """A server of the demo pair with its draft ``small``."""
+    with TemporaryDirectory() as folder:
+        made = Server(installed(), Path(folder), read_pair("demo"), Wanted("small", MOST, CLIENTS, 512))
+        if not records:
+            del made.environment["SPECTUNE_DB"]
+        try:
+            made.start()
+            yield made
+        finally:
+            made.close()
+
+
+def serve(of: Server, asked: list[Prompt]) -> float:
+    """Seconds in which 8 clients have every prompt answered."""
+    bodies = {i: body_of(str(i), prompt, Sampling(), TOKENS) for i, prompt in enumerate(asked)}
+    began = time.perf_counter()
+    with Sending(of.address, bodies, Load(CLIENTS), began) as sending:
+        while len(sending.answered) < len(bodies):
+            sending.check(of)
+            time.sleep(0.002)
+    return time.perf_counter() - began
+
+
+def recording(known: dict[str, Any], alternations: int) -> dict[str, Any]:
+    asked = prompts()
+    ratios = list(known.get("ratios", ()))
+    with server(records=True) as with_us, server(records=False) as without:
+        for each in (with_us, without):
+            serve(each, asked)
+        for n in range(alternations):
+            order = (with_us, without) if n % 2 else (without, with_us)
+            seconds = {id(each): serve(each, asked) for each in order}
+            ratios.append(seconds[id(without)] / seconds[id(with_us)])
+            print(f"{n + 1}: tokens/s x {ratios[-1]:.4f}", file=sys.stderr)
+    logs = np.log(ratios)
+    half = scipy.stats.t.ppf(0.975, len(logs) - 1) * logs.std(ddof=1) / np.sqrt(len(logs))
+    low, high = np.exp([logs.mean() - half, logs.mean() + half]).tolist()
+    return {
+        "clients": CLIENTS,
+        "requests_a_run": len(asked),
+        "tokens_per_s_ratio": float(np.exp(logs.mean())),
+        "interval_95": [low, high],
+        "median": float(np.median(ratios)),
+        "ratios": ratios,
+    }
+
+
+def reload(known: dict[str, Any], alternations: int) -> dict[str, Any]:
+    asked, spec = prompts(), read_pair("demo")
+    offset = time.time() - time.perf_counter()
+    rng = np.random.default_rng(0)
+    with server(records=True) as of, open_database(of.database) as database:
+        store = TraceStore(database)
+        store.put_pair(spec.id, spec.name, spec.to_json())
+        serve(of, asked)
+        published: dict[int, str] = {}
+
+        def publish() -> None:
+            for _ in range(PUBLICATIONS):
+                policy = parse_policy({"draft": "small", "window": {"kind": "fixed", "gamma": int(rng.integers(0, MOST + 1))}})
+                store.put_policy(policy.id, policy.spelled_out(), policy.label())
+                published[store.publish(spec.id, of.device, policy.id, actor="bench", deployment=DEPLOYMENT).version] = policy.id
+                time.sleep(PAUSE_S)
+
+        thread = threading.Thread(target=publish)
+        thread.start()
+        while thread.is_alive():
+            serve(of, asked)
+        time.sleep(2)  # what was served last is written
+        info = store.list_recordings()[0]
+        requests = store.load(info.id, steps=True).requests
+        answers = sorted((a for a in store.acknowledgements() if a.version in published), key=lambda a: a.at)
+    texts: dict[bytes, set[bytes]] = {}
+    for r in requests:
+        texts.setdefault(r.trajectory.prompt_ids.tobytes(), set()).add(r.trajectory.output_ids.tobytes())
+    noticed = [(a.at.timestamp() - offset, published[a.version]) for a in answers]
+    late, after = obeyed(noticed, [s for r in requests for s in r.steps])
+    return {
+        "publications": len(published),
+        "refused": sum(a.status != "applied" for a in answers),
+        "noticed": len(noticed),
+        "requests": len(requests),
+        "texts_that_differ": sum(len(found) - 1 for found in texts.values()),
+        "steps_late": {str(n): late.count(n) for n in sorted(set(late))},
+        "ms_until_first_step": {"median": float(np.median(after)) * 1e3, "largest": max(after) * 1e3},
+    }
+
+
+def obeyed(noticed: list[tuple[float, str]], steps: list[Step]) -> tuple[list[int], list[float]]:
+    """For each notice, its moment and policy, while requests were served: the steps begun after it under another policy, and the
+    seconds until the first under it."""
+    begun = sorted({(s.ended_s - s.round_s, s.policy) for s in steps})
+    late, after = [], []
+    for (at, policy), (end, _) in zip(noticed, [*noticed[1:], (begun[-1][0], "")], strict=True):
+        here = [(moment, by) for moment, by in begun if at < moment < end]
+        first = next((i for i, (_, by) in enumerate(here) if by == policy), None)
+        if first is not None:
+            late.append(first)
+            after.append(here[first][0] - at)
+        elif len(here) > 1:
+            late.append(len(here))
+    return late, after
+
+
+PARTS = {"recording": recording, "reload": reload}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--alternations", type=int, default=12)
+    wanted = parser.parse_args()
+    found: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for name in wanted.only:
+        found[name] = PARTS[name](found.get(name, {}), wanted.alternations)
+        print(json.dumps(found[name]))
+    found["environment"] = {**environment(), "vllm": installed().version}
+    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

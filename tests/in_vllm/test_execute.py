@@ -1,0 +1,90 @@
+"""Executing on a real vLLM server of our own: texts and rounds under every load, a server that is killed, a model that it refuses."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from served import SEATS, tokens_of
+
+from spectune.demo.prompts import demo_workload
+from spectune.engines.protocol import Answered, Load, Prompt, Wanted
+from spectune.engines.vllm.execute import Vllm
+from spectune.runtime.pair import PairSpec, read_pair
+from spectune.runtime.policies.document import parse_policy
+from spectune.traces.errors import EngineError, PolicyError
+from spectune.traces.schema import Sampling
+
+TEXTS = [line["turns"][0] for line in demo_workload()][::6][:16]
+FOUR = parse_policy({"draft": "small", "window": {"kind": "fixed", "gamma": 4}})
+BY_BATCH = parse_policy({"draft": "small", "window": {"kind": "by_batch", "gamma": {"1": 5, "4": 1}}})
+
+
+@pytest.fixture(scope="module")
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def running(said: list[str]) -> Iterator[Vllm]:
+    made = Vllm(read_pair("demo"), Wanted("small", 6, SEATS, 512), said.append)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[Prompt]:
+    return [Prompt(f"p{i}", "demo", tuple(ids)) for i, ids in enumerate(tokens_of(TEXTS))]
+
+
+def texts_of(answered: Sequence[Answered]) -> dict[str, list[int]]:
+    return {a.trajectory.request_id: a.trajectory.output_ids.tolist() for a in answered}
+
+
+def test_every_load_and_policy_gives_the_same_texts(running: Vllm, prompts: list[Prompt]) -> None:
+    loads = [Load(1), Load(8), Load(arrivals=tuple(0.05 * i for i in range(len(prompts))))]
+    known: dict[str, list[int]] = {}
+    for load, policy in zip(loads, (FOUR, BY_BATCH, FOUR), strict=True):
+        found = list(running.execute(prompts, policy, load, sampling=Sampling(), max_new_tokens=16))
+        known = known or texts_of(found)
+        assert texts_of(found) == known
+        assert set(known) == {p.id for p in prompts}
+        assert {s.policy for a in found for s in a.steps} == {policy.id}
+        sizes = {s.batch for a in found for s in a.steps}
+        assert max(sizes) > 3 if load.clients == 8 else load.arrivals or sizes == {1}
+        by_id = {a.trajectory.request_id: a for a in found}
+        for i, prompt in enumerate(prompts):
+            a = by_id[prompt.id]
+            assert (load.arrivals or [0.0] * len(prompts))[i] <= a.arrived_s <= a.first_token_s <= a.finished_s
+    assert running.serving["max_num_seqs"] == SEATS
+    with pytest.raises(PolicyError, match="cannot run a window of kind 'fsm'"):
+        running.execute(prompts, parse_policy({"draft": "small", "window": {"kind": "fsm"}}), Load(), sampling=Sampling(), max_new_tokens=8)
+
+
+def test_a_server_that_dies_is_started_again_once_and_asked_what_it_had_not_answered(
+    running: Vllm, prompts: list[Prompt], said: list[str]
+) -> None:
+    known = texts_of(list(running.execute(prompts, FOUR, Load(8), sampling=Sampling(), max_new_tokens=16)))
+
+    def killed() -> Iterator[Answered]:
+        answers = running.execute(prompts, FOUR, Load(2), sampling=Sampling(), max_new_tokens=16)
+        yield next(answers)
+        os.kill(running.server.process_id, signal.SIGKILL)
+        yield from answers
+
+    assert texts_of(list(killed())) == known
+    (line,) = said
+    assert "it is started again" in line
+    with pytest.raises(EngineError, match="vLLM died again"):
+        list(killed())
+
+
+def test_a_model_that_it_cannot_load_is_said_in_its_own_words(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["Nothing"], "vocab_size": 8}')
+    with pytest.raises(EngineError, match=r"^vLLM did not start: .*") as raised:
+        Vllm(PairSpec("broken", str(tmp_path), ()), Wanted("none"))
+    print(raised.value)
+    assert "\n" not in str(raised.value)
