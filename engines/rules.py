@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from spectune.traces.errors import TraceError
+
 
 @dataclass(frozen=True)
 class ServingRules:
@@ -15,8 +17,9 @@ class ServingRules:
     ``max_num_seqs``: seats. ``max_batched_tokens``: tokens of a step; a prompt that does not fit is read in chunks.
     ``draft_slots``: tokens of it that each request costs beside its own. ``max_len``: tokens of a request's text. ``cache_tokens``:
     tokens that the cache holds, 0 where that is not known. ``ahead``: steps that are scheduled before the results of those in
-    execution are known. ``drafts_after``: whether a step drafts for the next one, by its own size, after it has verified; else it
-    drafts first. ``reply_s``: seconds from an answer until its client's next request is there.
+    execution are known. ``drafts_after``: whether a step drafts for the next one, by its own size, after it has verified, and also
+    more than the request may still have; else it drafts first, what may be kept, and goes without the draft's passes at 0 tokens.
+    ``reply_s``: seconds from an answer until its client's next request is there.
     """
 
     max_num_seqs: int
@@ -32,3 +35,18 @@ class ServingRules:
         """The same with what a recording says of its server."""
         known = {f.name for f in fields(self)}
         return replace(self, **{name: value for name, value in found.items() if name in known})
+
+
+RULES: Mapping[str, ServingRules] = {
+    # vLLM's scheduler, `Scheduler.schedule` of version 0.32. What a recording says of its server stands in the place of these defaults.
+    "vllm": ServingRules(max_num_seqs=256, max_batched_tokens=2048, max_len=4096, draft_slots=1, ahead=1, reply_s=1e-3),
+    "openvino": ServingRules(max_num_seqs=8, max_batched_tokens=2048, max_len=2048, drafts_after=False),
+}
+"""The rules of the engines that serve many requests at once, by name."""
+
+
+def rules_of(engine: str, found: Mapping[str, Any] | None = None) -> ServingRules:
+    """An engine's rules, with what a recording says of its server. Raises TraceError for an engine that serves one request at a time."""
+    if engine not in RULES:
+        raise TraceError(f"load is simulated for {', '.join(RULES)}, not for {engine!r}, which serves one request at a time")
+    return RULES[engine].of(found or {})

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from spectune.runtime.policies.document import GAMMA_LIMIT, NODE_LIMIT, Policy
 from spectune.runtime.policies.jit import compiled
 from spectune.runtime.policies.windows import WindowCosts
-from spectune.traces.cost_table import FloatArray
+from spectune.traces.cost_table import CostTable, FloatArray
 from spectune.traces.errors import PolicyError
 from spectune.traces.latency import LatencyProfile
 
@@ -105,8 +105,15 @@ class RoundKind(NamedTuple):
         return ("round", *((f"tree round/{self.draft}",) if self.growth else ()))
 
 
-Share = tuple[str, float, float, float, float]
-"""A term of a round, how often it is charged, and where: rows, context, passes."""
+class Share(NamedTuple):
+    """A term of a round, how often it is charged, and where."""
+
+    term: str
+    times: float
+    rows: float
+    context: float
+    passes: float
+    batch: float = 1.0
 
 
 class MeasuredRound(NamedTuple):
@@ -130,26 +137,26 @@ class MeasuredRound(NamedTuple):
 def drafting_terms(r: MeasuredRound) -> Iterator[Share]:
     """What drafting consists of, but for near ties."""
     for term in r.kind.once:
-        yield term, 1.0, 0.0, r.context, len(r.rows)
+        yield Share(term, 1.0, 0.0, r.context, len(r.rows))
     for rows in r.rows:
         for term in r.kind.per_pass:
-            yield term, 1.0, rows, r.context, 0.0
+            yield Share(term, 1.0, rows, r.context, 0.0)
     if r.head:
-        yield r.kind.head, len(r.rows), r.head, r.context, 0.0
+        yield Share(r.kind.head, len(r.rows), r.head, r.context, 0.0)
 
 
 def verification_terms(r: MeasuredRound) -> Iterator[Share]:
     """What verification consists of, near ties included."""
     for term in r.kind.verification:
-        yield term, 1.0, r.drafted + 1, r.context, 0.0
+        yield Share(term, 1.0, r.drafted + 1, r.context, 0.0)
     for term in r.kind.per_token:
-        yield term, r.emitted, 0.0, r.context, 0.0
+        yield Share(term, r.emitted, 0.0, r.context, 0.0)
 
 
 def rest_terms(r: MeasuredRound) -> Iterator[Share]:
     """What a round consists of beside its phases."""
     for term in r.kind.rest:
-        yield term, 1.0, 0.0, r.context, 0.0
+        yield Share(term, 1.0, 0.0, r.context, 0.0)
 
 
 class RoundCosts(NamedTuple):
@@ -387,6 +394,93 @@ def token_seconds(profile: LatencyProfile, *, sampled: bool) -> float:
             for term in RoundKind(sampled=sampled).per_token
         )
     )
+
+
+class StepLoad(NamedTuple):
+    """What a step of an engine reads, which is a round of every request that it holds: ``rows`` tokens verified, ``prompts``
+    tokens of prompts, of ``batch`` requests whose caches hold ``context`` tokens together, and ``passes`` of the draft that the
+    engine has loaded (none: ``draft`` is empty). 0 passes of a loaded draft are not free: it reads what the target reads."""
+
+    draft: str
+    rows: float
+    prompts: float
+    batch: float
+    context: float
+    passes: float
+
+
+def step_terms(load: StepLoad) -> Iterator[Share]:
+    """What a step of an engine consists of."""
+    yield Share("step", 1.0, 0.0, 0.0, 0.0, load.batch)
+    yield Share("step target", 1.0, load.rows, load.context, 0.0)
+    yield Share("step prompts", 1.0, load.prompts, 0.0, 0.0)
+    if load.draft:
+        yield Share(f"step draft/{load.draft}", 1.0, 0.0, 0.0, load.passes, load.batch)
+
+
+class Surface(NamedTuple):
+    """A term of a step as compiled code reads it: ``seconds`` [x, y] at knots."""
+
+    x: FloatArray
+    y: FloatArray
+    seconds: FloatArray
+
+
+class StepCosts(NamedTuple):
+    """The terms of :func:`step_terms` over (batch), (rows, context), (tokens of prompts) and (passes, batch)."""
+
+    step: Surface
+    target: Surface
+    prompts: Surface
+    draft: Surface
+
+
+@compiled(inline=True)
+def _segment(knots: FloatArray, at: float) -> tuple[int, float]:
+    """The knot before a place, or the last but one, and how far the place is on the way to the next."""
+    last, n = len(knots) - 2, 0
+    if last < 0:
+        return 0, 0.0
+    while n < last and at >= knots[n + 1]:
+        n += 1
+    return n, (at - knots[n]) / (knots[n + 1] - knots[n])
+
+
+@compiled(inline=True)
+def _surface_seconds(surface: Surface, x: float, y: float) -> float:
+    i, right = _segment(surface.x, x)
+    j, up = _segment(surface.y, y)
+    k, m = min(i + 1, len(surface.x) - 1), min(j + 1, len(surface.y) - 1)
+    low = surface.seconds[i, j] * (1.0 - up) + surface.seconds[i, m] * up
+    high = surface.seconds[k, j] * (1.0 - up) + surface.seconds[k, m] * up
+    return float(max(0.0, low * (1.0 - right) + high * right))
+
+
+@compiled(inline=True)
+def step_seconds(costs: StepCosts, rows: float, prompts: float, batch: float, context: float, passes: float) -> float:
+    """Seconds of a step; its arguments are :class:`StepLoad`'s."""
+    return (
+        _surface_seconds(costs.step, batch, 0.0)
+        + _surface_seconds(costs.target, rows, context)
+        + _surface_seconds(costs.prompts, prompts, 0.0)
+        + _surface_seconds(costs.draft, passes, batch)
+    )
+
+
+def step_costs(profile: LatencyProfile, draft: str) -> StepCosts:
+    """The costs of the steps of an engine that has loaded ``draft`` (empty: none). Raises PolicyError where the profile has none."""
+    terms = [term for term, *_ in step_terms(StepLoad(draft, 0, 0, 1, 0, 0))]
+    missing = [term for term in terms if term not in profile.terms]
+    if missing:
+        raise PolicyError(f"no steps of an engine that drafts with {draft or 'nothing'} were recorded, so what they cost is not known")
+    step, target, prompts, *drafts = (_surface(profile.terms[term]) for term in terms)
+    return StepCosts(step, target, prompts, drafts[0] if drafts else _surface(CostTable((0.0,))))
+
+
+def _surface(table: CostTable) -> Surface:
+    x = table.knots[0] if table.knots else (0.0,)
+    y = table.knots[1] if len(table.knots) > 1 else (0.0,)
+    return Surface(np.array(x), np.array(y), np.array(table.seconds).reshape(len(x), len(y)))
 
 
 def _head_seconds(profile: LatencyProfile, draft: str) -> float:

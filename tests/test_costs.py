@@ -61,7 +61,7 @@ def literal(profile: LatencyProfile, r: MeasuredRound) -> list[float]:
     context = r.context // BUCKET * BUCKET + (BUCKET - 1) / 2
     phases = []
     for terms in (drafting_terms(r), verification_terms(r), rest_terms(r)):
-        phases.append(sum(n * float(profile.seconds(name, rows=rows, context=context, passes=p)) for name, n, rows, _, p in terms))
+        phases.append(sum(n * float(profile.seconds(name, rows=rows, context=context, passes=p)) for name, n, rows, _, p, _ in terms))
     return [phases[0], phases[1], sum(phases)]
 
 

@@ -429,8 +429,8 @@ class Outcome:
         later = [(c.seconds - first) / (c.emitted_tokens - 1) for first, c in timed if c.emitted_tokens > 1]
         return {
             "requests": len(timed),
-            "time_to_first_token_s": _quantiles([first for first, _ in timed]),
-            "time_per_output_token_s": _quantiles(later),
+            "time_to_first_token_s": quantiles([first for first, _ in timed]),
+            "time_per_output_token_s": quantiles(later),
         }
 
     def to_json(self) -> dict[str, Any]:
@@ -447,7 +447,8 @@ class Outcome:
         }
 
 
-def _quantiles(values: list[float]) -> dict[str, float] | None:
+def quantiles(values: list[float]) -> dict[str, float] | None:
+    """Mean, p50, p95 and p99; None of nothing."""
     if not values:
         return None
     p50, p95, p99 = np.quantile(values, (0.5, 0.95, 0.99)).tolist()

@@ -11,6 +11,7 @@ rounds touch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -20,8 +21,10 @@ from scipy.optimize import nnls
 from spectune.runtime.costs import (
     MeasuredRound,
     Share,
+    StepLoad,
     drafting_terms,
     rest_terms,
+    step_terms,
     verification_terms,
 )
 from spectune.traces.cost_table import CostTable, FloatArray
@@ -64,14 +67,14 @@ def fit_terms(
         zip(used, np.cumsum([0, *(len(t.seconds) for t in empty.values())]).tolist(), strict=False)
     )
     design = np.zeros((len(loads), sum(len(t.seconds) for t in empty.values())))
-    shares: dict[str, list[tuple[int, float, float, float, float]]] = {name: [] for name in used}
+    shares: dict[str, list[tuple[float, ...]]] = {name: [] for name in used}
     for i, load in enumerate(loads):
-        for name, count, rows, context, passes in load:
+        for name, *where in load:
             if name in used:
-                shares[name].append((i, count, rows, context, passes))
+                shares[name].append((i, *where))
     for name, table in empty.items():
-        i, count, rows, context, passes = np.array(shares[name]).T
-        weights = table.weights({"rows": rows, "context": context, "passes": passes})
+        i, count, rows, context, passes, batch = np.array(shares[name]).T
+        weights = table.weights({"rows": rows, "context": context, "passes": passes, "batch": batch})
         np.add.at(
             design[:, begins[name] : begins[name] + len(table.seconds)],
             i.astype(np.int64),
@@ -169,9 +172,15 @@ def fit_profile(
     )
 
 
+def fit_steps(profile: LatencyProfile, shapes: Shapes, loads: Sequence[StepLoad], seconds: Sequence[float]) -> LatencyProfile:
+    """``profile`` with the terms of an engine's steps, fitted to steps that it served."""
+    terms = fit_terms(shapes, [list(step_terms(load)) for load in loads], seconds)
+    return replace(profile, terms={**profile.terms, **terms})
+
+
 def _prefill_load(prefill: Prefill) -> list[Share]:
     models = ["target", *([prefill.draft] if prefill.draft else [])]
-    return [(f"prefill/{name}", 1.0, float(prefill.rows), 0.0, 0.0) for name in models]
+    return [Share(f"prefill/{name}", 1.0, float(prefill.rows), 0.0, 0.0) for name in models]
 
 
 def _near_ties(

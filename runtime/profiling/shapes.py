@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from spectune.runtime.costs import MeasuredRound
+from spectune.runtime.costs import MeasuredRound, StepLoad, step_terms
 from spectune.runtime.profiling.fit import Prefill, Shapes
 
 TARGET_ROWS: Final = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32, 48, 64, 96, 128)
@@ -59,6 +59,36 @@ def shapes_of(
         *(t for r in rounds for t in (*r.kind.verification, *r.kind.per_pass, *r.kind.rest)),
     }
     return {**{name: ((), ()) for name in sorted(others) if name not in found}, **found}
+
+
+def step_shapes(loads: Sequence[StepLoad]) -> Shapes:
+    """Axes and knots of the terms of an engine's steps: few, between the least and the largest that were served."""
+    places = {
+        "rows": [load.rows for load in loads],
+        "context": [load.context for load in loads],
+        "prompts": [load.prompts for load in loads],
+        "batch": [load.batch for load in loads],
+    }
+    rows, batch = _between(TARGET_ROWS, places["rows"]), _between(FEW, places["batch"])
+    context, prompts = _between((), places["context"]), _between((0, 64), places["prompts"])
+    step, target, read = (share.term for share in step_terms(loads[0]._replace(draft="")))
+    found: dict[str, tuple[tuple[str, ...], tuple[tuple[float, ...], ...]]] = {
+        step: (("batch",), (batch,)),
+        target: (("rows", "context"), (rows, context)),
+        read: (("rows",), (prompts,)),
+    }
+    for draft in sorted({load.draft for load in loads if load.draft}):
+        own = [load for load in loads if load.draft == draft]
+        passes = _between((0, *FEW), [load.passes for load in own])
+        seats = _between((), [load.batch for load in own])
+        found[[share.term for share in step_terms(own[0])][-1]] = (("passes", "batch"), (passes, seats))
+    return found
+
+
+def _between(grid: Sequence[int], places: Sequence[float]) -> tuple[float, ...]:
+    """The least place, the knots of a grid above it, and the largest."""
+    least, most = float(min(places)), float(max(places))
+    return tuple(dict.fromkeys((least, *(float(k) for k in grid if least < k < most), most)))
 
 
 def _knots(grid: Sequence[int], most: float) -> tuple[float, ...]:

@@ -1,0 +1,188 @@
+"""Load: how requests come, and what their users waited for, whether they were served or simulated."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from spectune.engines.protocol import Load
+from spectune.optimizer.simulate.chain_tables import Index
+from spectune.traces.cost_table import FloatArray
+from spectune.traces.errors import TraceError
+from spectune.traces.recording import RecordedRequest
+from spectune.traces.schema import quantiles
+
+GRAMMAR: Final = "FILE, FILE@RATE, recorded, poisson:RATE or clients:N"
+BINS: Final = 20
+"""Parts of the time that load over time is told for."""
+
+
+def loads_of(asked: str, requests: Sequence[RecordedRequest], count: int | None, seed: int) -> dict[str, Load]:
+    """The loads that ``--arrivals`` asks for, by name: one, or one for each of several numbers (``poisson:1,2,4``). ``count``
+    requests, by default as many as were recorded; of a file all. Raises TraceError for anything else, with what is known."""
+    kind, _, numbers = asked.partition(":")
+    if kind == "clients" and numbers:
+        return {f"clients:{n:g}": Load(int(n)) for n in _numbers(numbers, asked, whole=True)}
+    size = count or len(requests)
+    if kind == "poisson" and numbers:
+        gaps = np.random.default_rng(seed).exponential(size=size)
+        return {f"poisson:{rate:g}": _at_rate(np.cumsum(gaps), rate) for rate in _numbers(numbers, asked)}
+    path, _, rates = asked.partition("@")
+    moments = recorded_arrivals(requests) if path == "recorded" else read_arrivals(path)
+    moments = np.sort(moments)[:count] - moments.min()
+    if not rates:
+        return {asked: _at_rate(moments, 1.0)}
+    if moments[-1] <= 0:
+        raise TraceError(f"--arrivals {asked}: all requests arrive at one moment, which has no rate")
+    at_rate_1 = moments * len(moments) / moments[-1]
+    return {f"{path}@{rate:g}": _at_rate(at_rate_1, rate) for rate in _numbers(rates, asked)}
+
+
+def _at_rate(moments: FloatArray, rate: float) -> Load:
+    return Load(arrivals=tuple((moments / rate).tolist()))
+
+
+def _numbers(text: str, asked: str, *, whole: bool = False) -> list[float]:
+    try:
+        found = [int(n) if whole else float(n) for n in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(0 < n < 1e9 for n in found):
+        raise TraceError(f"--arrivals {asked}: {text!r} is no number above 0, nor several with commas; it takes {GRAMMAR}")
+    return found
+
+
+def recorded_arrivals(requests: Sequence[RecordedRequest]) -> FloatArray:
+    """When the requests of a recording reached its engine. Raises TraceError where that was not recorded."""
+    found = [r.steps[0].arrived_s if r.steps else 0.0 for r in requests]
+    if not found or not all(found):
+        raise TraceError("--arrivals recorded: when its requests arrived was not recorded; say poisson:RATE, clients:N or a file")
+    return np.array(found)
+
+
+def read_arrivals(path: str) -> FloatArray:
+    """The moments of a CSV's column TIMESTAMP, dates or seconds. Raises TraceError for a file that has none."""
+    if not Path(path).is_file():
+        raise TraceError(f"--arrivals {path}: there is no such file; it takes {GRAMMAR}")
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            found = [_seconds(row["TIMESTAMP"]) for row in csv.DictReader(file)]
+    except (KeyError, ValueError, TypeError, UnicodeDecodeError, csv.Error) as error:
+        raise TraceError(f"--arrivals {path}: needs a column TIMESTAMP of dates or seconds ({error})") from error
+    if not found:
+        raise TraceError(f"--arrivals {path}: holds no request")
+    return np.array(found)
+
+
+def _seconds(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return datetime.fromisoformat(text[:26]).timestamp()  # of seven decimals Python reads six
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a table is to make best: ``throughput`` (tokens a second), ``tpot`` (the mean time per output token) or ``goodput``
+    (requests a second whose first token comes within ``ttft_s`` and whose later ones take at most ``tpot_s`` each)."""
+
+    kind: str = "throughput"
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+    def score(self, served: Served) -> float:
+        """The larger, the better."""
+        if self.kind == "tpot":
+            return -served.mean_tpot_s
+        return served.goodput(self) if self.kind == "goodput" else served.tokens_per_s
+
+
+@dataclass(frozen=True, eq=False)
+class Served:
+    """Requests as they were served, or simulated to be: when each arrived, when its first token and its last were there, and how
+    many it has. Arrays [requests], seconds from the start."""
+
+    arrived_s: FloatArray
+    first_s: FloatArray
+    finished_s: FloatArray
+    tokens: Index
+
+    @property
+    def seconds(self) -> float:
+        """From the first arrival to the last answer."""
+        return float(self.finished_s.max() - self.arrived_s.min()) if len(self.tokens) else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        return float(self.tokens.sum() / self.seconds) if self.seconds > 0 else 0.0
+
+    @property
+    def ttft_s(self) -> FloatArray:
+        """Time to first token, of every request."""
+        return self.first_s - self.arrived_s
+
+    @property
+    def tpot_s(self) -> FloatArray:
+        """Time per output token after the first, of every request; 0 of those with one token."""
+        return np.where(self.tokens > 1, (self.finished_s - self.first_s) / np.maximum(1, self.tokens - 1), 0.0)
+
+    @property
+    def mean_tpot_s(self) -> float:
+        """Of requests of two tokens or more."""
+        later = self.tpot_s[self.tokens > 1]
+        return float(later.mean()) if len(later) else 0.0
+
+    def goodput(self, level: Objective) -> float:
+        """Requests a second that meet an objective's limits."""
+        good = np.ones(len(self.tokens), bool)
+        if level.ttft_s is not None:
+            good &= self.ttft_s <= level.ttft_s
+        if level.tpot_s is not None:
+            good &= self.tpot_s <= level.tpot_s
+        return float(good.sum() / self.seconds) if self.seconds > 0 else 0.0
+
+    def load(self) -> list[dict[str, float]]:
+        """Load over time: in parts of equal length the mean number of requests that waited for their first token and that were
+        decoded after it, and tokens a second."""
+        edges = self.arrived_s.min() + np.linspace(0.0, self.seconds, BINS + 1)
+        width = np.diff(edges)
+        rate = (self.tokens - 1) / np.maximum(1e-9, self.finished_s - self.first_s)
+        tokens = _until(edges, self.first_s, self.finished_s, rate) + np.histogram(self.first_s, edges)[0]
+        waiting = _until(edges, self.arrived_s, self.first_s, np.ones(len(self.tokens)))
+        decoding = _until(edges, self.first_s, self.finished_s, np.ones(len(self.tokens)))
+        columns = zip((edges[:-1] - edges[0]).tolist(), waiting / width, decoding / width, tokens / width, strict=True)
+        return [dict(zip(("from_s", "waiting", "decoding", "tokens_per_s"), map(float, row), strict=True)) for row in columns]
+
+    def to_json(self, level: Objective) -> dict[str, Any]:
+        """Figures for people and programs; times in seconds."""
+        later = self.tpot_s[self.tokens > 1]
+        return {
+            "requests": len(self.tokens),
+            "seconds": self.seconds,
+            "tokens": int(self.tokens.sum()),
+            "tokens_per_s": self.tokens_per_s,
+            "requests_per_s": len(self.tokens) / self.seconds if self.seconds > 0 else 0.0,
+            "time_to_first_token_s": quantiles(self.ttft_s.tolist()),
+            "time_per_output_token_s": quantiles(later.tolist()),
+            "latency_s": quantiles((self.finished_s - self.arrived_s).tolist()),
+            "goodput_requests_per_s": self.goodput(level),
+            "load": self.load(),
+        }
+
+
+def _until(edges: FloatArray, begins: FloatArray, ends: FloatArray, rate: FloatArray) -> FloatArray:
+    """What rates that last from ``begins`` to ``ends`` add up to between edges, float64 [edges - 1]."""
+    def summed(moments: FloatArray) -> FloatArray:
+        order = np.argsort(moments)
+        at = np.searchsorted(moments[order], edges, side="right")
+        rates = np.concatenate(([0.0], np.cumsum(rate[order])))
+        weighted = np.concatenate(([0.0], np.cumsum((rate * moments)[order])))
+        return np.asarray(rates[at] * edges - weighted[at])
+
+    return np.diff(summed(begins) - summed(ends))

@@ -1,0 +1,171 @@
+"""What the steps of an engine cost, from what it recorded while it served."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from spectune.engines.rules import ServingRules, rules_of
+from spectune.runtime.costs import StepCosts, StepLoad, step_costs, step_seconds
+from spectune.runtime.profiling.fit import fit_steps
+from spectune.runtime.profiling.shapes import step_shapes
+from spectune.traces.cost_table import FloatArray
+from spectune.traces.errors import PolicyError, TraceError
+from spectune.traces.latency import LatencyProfile
+from spectune.traces.recording import RecordedRequest, RecordingInfo
+from spectune.traces.store import TraceStore
+
+FITTED_STEPS: Final = 6000
+"""Most steps that costs are fitted to, spread over all that were recorded."""
+LEAST_STEPS: Final = 30
+"""Fewer steps tell nothing."""
+POOLED: Final = 16
+"""Most recordings of an engine that its costs are fitted to, the newest."""
+
+
+class ServedSteps(NamedTuple):
+    """Steps as they were served, and the seconds from the end of the one before to the end of each."""
+
+    loads: list[StepLoad]
+    seconds: list[float]
+
+
+class _Round(NamedTuple):
+    """A round of a request in a step: its tokens verified and of the prompt, those cached, those drafted for its next round
+    (-1: there is none), when its round before ended (0: there is none), and the draft that its request was served with."""
+
+    batch: int
+    rows: int
+    prompt: int
+    cached: int
+    drafted: int
+    following: int
+    before_s: float
+    round_s: float
+    draft: str
+
+
+def served_steps(requests: Sequence[RecordedRequest], rules: ServingRules) -> ServedSteps:
+    """The steps of a recording, put together from the rounds that ended at one moment.
+
+    Left out are steps of which less than a half of the requests was recorded, prompts that were read in chunks, and steps after
+    which nobody went on, as what they drafted is not known. What is not recorded of a step counts like the rest of it.
+    """
+    rounds: dict[float, list[_Round]] = {}
+    drafts: Counter[str] = Counter()
+    for r in requests:
+        prompt, draft = len(r.trajectory.prompt_ids), next((s.draft for s in r.steps if s.draft), "")
+        drafts[draft] += 1
+        for i, s in enumerate(r.steps):
+            following = r.steps[i + 1].drafted if i + 1 < len(r.steps) else -1
+            before_s = r.steps[i - 1].ended_s if i else 0.0
+            first = i == 0
+            own = (0, prompt, 0) if first else (s.drafted + 1, 0, prompt + s.start - 1)
+            rounds.setdefault(s.ended_s, []).append(_Round(s.batch, *own, s.drafted, following, before_s, s.round_s, draft))
+    rounds.pop(0.0, None)  # when it ended was not recorded
+    loaded = next((name for name, _ in drafts.most_common() if name and rules.drafts_after), "")
+    found = ServedSteps([], [])
+    for ended_s, members in rounds.items():
+        load = _load_of(members, next((m.draft for m in members if m.draft), loaded), rules)
+        before_s = max(m.before_s for m in members)
+        seconds = ended_s - before_s if before_s else min(m.round_s for m in members)
+        if load is not None and seconds > 0:
+            found.loads.append(load)
+            found.seconds.append(seconds)
+    return found
+
+
+def _load_of(members: Sequence[_Round], draft: str, rules: ServingRules) -> StepLoad | None:
+    batch, known = max(m.batch for m in members), len(members)
+    drafted = max(m.following if rules.drafts_after else m.drafted for m in members)
+    if 2 * known < batch or drafted < 0 or sum(m.rows + m.prompt for m in members) > rules.max_batched_tokens:
+        return None
+    decoded = [m for m in members if m.rows]
+    unknown = (batch - known) / max(1, len(decoded)) if decoded else 0.0
+    rows = sum(m.rows for m in decoded) * (1 + unknown)
+    return StepLoad(draft, rows, sum(m.prompt for m in members), batch, sum(m.cached for m in decoded) * (1 + unknown), drafted)
+
+
+@dataclass(frozen=True)
+class ServedCosts:
+    """What an engine's steps cost: a profile with their terms, by draft the least and the most passes of a step that were served
+    (``passes``), and how well the terms tell the steps that they were fitted to (``check``)."""
+
+    profile: LatencyProfile
+    passes: Mapping[str, tuple[int, int]]
+    check: Mapping[str, Any]
+
+    @property
+    def drafts(self) -> tuple[str, ...]:
+        """The drafts that the engine has loaded, "" where it had none."""
+        return tuple(self.passes)
+
+    def of(self, draft: str, gammas: Sequence[int]) -> StepCosts:
+        """The costs of the steps of an engine that has loaded ``draft`` and drafts ``gammas``. Raises PolicyError where too little
+        was served to know them, with what to record."""
+        if draft not in self.passes:
+            known = ", ".join(d or "none" for d in self.drafts)
+            raise PolicyError(f"no steps of this engine with draft {draft!r} were recorded (of: {known}); serve with it for a while")
+        least, most = self.passes[draft]
+        outside = sorted({g for g in gammas if not least <= g <= most})
+        if outside:
+            served = f"{least} to {most}" if least < most else f"{least}"
+            raise PolicyError(
+                f"what steps cost that draft {', '.join(map(str, outside))} tokens with {draft!r} is not known: those recorded drafted "
+                f"{served}; let the server draft so many for a while (`policies activate`)"
+            )
+        return step_costs(self.profile, draft)
+
+
+def fit_served(steps: Sequence[ServedSteps], pair_id: str, device: str, dtype: str) -> ServedCosts:
+    """Costs fitted to the steps of recordings. Raises TraceError where there are too few."""
+    loads = [load for found in steps for load in found.loads]
+    seconds = np.array([s for found in steps for s in found.seconds])
+    if len(loads) < LEAST_STEPS:
+        raise TraceError(
+            f"{len(loads)} steps of this engine were recorded with their times, which are too few to know what steps cost "
+            f"({LEAST_STEPS} at least); serve more requests"
+        )
+    chosen = np.unique(np.linspace(0, len(loads) - 1, FITTED_STEPS).astype(int))
+    picked = [loads[i] for i in chosen]
+    profile = fit_steps(LatencyProfile(pair_id, device, dtype, {}), step_shapes(picked), picked, seconds[chosen].tolist())
+    passes: dict[str, tuple[int, int]] = {}
+    predicted = np.zeros(len(chosen))
+    for draft in dict.fromkeys(load.draft for load in picked):
+        own = [int(load.passes) for load in loads if load.draft == draft]
+        passes[draft] = min(own), max(own)
+        costs = step_costs(profile, draft)
+        for n, load in enumerate(picked):
+            if load.draft == draft:
+                predicted[n] = step_seconds(costs, *load[1:])
+    return ServedCosts(profile, passes, _check(predicted, seconds[chosen], len(loads)))
+
+
+def _check(predicted: FloatArray, executed: FloatArray, steps: int) -> dict[str, Any]:
+    apart = np.abs(predicted / executed - 1)
+    return {
+        "steps": steps,
+        "median_error": float(np.median(apart)),
+        "p90_error": float(np.quantile(apart, 0.9)),
+        "total_error": float(predicted.sum() / executed.sum() - 1),
+    }
+
+
+def costs_of_engine(store: TraceStore, info: RecordingInfo) -> ServedCosts:
+    """The costs of the engine of a recording, from all its recordings of this pair, of the same version, device and numbers.
+
+    Raises TraceError where too few steps were recorded with their times.
+    """
+    alike = ("engine", "engine_version", "device", "dtype")
+    same = [i for i in store.list_recordings() if i.pair_id == info.pair_id and all(i.options.get(k) == info.options.get(k) for k in alike)]
+    newest = sorted(same, key=lambda i: i.created_at, reverse=True)[:POOLED]
+    steps = []
+    for found in newest:
+        rules = rules_of(found.engine, found.options.get("serving"))
+        steps.append(served_steps(store.load(found.id, steps=True, skip_corrupted=True).requests, rules))
+    device = str(info.options.get("device", "cpu"))
+    return fit_served(steps, info.pair_id, device, str(info.options.get("dtype", "")))

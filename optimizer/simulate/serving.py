@@ -1,0 +1,300 @@
+"""The serving simulator: requests arrive, are admitted, prefilled, batched and decoded under an engine's own rules.
+
+Which requests a step holds and how many tokens it drafts is an engine's rule (:class:`engines.rules.ServingRules`), how many of
+them are kept is looked up in the recording, and what the step takes is the cost model's. So a step is exact given the moments at
+which requests arrive and steps end, and these are predicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+import spectune.runtime.costs as costs_module
+from spectune.engines.protocol import Load
+from spectune.engines.rules import ServingRules
+from spectune.optimizer.simulate.chain_tables import Index, Words
+from spectune.optimizer.simulate.load import Objective, Served
+from spectune.optimizer.simulate.replay_trace import ReplayTrace
+from spectune.runtime.costs import StepCosts, step_seconds
+from spectune.runtime.policies.document import FixedWindow, Policy
+from spectune.runtime.policies.jit import compiled
+from spectune.runtime.policies.stops import compile_stop
+from spectune.traces.cost_table import FloatArray
+from spectune.traces.errors import TraceError
+
+STEP_COLUMNS: Final = ("batch", "rows", "prompts", "context", "passes", "waiting")
+"""Columns of :attr:`Simulated.steps`."""
+
+
+class Queue(NamedTuple):
+    """What requests are served, in order of their arrival: ``text`` of each, when it ``arrived``, and how many ``clients`` send
+    them, each its next so long after its last was answered; 0: they come when they come, and ``arrived`` is given. By text:
+    where its positions begin (``begins``), its ``prompts``, ``lengths`` and ``budgets``, all in tokens. ``words`` say what is
+    accepted from the second token on."""
+
+    text: Index
+    arrived: FloatArray
+    clients: int
+    begins: Index
+    prompts: Index
+    lengths: Index
+    budgets: Index
+    words: Words
+
+
+class Limits(NamedTuple):
+    """:class:`engines.rules.ServingRules`, and the tokens to draft by the size of a step, as compiled code reads them."""
+
+    seats: int
+    tokens: int
+    max_len: int
+    slots: int
+    cache: int
+    ahead: int
+    after: bool
+    reply_s: float
+    gammas: Index
+
+
+class State(NamedTuple):
+    """What changes, by request: prompt tokens that were scheduled (``read``), tokens that are out (``out``), tokens to draft in its
+    next step (``gamma``), and steps of it in execution (``flying``), the last of which drafted ``flown`` tokens. ``running``: those
+    admitted. Of the steps in execution ``queue`` [ahead + 1, seats, 2]: each request and what it drafted (-1: a part of its prompt is
+    read), their ``sizes`` and ``ends``."""
+
+    read: Index
+    out: Index
+    gamma: Index
+    flying: Index
+    flown: Index
+    running: Index
+    queue: npt.NDArray[np.int64]
+    sizes: Index
+    ends: FloatArray
+
+
+class Found(NamedTuple):
+    """What comes out, by request: when its first token and its last were there, and its rounds, accepted and drafted tokens
+    (``counts`` int64 [requests, 3]); and by step :data:`STEP_COLUMNS` and when it ended. ``members`` int64 [rounds, 3]: step,
+    request and drafted tokens, if there is room for them."""
+
+    first: FloatArray
+    finished: FloatArray
+    counts: npt.NDArray[np.int64]
+    steps: npt.NDArray[np.int32]
+    ends: FloatArray
+    members: npt.NDArray[np.int64]
+
+
+@compiled(inline=True)
+def _wanted(queue: Queue, limits: Limits, state: State, r: int) -> int:
+    """Tokens that a request in force would read in the next step; 0: it is left out."""
+    t = queue.text[r]
+    if state.read[r] < queue.prompts[t]:
+        return int(queue.prompts[t] - state.read[r])
+    out, cached = state.out[r], queue.prompts[t] + state.out[r] - 1
+    if state.flying[r] > 0:
+        if out + 1 >= queue.budgets[t]:  # the step in execution ends it
+            return 0
+        cached += 1 + state.flown[r]
+    gamma = state.gamma[r] if limits.after else min(state.gamma[r], queue.budgets[t] - out - 1)
+    if state.flying[r] == 0 and out < queue.lengths[t]:
+        gamma = min(gamma, (int(queue.words[queue.begins[t] + out - 1]) >> 8) & 255)  # a draft may have no proposal
+    return int(max(0, min(1 + gamma, limits.max_len - cached - 1)))
+
+
+@compiled(inline=True)
+def _put(queue: Queue, state: State, slot: int, size: int, r: int, new: int) -> tuple[int, int]:
+    """Puts a request into a step, as its ``size``-th: what it drafts (-1: a part of its prompt is read), and the tokens cached for it."""
+    t = queue.text[r]
+    if state.read[r] < queue.prompts[t]:
+        cached = int(state.read[r])
+        state.read[r] += new
+        drafted = 0 if state.read[r] == queue.prompts[t] else -1
+    else:
+        drafted, cached = new - 1, int(queue.prompts[t] + state.out[r] - 1)
+    state.queue[slot, size, 0], state.queue[slot, size, 1] = r, drafted
+    if drafted >= 0:
+        state.flying[r] += 1
+        state.flown[r] = drafted
+    return drafted, cached
+
+
+@compiled(inline=True)
+def _emit(queue: Queue, state: State, found: Found, r: int, drafted: int, now: float) -> bool:
+    """A request gets the results of its step; whether its text has ended."""
+    t, out = queue.text[r], state.out[r]
+    state.flying[r] -= 1
+    if out == 0:
+        found.first[r] = now
+        state.out[r] = 1
+    else:
+        accepted = min(int(queue.words[queue.begins[t] + out - 1]) & 255, drafted)
+        emitted = min(accepted + 1, queue.lengths[t] - out)
+        state.out[r] += emitted
+        found.counts[r, 0] += 1
+        found.counts[r, 1] += min(accepted, emitted)
+        found.counts[r, 2] += drafted
+    if state.out[r] < queue.lengths[t]:
+        return False
+    found.finished[r] = now
+    return True
+
+
+@compiled(costs_module)
+def serve_queue(queue: Queue, limits: Limits, costs: StepCosts, state: State, found: Found) -> tuple[int, int, float]:
+    """Serves the whole queue: how many steps and rounds that took, and when the cache was too small (-1: it never was)."""
+    total, steps, rounds, running = len(queue.text), 0, 0, 0
+    arrived = admitted = sent = head = flying = 0
+    now, busy, full = 0.0, 0.0, -1.0
+    if queue.clients > 0:
+        sent = min(queue.clients, total)
+    while full < 0:
+        last = sent if queue.clients > 0 else total
+        while arrived < last and queue.arrived[arrived] <= now:
+            arrived += 1
+        slot = (head + flying) % (limits.ahead + 1)
+        budget, room, size, rows, prompts, context, most, held = limits.tokens, limits.tokens, 0, 0, 0, 0, 0, 0
+        i, admitting = 0, False
+        while budget > 0 and room > limits.slots:
+            admitting = i >= running
+            if admitting and (admitted >= arrived or running >= limits.seats):
+                break
+            r = admitted if admitting else state.running[i]
+            reading = state.read[r] < queue.prompts[queue.text[r]]
+            new = min(_wanted(queue, limits, state, r), budget, room - limits.slots)
+            if admitting:
+                state.running[running] = r
+                running += 1
+                admitted += 1
+            i += 1
+            if new == 0:
+                continue
+            drafted, cached = _put(queue, state, slot, size, r, new)
+            if len(found.members) > 0:
+                found.members[rounds, 0], found.members[rounds, 1], found.members[rounds, 2] = steps, r, drafted
+            prompts += new if reading else 0
+            rows += 0 if reading else new
+            size, context, most = size + 1, context + cached, max(most, drafted)
+            budget, room, rounds = budget - new, room - new - limits.slots, rounds + 1
+        if size > 0:
+            gamma = limits.gammas[size]
+            for n in range(size):
+                if state.queue[slot, n, 1] >= 0:
+                    state.gamma[state.queue[slot, n, 0]] = gamma
+            passes = gamma if limits.after else most
+            busy = max(now, busy) + step_seconds(costs, rows, prompts, size, context, passes)
+            state.sizes[slot], state.ends[slot] = size, busy
+            row = found.steps[steps]
+            row[0], row[1], row[2], row[3], row[4], row[5] = size, rows, prompts, context, passes, arrived - admitted
+            found.ends[steps] = busy
+            steps, flying = steps + 1, flying + 1
+            for n in range(running):
+                r = state.running[n]
+                held += state.read[r] + state.out[r] + state.gamma[r]
+            if limits.cache > 0 and held > limits.cache:
+                full = now
+            if flying <= limits.ahead:
+                continue
+        if flying == 0:
+            if arrived >= last:
+                break
+            now = max(now, queue.arrived[arrived])
+            continue
+        now = max(now, state.ends[head])
+        for n in range(state.sizes[head]):
+            r, drafted = state.queue[head, n, 0], state.queue[head, n, 1]
+            if drafted < 0 or found.finished[r] >= 0:
+                continue
+            if _emit(queue, state, found, r, drafted, now) and queue.clients > 0 and sent < total:
+                queue.arrived[sent] = now + limits.reply_s
+                sent += 1
+        kept = 0
+        for n in range(running):
+            state.running[kept] = state.running[n]
+            kept += 0 if found.finished[state.running[n]] >= 0 else 1
+        running, head, flying = kept, (head + 1) % (limits.ahead + 1), flying - 1
+    return steps, rounds, full
+
+
+@dataclass(frozen=True, eq=False)
+class Simulated:
+    """Requests as they would be served. ``counts`` int64 [requests, 3]: rounds after the first token, accepted and drafted tokens.
+    ``steps`` int32 [steps, 6]: :data:`STEP_COLUMNS`; ``ends_s``: when each ended. ``members`` int64 [rounds, 3]: step, request and
+    drafted tokens (-1: a part of its prompt was read), where that was asked for."""
+
+    served: Served
+    counts: npt.NDArray[np.int64]
+    steps: npt.NDArray[np.int32]
+    ends_s: FloatArray
+    members: npt.NDArray[np.int64]
+
+    def to_json(self, level: Objective) -> dict[str, Any]:
+        """The figures of what was served, and of rounds and steps."""
+        rounds, accepted, drafted = self.counts.sum(0).tolist()
+        return {
+            **self.served.to_json(level),
+            "rounds": rounds,
+            "accepted_tokens": accepted,
+            "drafted_tokens": drafted,
+            "steps": len(self.steps),
+            "mean_batch": float(self.steps[:, 0].mean()) if len(self.steps) else 0.0,
+        }
+
+
+def serve(
+    trace: ReplayTrace,
+    draft: str,
+    gammas: Sequence[int],
+    load: Load,
+    rules: ServingRules,
+    costs: StepCosts,
+    *,
+    members: bool = False,
+) -> Simulated:
+    """Serves the requests of an engine's trace under a load: in order, from the first again where there are fewer than arrivals.
+    ``gammas``: tokens to draft at each batch size (:meth:`engines.abilities.Engine.gammas`).
+
+    Raises TraceError where the cache would be full, which makes an engine put requests back.
+    """
+    policy = Policy(draft=draft, window=FixedWindow(gamma=max(gammas))) if max(gammas) else Policy()
+    words = trace.outcomes(policy, compile_stop(policy.stop))[0]
+    count = len(load.arrivals) or len(trace.order)
+    text = trace.order[np.arange(count) % len(trace.order)]
+    lengths = np.diff(trace.offsets) + 1  # the trace begins after the first token, which the prompt's pass yields
+    prompts, budgets = trace.prompts - 1, trace.budgets + 1
+    arrived = np.array(load.arrivals) if load.arrivals else np.zeros(count)
+    queue = Queue(text, arrived, 0 if load.arrivals else load.clients, trace.offsets[:-1], prompts, lengths, budgets, words)
+    room = rules.max_batched_tokens - rules.draft_slots
+    if room < 1:
+        raise TraceError(f"a step of {rules.max_batched_tokens} tokens holds no request")
+    most = int((lengths[text] + 2 + prompts[text] // room).sum())  # every step brings a request on, or reads as much as fits
+    state = _fresh(count, rules)
+    found = Found(
+        np.full(count, -1.0), np.full(count, -1.0), np.zeros((count, 3), np.int64),
+        np.zeros((most, len(STEP_COLUMNS)), np.int32), np.zeros(most), np.zeros((2 * most if members else 0, 3), np.int64),
+    )  # fmt: skip
+    limits = Limits(
+        rules.max_num_seqs, rules.max_batched_tokens, rules.max_len, rules.draft_slots, rules.cache_tokens,
+        rules.ahead, rules.drafts_after, rules.reply_s, np.array(gammas, np.int64),
+    )  # fmt: skip
+    steps, rounds, full = serve_queue(queue, limits, costs, state, found)
+    if full >= 0:
+        raise TraceError(
+            f"{full:.1f} s after the start the requests need more than the {rules.cache_tokens} tokens of the engine's "
+            "cache, which then puts some of them back; that is not simulated: ask for fewer requests at a time, or a lower rate"
+        )
+    served = Served(arrived, found.first, found.finished, lengths[text])
+    return Simulated(served, found.counts, found.steps[:steps], found.ends[:steps], found.members[: rounds if members else 0])
+
+
+def _fresh(count: int, rules: ServingRules) -> State:
+    read, out, gamma, flying, flown = np.zeros((5, count), np.int64)
+    slots, seats = rules.ahead + 1, rules.max_num_seqs
+    running, queue, sizes = np.zeros(seats, np.int64), np.zeros((slots, seats, 2), np.int64), np.zeros(slots, np.int64)
+    return State(read, out, gamma, flying, flown, running, queue, sizes, np.zeros(slots))

@@ -1,0 +1,347 @@
+"""The serving simulator against a plain one that keeps the books as vLLM's scheduler does, and the figures it gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from trace_values import a_panorama, a_trajectory
+
+from spectune.engines.abilities import VLLM
+from spectune.engines.protocol import Load
+from spectune.engines.rules import ServingRules, rules_of
+from spectune.optimizer.simulate.load import Objective, Served, loads_of
+from spectune.optimizer.simulate.replay_trace import ReplayTrace
+from spectune.optimizer.simulate.served_costs import ServedCosts, fit_served, served_steps
+from spectune.optimizer.simulate.serving import Simulated, serve
+from spectune.runtime.costs import StepCosts, StepLoad, step_costs, step_terms
+from spectune.runtime.policies.document import Policy, parse_policy
+from spectune.runtime.policies.stops import compile_stop
+from spectune.traces.cost_table import CostTable
+from spectune.traces.errors import PolicyError, TraceError
+from spectune.traces.latency import LatencyProfile
+from spectune.traces.recording import RecordedRequest
+from spectune.traces.schema import AGREE_NONE, AGREE_YES, Step
+
+PROFILE = LatencyProfile(
+    "pair", "cpu", "float32",
+    {
+        "step": CostTable((2e-3, 3e-3, 9e-3), ("batch",), ((1.0, 2.0, 8.0),)),
+        "step target": CostTable((1e-3, 2e-3, 4e-3, 8e-3, 9e-3, 13e-3), ("rows", "context"), ((1.0, 8.0, 32.0), (0.0, 500.0))),
+        "step prompts": CostTable((0.0, 3e-3), ("rows",), ((0.0, 50.0),)),
+        "step draft/small": CostTable((1e-3, 2e-3, 2e-3, 4e-3, 6e-3, 9e-3), ("passes", "batch"), ((0.0, 1.0, 6.0), (1.0, 8.0))),
+    },
+)  # fmt: skip
+COSTS = step_costs(PROFILE, "small")
+
+
+def trace_of(count: int, none: float = 0.0) -> ReplayTrace:
+    """Texts of an engine from their second token on: of 2 to 60 tokens, a half of which ends before its budget."""
+    rng = np.random.default_rng(count)
+    made = []
+    for i in range(count):
+        t = a_trajectory(i, n=int(rng.integers(1, 60)))
+        prompt = rng.integers(0, 4096, int(rng.integers(2, 90))).astype(np.int32)
+        made.append(replace(t, prompt_ids=prompt, max_new_tokens=len(t.output_ids) + 9 * (i % 2)))
+    return ReplayTrace(made, {"small": [a_panorama(t, "small", none=none) for t in made]})
+
+
+def window(gamma: dict[str, int] | int) -> Policy:
+    kind = {"kind": "fixed", "gamma": gamma} if isinstance(gamma, int) else {"kind": "by_batch", "gamma": gamma}
+    policy = parse_policy({"draft": "small", "window": kind})
+    assert isinstance(policy, Policy)
+    return policy
+
+
+def tables(policy: Policy, rules: ServingRules) -> tuple[int, ...]:
+    return VLLM.gammas(policy, draft="small", most=64, max_num_seqs=rules.max_num_seqs)
+
+
+@dataclass
+class Asked:
+    """A request as vLLM's books have it."""
+
+    name: int
+    prompt: int
+    length: int
+    budget: int
+    agree: list[int]
+    arrived: float
+    computed: int = 0
+    placeholders: int = 0
+    spec: int = 0
+    out: int = 0
+    first: float = -1.0
+    finished: float = -1.0
+
+
+@dataclass
+class Oracle:
+    """A server step by step: lists and sums, nothing shared with the simulator but the cost of a step."""
+
+    rules: ServingRules
+    gammas: tuple[int, ...]
+    costs: StepCosts
+    waiting: list[Asked] = field(default_factory=list)
+    running: list[Asked] = field(default_factory=list)
+    members: list[tuple[int, int, int]] = field(default_factory=list)
+    steps: list[list[float]] = field(default_factory=list)
+
+    def schedule(self) -> list[tuple[Asked, int, int]]:
+        budget = given = self.rules.max_batched_tokens
+        scheduled: list[tuple[Asked, int, int]] = []
+        for r in list(self.running):
+            if budget <= 0 or given <= self.rules.draft_slots:
+                break
+            if r.placeholders and r.computed + 2 - r.placeholders >= r.prompt + r.budget:
+                continue
+            spec = r.spec
+            if not r.placeholders and r.computed >= r.prompt:  # the draft's own proposals are known
+                spec = min(spec, self.proposals(r))
+            new = r.prompt + r.out + spec + r.placeholders - r.computed
+            if not self.rules.drafts_after and r.computed >= r.prompt:  # no more than the request may still have
+                new = min(new, r.budget - r.out)
+            new = min(new, budget, given - self.rules.draft_slots, self.rules.max_len - r.computed - 1)
+            if new <= 0:
+                continue
+            drafted = max(0, new + r.computed - r.prompt - r.out - r.placeholders) if r.computed + new >= r.prompt else -1
+            scheduled.append((r, new, drafted))
+            budget, given, r.spec = budget - new, given - new - self.rules.draft_slots, 0
+        while self.waiting and budget > 0 and given > self.rules.draft_slots and len(self.running) < self.rules.max_num_seqs:
+            r = self.waiting.pop(0)
+            self.running.append(r)
+            new = min(r.prompt, budget, given - self.rules.draft_slots)
+            scheduled.append((r, new, 0 if new == r.prompt else -1))
+            budget, given = budget - new, given - new - self.rules.draft_slots
+        return scheduled
+
+    def proposals(self, r: Asked) -> int:
+        at = r.agree[r.out :]
+        left = next((i for i, a in enumerate(at) if a != AGREE_YES), None)
+        return left if left is not None and at[left] == AGREE_NONE else 999
+
+    def seconds(self, scheduled: list[tuple[Asked, int, int]]) -> float:
+        reading = [r.computed < r.prompt for r, *_ in scheduled]
+        prompts = sum(new for (_, new, _), read in zip(scheduled, reading, strict=True) if read)
+        rows = sum(new for _, new, _ in scheduled) - prompts
+        context = sum(r.computed if read else r.prompt + r.out - 1 for (r, *_), read in zip(scheduled, reading, strict=True))
+        drafted = max(0, *(d for *_, d in scheduled))
+        passes = self.gammas[len(scheduled)] if self.rules.drafts_after else drafted
+        self.steps.append([len(scheduled), rows, prompts, context, passes])
+        load = StepLoad("small", rows, prompts, len(scheduled), context, passes)
+        return sum(
+            count * float(PROFILE.terms[term].at(rows=rows, context=context, passes=passes, batch=batch))
+            for term, count, rows, context, passes, batch in step_terms(load)
+        )
+
+    def after_schedule(self, scheduled: list[tuple[Asked, int, int]]) -> None:
+        for r, new, drafted in scheduled:
+            r.computed += new
+            self.members.append((len(self.steps) - 1, r.name, drafted))
+            if drafted >= 0:
+                r.placeholders += 1 + drafted
+                r.spec = self.gammas[len(scheduled)]
+
+    def update(self, scheduled: list[tuple[Asked, int, int]], now: float) -> list[Asked]:
+        ended = []
+        for r, _, drafted in scheduled:
+            if r.finished >= 0 or drafted < 0:
+                continue
+            accepted = 0
+            while r.out and accepted < drafted and r.out + accepted < r.length and r.agree[r.out + accepted] == AGREE_YES:
+                accepted += 1
+            r.computed -= drafted - accepted
+            r.placeholders -= drafted + 1
+            r.out = min(r.length, r.out + accepted + 1)
+            r.first = now if r.first < 0 else r.first
+            if r.out == r.length:
+                r.finished = now
+                ended.append(r)
+        self.running = [r for r in self.running if r.finished < 0]
+        return ended
+
+    def serve(self, every: list[Asked], clients: int) -> None:
+        coming, sent, now, busy = list(every), len(every), 0.0, 0.0
+        if clients:
+            sent = min(clients, len(every))
+        flying: list[tuple[float, list[tuple[Asked, int, int]]]] = []
+        while True:
+            while coming and coming[0].name < sent and coming[0].arrived <= now:
+                self.waiting.append(coming.pop(0))
+            scheduled = self.schedule()
+            if scheduled:
+                busy = max(now, busy) + self.seconds(scheduled)
+                self.after_schedule(scheduled)
+                flying.append((busy, scheduled))
+                if len(flying) <= self.rules.ahead:
+                    continue
+            if not flying:
+                if not coming or coming[0].name >= sent:
+                    return
+                now = max(now, coming[0].arrived)
+                continue
+            end, scheduled = flying.pop(0)
+            now = max(now, end)
+            for _ in self.update(scheduled, now):
+                if clients and sent < len(every):
+                    every[sent].arrived = now + self.rules.reply_s
+                    sent += 1
+
+
+def by_oracle(trace: ReplayTrace, policy: Policy, load: Load, rules: ServingRules) -> tuple[Oracle, list[Asked]]:
+    oracle = Oracle(rules, tables(policy, rules), COSTS)
+    count, every = len(load.arrivals) or len(trace.order), []
+    for i in range(count):
+        t = trace.trajectories[int(trace.order[i % len(trace.order)])]
+        chains = trace.chains["small"]
+        begin = int(trace.offsets[trace.order[i % len(trace.order)]])
+        agree = [0, *chains.agree[begin : begin + len(t.output_ids)].tolist()]
+        arrived = load.arrivals[i] if load.arrivals else 0.0
+        every.append(Asked(i, len(t.prompt_ids) - 1, len(t.output_ids) + 1, t.max_new_tokens + 1, agree, arrived))
+    oracle.serve(every, 0 if load.arrivals else load.clients)
+    return oracle, every
+
+
+RULES = ServingRules(max_num_seqs=8, max_batched_tokens=512, max_len=400, reply_s=1e-4)
+RATES = {"one at a time": 3.0, "busy": 60.0}
+
+
+def poisson(rate: float, count: int, seed: int = 0) -> Load:
+    return Load(arrivals=tuple(np.cumsum(np.random.default_rng(seed).exponential(1 / rate, count)).tolist()))
+
+
+@pytest.mark.parametrize(
+    ("rules", "load", "gamma", "none"),
+    [
+        (RULES, Load(1), 4, 0.0),
+        (RULES, Load(8), {"1": 5, "4": 3, "6": 0}, 0.0),
+        (RULES, Load(13), {"1": 2, "3": 6}, 0.1),
+        (RULES, poisson(20.0, 60), {"1": 5, "4": 1}, 0.0),
+        (RULES, poisson(90.0, 60), 0, 0.0),
+        (replace(RULES, max_batched_tokens=48, draft_slots=1), poisson(60.0, 60), 6, 0.0),
+        (replace(RULES, max_batched_tokens=23, draft_slots=1, max_len=0), Load(6), {"1": 6, "5": 2}, 0.1),
+        (replace(RULES, ahead=1), Load(8), {"1": 5, "4": 3, "7": 0}, 0.0),
+        (replace(RULES, ahead=1, max_batched_tokens=37, draft_slots=1, max_len=0), poisson(70.0, 60), 5, 0.0),
+        (replace(RULES, drafts_after=False), poisson(50.0, 60), {"1": 5, "4": 1}, 0.1),
+    ],
+)
+def test_every_step_is_the_plain_simulators(rules: ServingRules, load: Load, gamma: Any, none: float) -> None:
+    trace = trace_of(40, none)
+    policy = window(gamma)
+    if not rules.max_len:  # some texts end at the engine's limit, before which fewer tokens are drafted
+        rules = replace(rules, max_len=trace.max_context)
+    found = serve(trace, policy.draft, tables(policy, rules), load, rules, COSTS, members=True)
+    oracle, every = by_oracle(trace, policy, load, rules)
+    assert found.members.tolist() == [list(m) for m in oracle.members]
+    assert found.steps[:, :5].tolist() == oracle.steps
+    assert len(found.steps) > 50
+    np.testing.assert_allclose(found.served.first_s, [r.first for r in every], rtol=1e-9)
+    np.testing.assert_allclose(found.served.finished_s, [r.finished for r in every], rtol=1e-9)
+    np.testing.assert_allclose(found.served.arrived_s, [r.arrived for r in every], rtol=1e-9)
+
+
+def recorded(trace: ReplayTrace, found: Simulated, policy: Policy) -> list[RecordedRequest]:
+    """What an engine would have recorded of a simulation: each request with its rounds."""
+    words = trace.outcomes(policy, compile_stop(policy.stop))[0]
+    steps: list[list[Step]] = [[] for _ in found.counts]
+    for step, request, drafted in found.members.tolist():
+        t, out = int(trace.order[request % len(trace.order)]), sum(s.emitted for s in steps[request])
+        left = len(trace.trajectories[t].output_ids) + 1 - out
+        if drafted < 0 or left < 1:
+            continue
+        run = int(words[trace.offsets[t] + out - 1]) & 255 if out else 0
+        emitted = min(left, min(run, drafted) + 1)
+        ended, arrived = float(found.ends_s[step]), float(found.served.arrived_s[request]) + 1e-6
+        kept, draft, batch = min(run, drafted), "small" if drafted else "", int(found.steps[step, 0])
+        done = Step(out, drafted, drafted + 1, kept, emitted, drafted, draft=draft, round_s=0.01, batch=batch)
+        steps[request].append(replace(done, arrived_s=arrived, ended_s=ended))
+    made = []
+    for i, own in enumerate(steps):
+        t = trace.trajectories[int(trace.order[i % len(trace.order)])]
+        whole = replace(t, prompt_ids=t.prompt_ids[:-1], output_ids=np.concatenate((t.prompt_ids[-1:], t.output_ids)))
+        assert sum(s.emitted for s in own) == len(whole.output_ids)
+        made.append(RecordedRequest(i, whole, steps=tuple(own)))
+    return made
+
+
+@pytest.fixture(scope="module")
+def fitted() -> ServedCosts:
+    """Costs fitted to what a server recorded that drafted 0, 2 and 6 tokens, one to twelve clients."""
+    trace, steps = trace_of(40), []
+    for gamma in (0, 2, 6):
+        for clients in (1, 3, 12):
+            found = serve(trace, "small", tables(window(gamma), RULES), Load(clients), RULES, COSTS, members=True)
+            steps.append(served_steps(recorded(trace, found, window(gamma)), RULES))
+    kept = [s._replace(loads=[load._replace(draft="small") for load in s.loads]) for s in steps]
+    return fit_served(kept, "pair", "cpu", "float32")
+
+
+def test_costs_fitted_to_served_steps_predict_a_table_that_was_never_served(fitted: ServedCosts) -> None:
+    trace = trace_of(40)
+    for gamma in ({"1": 6, "3": 4, "7": 1}, 3, 0):
+        gammas = tables(window(gamma), RULES)
+        for load in (Load(5), poisson(30.0, 60)):
+            true = serve(trace, "small", gammas, load, RULES, COSTS)
+            told = serve(trace, "small", gammas, load, RULES, fitted.of("small", gammas))
+            assert told.served.tokens_per_s == pytest.approx(true.served.tokens_per_s, rel=0.02)
+            assert told.served.mean_tpot_s == pytest.approx(true.served.mean_tpot_s, rel=0.03)
+    assert fitted.check["median_error"] < 0.02
+    assert abs(fitted.check["total_error"]) < 0.01
+
+
+def test_what_was_not_served_is_refused_with_what_to_record(fitted: ServedCosts) -> None:
+    assert fitted.passes == {"small": (0, 6)}
+    with pytest.raises(PolicyError, match="draft 7, 8 tokens with 'small' is not known: those recorded drafted 0 to 6"):
+        fitted.of("small", [0, 7, 8])
+    with pytest.raises(PolicyError, match=r"no steps of this engine with draft 'medium' were recorded .of: small.; serve with it"):
+        fitted.of("medium", [1])
+    with pytest.raises(TraceError, match="0 steps of this engine were recorded with their times"):
+        fit_served([served_steps([], RULES)], "pair", "cpu", "float32")
+    full = replace(RULES, cache_tokens=300)
+    with pytest.raises(TraceError, match="need more than the 300 tokens of the engine's cache"):
+        serve(trace_of(40), "small", (0,) * 9, Load(8), full, COSTS)
+    assert rules_of("vllm", {"max_num_seqs": 3, "other": 1}).max_num_seqs == 3
+    with pytest.raises(TraceError, match="'native', which serves one request at a time"):
+        rules_of("native")
+
+
+def test_figures_of_what_was_served() -> None:
+    served = Served(np.array([0.0, 1.0]), np.array([2.0, 2.0]), np.array([4.0, 10.0]), np.array([5, 1]))
+    told = served.to_json(Objective("goodput", 1.0, 0.6))
+    assert (told["requests"], told["tokens"], told["seconds"], told["tokens_per_s"]) == (2, 6, 10.0, 0.6)
+    assert told["time_to_first_token_s"]["mean"] == 1.5
+    assert told["time_per_output_token_s"] == {"mean": 0.5, "p50": 0.5, "p95": 0.5, "p99": 0.5}
+    assert told["latency_s"]["p50"] == 6.5
+    for limits, good in (((1.0, None), 0.1), ((2.0, 0.5), 0.2), ((2.0, 0.4), 0.1), ((0.5, None), 0.0)):
+        assert Objective("goodput", *limits).score(served) == good
+    load = told["load"]
+    assert sum(part["tokens_per_s"] * 0.5 for part in load) == pytest.approx(6)
+    assert sum(part["waiting"] * 0.5 for part in load) == pytest.approx(3)
+    assert [part["decoding"] for part in load] == pytest.approx([0] * 4 + [2] * 4 + [1] * 12)
+
+
+def test_arrivals_as_they_are_asked_for(tmp_path: Path) -> None:
+    trace = trace_of(5)
+    requests = recorded(trace, serve(trace, "small", (0,) * 9, Load(2), RULES, COSTS, members=True), window(0))
+    assert loads_of("clients:1,4", requests, None, 0) == {"clients:1": Load(1), "clients:4": Load(4)}
+    fast = loads_of("poisson:2,8", requests, 400, 0)
+    assert len(fast["poisson:8"].arrivals) == 400
+    assert 400 / fast["poisson:8"].arrivals[-1] == pytest.approx(8, rel=0.2)
+    np.testing.assert_allclose(fast["poisson:2"].arrivals, np.array(fast["poisson:8"].arrivals) * 4)
+    assert loads_of("recorded", requests, None, 0)["recorded"].arrivals[:2] == (0.0, 0.0)
+    file = tmp_path / "a.csv"
+    moments = ("03.9799600", "05.9799600", "04.4799600")
+    file.write_text("TIMESTAMP,ContextTokens\n" + "".join(f"2023-11-16 18:17:{m},1\n" for m in moments))
+    assert loads_of(str(file), requests, None, 0)[str(file)].arrivals == pytest.approx((0.0, 0.5, 2.0))
+    assert loads_of(f"{file}@3", requests, 2, 0)[f"{file}@3"].arrivals == pytest.approx((0.0, 2 / 3))
+    for asked, said in (("clients:0", "no number above 0"), ("poisson:x", "no number above 0"), ("nowhere.csv", "no such file")):
+        with pytest.raises(TraceError, match=said):
+            loads_of(asked, requests, None, 0)
+    file.write_text("when\n1\n")
+    with pytest.raises(TraceError, match="needs a column TIMESTAMP"):
+        loads_of(str(file), requests, None, 0)
+    with pytest.raises(TraceError, match="was not recorded"):
+        loads_of("recorded", [replace(requests[0], steps=())], None, 0)
