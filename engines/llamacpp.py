@@ -17,7 +17,7 @@ import http.client
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -58,6 +58,12 @@ class LlamaCpp:
         self._gamma = -1
         self._start(0 if self._draft is None else wanted.most)
 
+    @property
+    def serving(self) -> Mapping[str, Any]:
+        """How it fills its steps, by the names of :class:`engines.rules.ServingRules`."""
+        seats = {"max_num_seqs": 1, "max_batched_tokens": self._batch_tokens}
+        return {**seats, "max_len": self._wanted.max_len, "drafts_after": False}
+
     def execute(
         self,
         prompts: Sequence[Prompt],
@@ -66,7 +72,7 @@ class LlamaCpp:
         *,
         sampling: Sampling,
         max_new_tokens: int,
-    ) -> Iterator[Answered]:
+    ) -> Generator[Answered, None, None]:
         """As :meth:`engines.protocol.Running.execute`. Starts the server anew where the number of
         draft tokens changes. Moments leave out what the caller does between two answers."""
         wanted = self._wanted
@@ -90,6 +96,7 @@ class LlamaCpp:
         self.close()
         said, exact = xllamacpp.CommonParams(), xllamacpp.ggml_type.GGML_TYPE_F32
         said.model.path = str(self._target)
+        self._batch_tokens = int(said.n_batch)
         said.n_ctx = self._wanted.max_len + self._wanted.most + SLACK
         said.n_parallel, said.warmup, said.ui, said.verbosity = 1, False, False, -1
         said.cache_type_k = said.cache_type_v = exact
@@ -117,7 +124,7 @@ class LlamaCpp:
         load: Load,
         sampling: Sampling,
         max_new_tokens: int,
-    ) -> Iterator[Answered]:
+    ) -> Generator[Answered, None, None]:
         began = time.perf_counter()
         for i, prompt in enumerate(prompts):
             arrived = load.arrivals[i] if load.arrivals else time.perf_counter() - began
