@@ -85,7 +85,7 @@ def _chosen(lab: Lab, trace: ReplayTrace, quick: bool) -> dict[str, list[Trial]]
 
     def within(papers: Sequence[str], trials: int) -> Study:
         kinds = kinds_of(papers)
-        seen = [t for t in known.values() if kinds.hold(t.policy)]
+        seen = Study(tuple(t for t in known.values() if kinds.hold(t.policy)), 0, "")
         how: dict[str, Any] = {"gamma_max": 4 if quick else 8, "trials": trials, "known": seen, "kinds": kinds, "bounded": False}
         how |= {"trees": of(lab.trees), "shortlists": of(lab.shortlists), "artifacts": lab.find}
         study = search(trace, lab.profile, DRAFTS, **how)
