@@ -24,6 +24,7 @@ from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.trace import open_trace
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.traces.store import TraceStore
+from spectune.traces.store.parquet import RecordingFile
 
 REQUESTS = 23
 PROFILE = flat_profile(PAIR, ["small", "other"])
@@ -92,33 +93,52 @@ def test_shards_come_to_what_one_process_does(client: Any, store: TraceStore) ->
     assert killed not in client.run(os.getpid).values()
 
 
-def test_simulate_says_the_same_with_workers(client: Any, door: Door, store: TraceStore, tmp_path: Path) -> None:
-    """Over TCP: every figure and every round, of the first requests alone too, and where damaged chunks are left out."""
-    address = client.scheduler.address
+def both(door: Door, folder: Path, address: str, *options: object) -> dict[str, Any]:
+    """What `simulate` says, which is the same in one process and by workers, round by round."""
     assert address.startswith("tcp://127.0.0.1:")
+    found, rounds = [], []
+    for name, more in (("alone", ()), ("shared", ("--workers", address))):
+        out = folder / f"{name}.jsonl"
+        found.append(door.json("simulate", "--per-round", out, *options, *more))
+        rounds.append(lines(out))
+    assert found[0] == found[1]
+    assert rounds[0] == rounds[1]
+    return found[0]
 
-    def both(*options: object) -> dict[str, Any]:
-        rounds, found = [], []
-        for more in ((), ("--workers", address)):
-            out = tmp_path / f"rounds{len(found)}.jsonl"
-            found.append(door.json("simulate", "--per-round", out, *options, *more))
-            rounds.append(lines(out))
-            found[-1].pop("artifact", None)
-        assert found[0] == found[1]
-        assert rounds[0] == rounds[1]
-        return found[0]
 
+def test_simulate_says_the_same_with_workers(client: Any, door: Door, tmp_path: Path) -> None:
+    """Over TCP, of the first requests alone too; what one process refuses is refused with the same line."""
+    address = client.scheduler.address
     for document in (DOCUMENTS[0], Q_LEARNING):
-        assert both("--policy", json.dumps(document))["requests"] == REQUESTS
-    assert both("--policy", json.dumps(Q_LEARNING), "--limit", 15)["requests"] == 15
-    whole = door.refused("simulate", "--policy", json.dumps({**TREE, "growth": {"kind": "top_k", "width": 6}}))
-    assert "the recording holds 4" in whole
-    with store.database.write() as session:
-        first_half = PanoramaChunkRow.draft == "other", PanoramaChunkRow.ordinal.between(2, 14)
-        session.execute(sa.update(PanoramaChunkRow).where(*first_half).values(sha256=b"0" * 32))
-    asked = ("--policy", json.dumps(Q_LEARNING))
-    assert both(*asked, "--skip-corrupted")["requests"] == REQUESTS - 13
-    assert "request" in door.error("simulate", *asked, "--workers", address)
+        assert both(door, tmp_path, address, "--policy", json.dumps(document))["requests"] == REQUESTS
+    assert both(door, tmp_path, address, "--policy", json.dumps(Q_LEARNING), "--limit", 15)["requests"] == 15
+    wide = ("simulate", "--policy", json.dumps({**TREE, "growth": {"kind": "top_k", "width": 6}}))
+    assert door.refused(*wide) == door.error(*wide, "--workers", address) + "\n"
+
+
+def test_from_a_parquet_file(client: Any, door: Door, store: TraceStore, tmp_path: Path) -> None:
+    """The same figures, read by one process and by workers; other files are refused."""
+    file, rows = tmp_path / "recording.parquet", tmp_path / "rows.parquet"
+    recording = store.resolve_recording("latest")
+    assert door.json("traces", "export", file, "--whole", "--recording", recording)["chunks"] == 4 * REQUESTS
+    read = RecordingFile(store.database, path=str(file))
+    assert read.get_recording("") == store.get_recording(recording)
+    for part in (range(REQUESTS), range(3, 9)):
+        assert read.load("", trees=True, ordinals=part) == store.load(recording, trees=True, ordinals=part)
+    asked = ("simulate", "--policy", json.dumps(Q_LEARNING), "--recording")
+    stored = door.json(*asked, recording)
+    assert door.json(*asked, file) == door.json(*asked, file, "--workers", client.scheduler.address) == stored
+    door.call("traces", "export", rows)
+    assert "rows.parquet: no recording; `" in door.refused(*asked, rows)
+    assert "No such file" in door.refused(*asked, tmp_path / "none.parquet")
+    whole, broken = file.read_bytes(), tmp_path / "broken.parquet"
+    codes = set()
+    for place in range(0, len(whole), len(whole) // 40):
+        broken.write_bytes(whole[:place] + bytes([whole[place] ^ 255]) + whole[place + 1 :])
+        said = door.call(*asked, broken, "--json")
+        assert (said.exit_code, said.stdout) == (2, "") or json.loads(said.stdout) == stored, said.output
+        codes.add(said.exit_code)
+    assert 2 in codes, "one of them is read"
 
 
 def test_retraced_by_workers(tiny_pair: Path, tmp_path: Path) -> None:
@@ -147,3 +167,13 @@ def test_what_cannot_be_reached_is_said(door: Door, monkeypatch: pytest.MonkeyPa
     assert "neither a number of processes" in door.call(*asked, "two").output
     monkeypatch.setitem(__import__("sys").modules, "distributed", None)
     assert "pip install 'spectune[dask]'" in door.refused(*asked, "2")
+
+
+def test_damaged_chunks_are_left_out(client: Any, door: Door, store: TraceStore, tmp_path: Path) -> None:
+    """Of a whole shard, too. (The last test: it damages them.)"""
+    address, asked = client.scheduler.address, ("--policy", json.dumps(Q_LEARNING))
+    with store.database.write() as session:
+        most = PanoramaChunkRow.draft == "other", PanoramaChunkRow.ordinal.between(0, 14)
+        session.execute(sa.update(PanoramaChunkRow).where(*most).values(sha256=b"0" * 32))
+    assert both(door, tmp_path, address, *asked, "--skip-corrupted")["requests"] == REQUESTS - 15
+    assert "request 0: panorama of draft 'other'" in door.error("simulate", *asked, "--workers", address)

@@ -76,6 +76,14 @@ class RecordingInfo:
         }
 
 
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> RecordingInfo:
+        """The inverse of :meth:`to_json`. Raises TypeError, ValueError or KeyError for what is none."""
+        moments = {name: data[name] and datetime.fromisoformat(data[name]) for name in ("created_at", "finished_at")}
+        trees = {name: {d: TreeExtent(**e) for d, e in data[name].items()} for name in ("trees", "trees_q")}
+        return cls(**{**data, **moments, **trees, "sampling": Sampling(**data["sampling"])})
+
+
 @dataclass(frozen=True)
 class RecordedRequest:
     """One request of a recording: its place, its trajectory, a panorama per draft, the rounds it was decoded by, and, where they were

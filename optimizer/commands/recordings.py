@@ -241,15 +241,17 @@ def traces_query(ctx: click.Context, as_json: bool, kind: str, **kw: Any) -> Non
 
 @traces.command("export")
 @click.argument("path", type=click.Path(dir_okay=False))
+@click.option("--whole", is_flag=True, help="To .parquet: one recording's texts and panoramas, for `simulate --recording FILE`.")
 @filter_options
 @json_option
 @with_context
-def traces_export(ctx: click.Context, as_json: bool, path: str, **kw: Any) -> None:
+def traces_export(ctx: click.Context, as_json: bool, path: str, whole: bool, **kw: Any) -> None:
     """Rows to .json, .csv or .parquet; whole recordings, to be imported elsewhere, to .db.
 
     \b
     Example:  cli.py traces export rows.parquet --category code
               cli.py traces export recording.db --recording latest
+              cli.py traces export recording.parquet --whole --recording latest
     """
     from spectune.traces.store.export import export_rows
     from spectune.traces.store.query import list_recordings, request_rows
@@ -261,6 +263,13 @@ def traces_export(ctx: click.Context, as_json: bool, path: str, **kw: Any) -> No
             names = [r.id for r in list_recordings(store.database, _filter(kw))]
             moved = export_recordings(store.database, names, path)
             data: dict[str, Any] = {"path": path, "recordings": list(moved.added), "chunks": moved.chunks}
+        elif whole:
+            from spectune.traces.store.parquet import write_recording
+
+            names = [r.id for r in list_recordings(store.database, _filter(kw))]
+            if len(names) != 1 or not path.endswith(".parquet"):
+                raise click.UsageError("--whole writes one recording to a .parquet file; name it by --recording")
+            data = {"path": path, "recordings": names, "chunks": write_recording(store, names[0], path)}
         else:
             data = {"path": path, "rows": export_rows(request_rows(store.database, _filter(kw)), path)}
     emit(as_json, data, ", ".join(f"{k} {v}" for k, v in data.items()))

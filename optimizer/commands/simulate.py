@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.option("--policy", "policy_name", required=True, help="FILE, inline JSON, ID, active, or autoregressive.")
-@click.option("--recording", default="latest", show_default=True)
+@click.option(
+    "--recording", default="latest", show_default=True, help="Id, or FILE.parquet that `traces export --whole` wrote."
+)
 @click.option("--profile", "profile_id", help="Profile id; default: the latest of the recording's pair and device.")
 @click.option("--device", help="Device whose profile is taken; default: the recording's.")
 @deployment_option
@@ -57,6 +59,10 @@ def simulate(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     """
     check_writable(ctx, ("--per-round", kw["per_round"]))
     with open_store(ctx, create=False) as store:
+        if kw["recording"].endswith(".parquet"):
+            from spectune.traces.store.parquet import RecordingFile
+
+            store = RecordingFile(store.database, path=kw["recording"])
         info = store.get_recording(kw["recording"])
         device = kw["device"] or str(info.options.get("device", "cpu"))
         on_pair_of(store, info.pair_id)

@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from spectune.db.database import open_database
+from spectune.db.database import Database, open_database
 from spectune.db.errors import DatabaseError
+from spectune.db.urls import parse_url
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import FloatArray, ReplayTrace, outcome_of, total_of
@@ -34,6 +35,7 @@ from spectune.traces.errors import PolicyError, SpectuneError
 from spectune.traces.recording import RecordingInfo, Skipped
 from spectune.traces.schema import Counts, LatencyProfile, Outcome, Step
 from spectune.traces.store import TraceStore
+from spectune.traces.store.parquet import RecordingFile
 
 if TYPE_CHECKING:
     from distributed import Client, Future
@@ -109,9 +111,15 @@ class StoredShard:
     ordinals: range
     policies: tuple[AnyPolicy, ...]
     skip_corrupted: bool = False
+    path: str | None = None
+    """The Parquet file that has the recording; without one the database has it."""
 
     @contextmanager
     def _store(self) -> Iterator[TraceStore]:
+        if self.path is not None:
+            with Database(parse_url(self.url)) as unused:  # but for what was fitted
+                yield RecordingFile(unused, path=self.path)
+            return
         try:
             database = open_database(self.url, create=False)
         except DatabaseError as error:
@@ -261,7 +269,7 @@ class Shards:
         known = [client.submit(Shard.about, shard, pure=False) for shard in self._shards]
         for done, _ in enumerate(as_completed(known), 1):
             progress(done, len(known))
-        self._about: list[About] = self._client.gather(known)
+        self._about: list[About] = [shard.result() for shard in known]  # the first that failed raises
         self.names = tuple(name for about in self._about for name in about.names)
         """Ids and categories of the requests, in order."""
         self.skipped = tuple(chunk for about in self._about for chunk in about.skipped)
@@ -364,7 +372,8 @@ def stored_shards(
     parts = [part for part in np.array_split(np.array(ordinals), count) if len(part)]
     if not parts:
         raise NoRequestsError(f"recording {info.id} has no usable request")
-    text = url.render_as_string(hide_password=False)
-    return [
-        StoredShard(text, info.id, range(int(p[0]), int(p[-1]) + 1), tuple(policies), skip_corrupted) for p in parts
-    ]
+    path = str(Path(store.path).resolve()) if isinstance(store, RecordingFile) else None
+    whole = StoredShard(
+        url.render_as_string(hide_password=False), info.id, range(0), tuple(policies), skip_corrupted, path
+    )
+    return [replace(whole, ordinals=range(int(part[0]), int(part[-1]) + 1)) for part in parts]

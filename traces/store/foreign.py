@@ -33,26 +33,26 @@ _STATES = ("recording", "complete", "abandoned")
 
 def check_policy(row: PolicyRow) -> None:
     """Raises :class:`TraceError` unless the row is a policy whose id is the hash of its document."""
-    _check_values(row)
+    check_values(row)
     _computed(row, policy_of)
 
 
 def check_workload(row: WorkloadRow) -> None:
     """Raises :class:`TraceError` unless the row is a workload whose id is its digest."""
-    _check_values(row)
+    check_values(row)
     _computed(row, workload_of)
 
 
 def check_pair(row: PairRow) -> None:
     """Raises :class:`TraceError` unless the row describes a pair. Its id is the fingerprint of checkpoints, which do not travel."""
-    _check_values(row)
+    check_values(row)
     named = row.document.get("drafts", {}) if isinstance(row.document, dict) else None
     _demand(isinstance(named, dict) and all(isinstance(path, str) for path in named.values()), row, "describes no pair")
 
 
 def check_recording(row: RecordingRow) -> None:
     """Raises :class:`TraceError` unless the row is a recording that says by its hash what was asked of it."""
-    _check_values(row)
+    check_values(row)
     _demand(row.id != "latest" and _NAME.fullmatch(row.id) is not None, row, "has no id of ours")
     _demand(row.state in _STATES and row.verifier in get_args(Verifier), row, "is in no state of ours")
     _demand(isinstance(row.options, dict) and isinstance(row.progress, dict), row, "has no options")
@@ -63,7 +63,7 @@ def check_recording(row: RecordingRow) -> None:
 
 def check_trajectory(row: TrajectoryRow) -> None:
     """Raises :class:`TraceError`, or CorruptedChunkError for its chunk, unless the row is a decoded request."""
-    _check_values(row)
+    check_values(row)
     _demand(row.finish in get_args(Finish) and row.verifier in get_args(Verifier), row, "ended in no way of ours")
     _demand(_all(row.stop_strings, str), row, "has no list of stop strings")
     _sampling(row)
@@ -73,7 +73,7 @@ def check_trajectory(row: TrajectoryRow) -> None:
 
 def check_panorama(row: PanoramaChunkRow, positions: int) -> None:
     """Raises :class:`TraceError`, or CorruptedChunkError for its chunk, unless the row fits a text of that many tokens."""
-    _check_values(row)
+    check_values(row)
     _check_sums(row)
     _demand(_all(row.covers, str), row, "has no list of covers")
     if row.kind == CHAIN:
@@ -89,7 +89,7 @@ def check_panorama(row: PanoramaChunkRow, positions: int) -> None:
 
 def check_steps(row: StepChunkRow) -> None:
     """Raises :class:`TraceError`, or CorruptedChunkError for its chunk, unless the row is the rounds of a recorded request."""
-    _check_values(row)
+    check_values(row)
     _check_sums(row)
     _demand(row.run_id is None, row, "belongs to a run as well")
     steps = _unpacked(row, lambda r: unpack_steps(chunk_of(r)))
@@ -140,7 +140,7 @@ def _all(values: Any, kind: type | tuple[type, ...]) -> bool:
     return isinstance(values, list) and all(isinstance(value, kind) and not isinstance(value, bool) for value in values)
 
 
-def _check_values(row: DeclarativeBase) -> None:
+def check_values(row: DeclarativeBase) -> None:
     """Raises :class:`TraceError` unless every value is of its column's type and can be stored in any database."""
     for attribute in inspect(row).mapper.column_attrs:
         column, value = attribute.columns[0], getattr(row, attribute.key)

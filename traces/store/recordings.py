@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
@@ -44,6 +44,14 @@ BATCH = 64
 """Requests read per query when iterating."""
 Appended = tuple[int, Trajectory, Sequence[Step]]
 P = TypeVar("P", ChainPanorama, TreePanorama)
+
+
+class Rows(NamedTuple):
+    """Rows of some requests: texts in order, panoramas by draft, executed rounds."""
+
+    texts: list[TrajectoryRow]
+    panoramas: list[PanoramaChunkRow]
+    steps: list[StepChunkRow]
 
 
 class Recordings(Storage):
@@ -363,6 +371,31 @@ class Recordings(Storage):
         except CodecError as error:
             raise corrupted(recording, ordinal, "its steps", error) from error
 
+    def rows_of(
+        self,
+        recording: str,
+        ordinals: Sequence[int],
+        drafts: Collection[str] | None = None,
+        *,
+        steps: bool = False,
+        trees: bool = False,
+    ) -> Rows:
+        """What is stored of requests, for :meth:`iterate`; at one moment."""
+        chosen = select(PanoramaChunkRow).where(
+            PanoramaChunkRow.recording_id == recording, PanoramaChunkRow.ordinal.in_(ordinals)
+        )
+        if drafts is not None:
+            chosen = chosen.where(PanoramaChunkRow.draft.in_(drafts))
+        chosen = chosen.where(PanoramaChunkRow.kind.in_((CHAIN, *TREE_KINDS.values()) if trees else (CHAIN,)))
+        rounds = select(StepChunkRow).where(StepChunkRow.recording_id == recording, StepChunkRow.ordinal.in_(ordinals))
+        texts = select(TrajectoryRow).where(TrajectoryRow.recording_id == recording, TrajectoryRow.ordinal.in_(ordinals))
+        with self.database.read() as session:
+            return Rows(
+                list(session.scalars(texts.order_by(TrajectoryRow.ordinal))),
+                list(session.scalars(chosen.order_by(PanoramaChunkRow.draft))),
+                list(session.scalars(rounds)) if steps else [],
+            )
+
     def _batch(
         self,
         recording: str,
@@ -372,30 +405,18 @@ class Recordings(Storage):
         trees: bool,
         skipped: list[Skipped] | None,
     ) -> Iterator[RecordedRequest]:
-        chosen = select(PanoramaChunkRow).where(
-            PanoramaChunkRow.recording_id == recording, PanoramaChunkRow.ordinal.in_(ordinals)
-        )
-        if drafts is not None:
-            chosen = chosen.where(PanoramaChunkRow.draft.in_(drafts))
-        chosen = chosen.where(PanoramaChunkRow.kind.in_((CHAIN, *TREE_KINDS.values()) if trees else (CHAIN,)))
-        rounds = select(StepChunkRow).where(StepChunkRow.recording_id == recording, StepChunkRow.ordinal.in_(ordinals))
-        with self.database.read() as session:
-            rows = session.scalars(
-                select(TrajectoryRow)
-                .where(TrajectoryRow.recording_id == recording, TrajectoryRow.ordinal.in_(ordinals))
-                .order_by(TrajectoryRow.ordinal)
-            ).all()
-            panoramas: dict[int, list[PanoramaChunkRow]] = {}
-            for chunk in session.scalars(chosen.order_by(PanoramaChunkRow.draft)):
-                panoramas.setdefault(chunk.ordinal, []).append(chunk)
-            executed = {row.ordinal: row for row in session.scalars(rounds)} if steps else {}
+        found = self.rows_of(recording, ordinals, drafts, steps=steps, trees=trees)
+        panoramas: dict[int, list[PanoramaChunkRow]] = {}
+        for chunk in found.panoramas:
+            panoramas.setdefault(chunk.ordinal, []).append(chunk)
+        executed = {row.ordinal: row for row in found.steps}
 
         def fail(ordinal: int, draft: str | None, what: str, error: CodecError) -> None:
             if skipped is None:
                 raise corrupted(recording, ordinal, what, error) from error
             skipped.append(Skipped(recording, ordinal, draft, str(error)))
 
-        for row in rows:
+        for row in found.texts:
             try:
                 trajectory = trajectory_of(row)
             except CodecError as error:

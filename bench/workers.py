@@ -1,0 +1,160 @@
+"""Replay over workers: 1e8 recorded rounds under 100 policies, and that the figures are those of one process.
+
+    python bench/workers.py [--rounds 1e8] [--policies 100] [--workers 2|tcp://HOST:8786]
+
+Texts and panoramas are made by the workers (a thousand different ones, again and again): what is timed is Dask and replay. A recorded
+round is one of the policy that the texts were recorded by, a window of 4. The figure goes to ``bench/results/workers.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+import numpy as np
+from synthetic import flat_profile
+
+from spectune.optimizer.simulate.distributed import Asked, Shards, connected, homes
+from spectune.optimizer.simulate.replay import run_replay
+from spectune.optimizer.simulate.replay_trace import ReplayTrace
+from spectune.optimizer.simulate.trace import Opened
+from spectune.runtime.policies.artifacts import Fitted
+from spectune.runtime.policies.document import Policy, parse_policy
+from spectune.traces.schema import AGREE_NO, AGREE_YES, ChainPanorama, Sampling, Trajectory
+
+RESULTS = Path(__file__).resolve().parent / "results" / "workers.json"
+LENGTH, DIFFERENT, GAMMA_MAX = 500, 1000, 4
+RECORDED = parse_policy({"draft": "small", "window": {"kind": "fixed", "gamma": 4}})
+PROFILE = flat_profile("bench", ["small"])
+
+
+def made(seed: int) -> tuple[Trajectory, ChainPanorama]:
+    """A text and one draft, whose acceptance drifts along it."""
+    rng = np.random.default_rng(seed)
+    wave = 0.62 + 0.3 * np.sin(np.arange(LENGTH) / rng.uniform(15, 60) + rng.uniform(0, 6))
+    agree = rng.random(LENGTH) < wave
+    logp = np.clip(rng.gamma(1.5, 60, LENGTH) * np.where(agree, 0.6, 2.0), 0, 4000).astype(np.uint16)
+    prompt, output = (rng.integers(0, 4000, n).astype(np.int32) for n in (int(rng.integers(20, 200)), LENGTH))
+    branches = int((~agree).sum()) + 1
+    rows = rng.gamma(1.5, 120, (branches, GAMMA_MAX)).astype(np.uint16)
+    panorama = ChainPanorama(
+        "small", GAMMA_MAX, np.where(agree, AGREE_YES, AGREE_NO).astype(np.uint8), logp, logp.copy(),
+        np.where(agree, 65535, 0).astype(np.uint16), rows, rows.copy(), np.full(branches, GAMMA_MAX - 1, np.uint8),
+    )  # fmt: skip
+    return Trajectory(f"r{seed}", "synthetic", prompt, output, Sampling(), LENGTH, "length"), panorama
+
+
+@dataclass(frozen=True)
+class Synthetic:
+    """A shard of the requests from ``first`` on."""
+
+    first: int
+    count: int
+
+    def open(self) -> Opened:
+        kinds = [made(n) for n in range(min(DIFFERENT, self.first + self.count))]
+        numbers = range(self.first, self.first + self.count)
+        texts = [replace(kinds[n % DIFFERENT][0], request_id=f"r{n}") for n in numbers]
+        return Opened(ReplayTrace(texts, {"small": [kinds[n % DIFFERENT][1] for n in numbers]}), INFO, ())
+
+    def artifact(self, name: str) -> Fitted:
+        raise NotImplementedError
+
+
+INFO: Any = None
+"""No recording stands behind it."""
+
+
+def policies(count: int) -> list[Policy]:
+    """Every window, one in ten with a stop; two in ten carry their state from request to request."""
+    rng, found = np.random.default_rng(0), []
+    windows = ("fixed", "fsm", "analytic", "cache_fsm", "heuristic", "fixed", "fsm", "analytic", "heuristic transient", "q_learning")
+    for n in range(count):
+        kind, _, transient = windows[n % len(windows)].partition(" ")
+        stopped = n % 10 == 5
+        longest = int(rng.integers(1, GAMMA_MAX + 1 if stopped else 17))
+        window = {"kind": kind, "gamma" if kind == "fixed" else "gamma_max": longest}
+        document = {"draft": "small", "window": window | ({"transient": True} if transient else {})}
+        found.append(parse_policy(document | ({"stop": {"kind": "max_prob", "threshold": 0.3}} if stopped else {})))
+    return found
+
+
+def sources(requests: int, count: int) -> list[Synthetic]:
+    """So many requests in shards of as many each."""
+    bounds = np.linspace(0, requests, count + 1).astype(int).tolist()
+    return [Synthetic(a, b - a) for a, b in pairwise(bounds)]
+
+
+def differences(client: Any, tried: Sequence[Policy], requests: int) -> int:
+    """Policies whose counts or seconds of any request differ from one process's."""
+    alone = Synthetic(0, requests).open().trace
+    shards = Shards(client, sources(requests, len(homes(client))), PROFILE)
+    differ = 0
+    for policy, found in zip(tried, shards.replay(tried), strict=True):
+        here = run_replay(alone, policy, PROFILE)
+        differ += not (np.array_equal(found.counts, here.counts) and np.array_equal(found.seconds, here.seconds))
+    return differ
+
+
+def measured(client: Any, rounds: float, tried: Sequence[Policy]) -> dict[str, Any]:
+    """Seconds to open the shards and to replay all policies."""
+    per_text = run_replay(Synthetic(0, DIFFERENT).open().trace, RECORDED).total.rounds / DIFFERENT
+    requests = round(rounds / per_text)
+    began = time.perf_counter()
+    shards = Shards(client, sources(requests, len(homes(client))), PROFILE, partial(print, "opened", flush=True))
+    opened_s, began, replayed = time.perf_counter() - began, time.perf_counter(), 0
+    for n, found in enumerate(shards.replay([RECORDED, *tried])):
+        total = found.total
+        if not n:
+            recorded = total
+            began = time.perf_counter()  # the first call compiles, or loads what is compiled
+        replayed += total.rounds if n else 0
+        print(f"{n:4} {time.perf_counter() - began:7.1f} s  {total.rounds / 1e6:7.1f} M rounds  {found.policy.label()}", flush=True)
+    seconds = time.perf_counter() - began
+    return {
+        "recorded_rounds": recorded.rounds,
+        "recorded_tokens": recorded.emitted_tokens,
+        "requests": requests,
+        "policies": len(tried),
+        "opened_s": round(opened_s, 1),
+        "replayed_s": round(seconds, 1),
+        "replayed_rounds": replayed,
+        "million_rounds_per_s": round(replayed / seconds / 1e6, 1),
+        "bytes_sent_per_policy_and_shard": len(pickle.dumps((tried[0], None, Asked(requests)))),
+        "bytes_received_per_request": 7 * 8,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=float, default=1e8)
+    parser.add_argument("--policies", type=int, default=100)
+    parser.add_argument("--workers", default="2")
+    asked = parser.parse_args()
+    tried = policies(asked.policies)
+    load = os.getloadavg()[0]
+    with connected(asked.workers) as client:
+        small = differences(client, tried, 400)
+        found = {"workers": len(homes(client)), "policies_that_differ": small, **measured(client, asked.rounds, tried)}
+    found |= {"cpus": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version(), "load_before": load}
+    print(json.dumps(found, indent=1))
+    if asked.rounds >= 1e8:
+        RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    sys.exit(found["policies_that_differ"] > 0)
+
+
+if __name__ == "__main__":
+    main()
