@@ -126,7 +126,8 @@ LLAMACPP = Engine(
     "llamacpp", "llama.cpp", ("xllamacpp",), "pip install 'spectune[llamacpp]'", ("2026.10",), ("fixed",), "with a restart",
     batches=False,
 )  # fmt: skip
-ENGINES = {engine.name: engine for engine in (NATIVE, VLLM, OPENVINO, LLAMACPP)}
+SGLANG = Engine("sglang", "SGLang", ("sglang",), "pip install sglang", (), ("fixed", "by_batch"), "at the next step")
+ENGINES = {engine.name: engine for engine in (NATIVE, VLLM, OPENVINO, LLAMACPP, SGLANG)}
 
 
 def engine_named(name: str) -> Engine:

@@ -7,20 +7,22 @@ that no longer fit in the queue are dropped and counted.
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic
 
 from spectune.db.database import open_database
 from spectune.db.errors import DatabaseError, NotFoundError
-from spectune.runtime.pair import PairSpec
+from spectune.runtime.pair import PairSpec, identity, read_pair
 from spectune.runtime.policies.document import AnyPolicy, parse_policy
 from spectune.runtime.reload import P, Published, Status, WatchedSource, reason_of
-from spectune.traces.errors import PolicyError, SpectuneError
+from spectune.traces.errors import PairError, PolicyError, SpectuneError
 from spectune.traces.schema import Sampling, Step, Trajectory, Verifier
 from spectune.traces.store import TraceStore
 from spectune.traces.store.publications import DEFAULT_DEPLOYMENT
@@ -30,6 +32,26 @@ RECORDINGS_LIMIT = 16
 """Most recordings of one engine: one for each sampling that requests ask for."""
 DISPATCH_S = 0.05
 """Seconds between two looks at the queue."""
+
+
+def served_pair(target: str, loaded: str | None, otherwise: str) -> tuple[PairSpec, str]:
+    """The pair of a server that serves ``target`` with the draft ``loaded``, and that draft's name in it, ``otherwise`` where no
+    model was loaded: the pair of ``SPECTUNE_PAIR``, else one of these two. Raises PairError where it is of others."""
+    named = os.environ.get("SPECTUNE_PAIR")
+    if not named:
+        drafts = () if loaded is None else ((Path(loaded).name, loaded),)
+        spec = PairSpec(Path(target).name, target, drafts)
+    else:
+        spec = read_pair(named)
+        if identity(spec.target) != identity(target):
+            raise PairError(f"SPECTUNE_PAIR={named}: its target is {spec.target}, but this server serves {target}")
+    if loaded is None:
+        return spec, otherwise
+    served = identity(loaded)
+    name = next((name for name, path in spec.drafts if identity(path) == served), None)
+    if name is None:
+        raise PairError(f"SPECTUNE_PAIR={named}: none of its drafts is {loaded}, which this server loaded")
+    return spec, name
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -23,10 +22,9 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from spectune.engines.abilities import VLLM
-from spectune.engines.serving import Place, Served
+from spectune.engines.serving import Place, Served, served_pair
 from spectune.engines.vllm.tables import Table, table_of
-from spectune.runtime.pair import PairSpec, identity, read_pair
-from spectune.traces.errors import PairError
+from spectune.runtime.pair import PairSpec
 from spectune.traces.schema import Finish, Sampling, Step, Trajectory, Verifier
 
 logger = init_logger(f"vllm.{__name__}")  # below "vllm" it has vLLM's handlers and format
@@ -173,22 +171,7 @@ class Scheduler(AsyncScheduler):
         target = config.model_config.model
         method = None if speculative is None else speculative.method
         loaded = None if method is None or method.startswith("ngram") else speculative.model
-        named = os.environ.get("SPECTUNE_PAIR")
-        if not named:
-            drafts = () if loaded is None else ((Path(loaded).name, loaded),)
-            spec = PairSpec(Path(target).name, target, drafts)
-        else:
-            spec = read_pair(named)
-            if identity(spec.target) != identity(target):
-                raise PairError(f"SPECTUNE_PAIR={named}: its target is {spec.target}, but this server serves {target}")
-        if loaded is None:
-            self._draft = "none" if method is None else "ngram"
-            return spec
-        served = identity(loaded)
-        name = next((name for name, path in spec.drafts if identity(path) == served), None)
-        if name is None:
-            raise PairError(f"SPECTUNE_PAIR={named}: none of its drafts is {loaded}, which this server loaded")
-        self._draft = name
+        spec, self._draft = served_pair(target, loaded, "none" if method is None else "ngram")
         return spec
 
     def _ready(self, policy: Any, version: int) -> Table:
