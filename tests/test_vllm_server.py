@@ -118,6 +118,8 @@ def test_what_a_server_refuses_and_one_that_does_not_answer_are_said_in_one_line
 def test_the_reason_is_the_first_error_of_its_own_in_the_log() -> None:
     assert reason_in(LOG) == "ValueError: Head size 24 is not supported by this backend."
     assert reason_in(LOG.splitlines()[0]) == "Resolved architecture: LlamaForCausalLM"
+    wrong = "(A pid=7) pydantic_core.ValidationError: 1 validation error for ModelConfig\n(A pid=7)   Value error, no such model [type=x]"
+    assert reason_in(wrong) == "Value error, no such model"
     assert reason_in("") == "it wrote nothing"
 
 

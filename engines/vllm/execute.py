@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from http.client import HTTPConnection, HTTPException
@@ -88,7 +88,7 @@ class Vllm:
 
     def execute(
         self, prompts: Sequence[Prompt], policy: AnyPolicy, load: Load, *, sampling: Sampling, max_new_tokens: int
-    ) -> Iterator[Answered]:
+    ) -> Generator[Answered, None, None]:
         """As :meth:`engines.protocol.Running.execute`."""
         wanted = self.wanted
         VLLM.gammas(policy, draft=wanted.draft, most=wanted.most, max_num_seqs=wanted.max_num_seqs)
@@ -110,7 +110,7 @@ class Vllm:
 
     def _execute(
         self, prompts: Sequence[Prompt], policy: AnyPolicy, load: Load, sampling: Sampling, max_new_tokens: int
-    ) -> Iterator[Answered]:
+    ) -> Generator[Answered, None, None]:
         self._put_in_force(policy)
         self._executions += 1
         waiting = dict(enumerate(prompts))

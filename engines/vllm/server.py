@@ -22,7 +22,7 @@ from typing import Final
 from spectune.engines.abilities import VLLM
 from spectune.engines.protocol import Wanted
 from spectune.engines.vllm.command import SCHEDULER, speculative_config
-from spectune.runtime.pair import PairSpec
+from spectune.runtime.pair import PairSpec, checkpoint, model_config
 from spectune.traces.errors import EngineError
 
 HOST: Final = "127.0.0.1"
@@ -154,14 +154,19 @@ class Server:
 def reason_in(log: str) -> str:
     """The first error that a server's log names, without what vLLM writes before it; its last line where there is none."""
     lines = [re.sub(r"^(\(.*?\) )?([A-Z]+ [0-9-]+ [0-9:]+ \[\S+\] )?", "", line).strip() for line in log.splitlines()]
-    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception): ", line)]
-    own = [line for line in errors if "Engine core initialization failed" not in line]
-    return (own or errors or [line for line in lines if line][-1:] or ["it wrote nothing"])[0][:300]
+    errors = [i for i, line in enumerate(lines) if re.match(r"[\w.]*(Error|Exception): ", line)]
+    own = [i for i in errors if "Engine core initialization failed" not in lines[i]]
+    if not errors:
+        return ([line for line in lines if line][-1:] or ["it wrote nothing"])[0]
+    first = (own or errors)[0]
+    if "validation error" in lines[first] and first + 1 < len(lines):  # the next line says of what
+        return lines[first + 1].partition(" [type=")[0][:300]
+    return lines[first][:300]
 
 
 def _arguments(spec: PairSpec, wanted: Wanted, *, cpu: bool) -> list[str]:
     found = ["--model", spec.target, "--scheduler-cls", SCHEDULER, "--max-num-seqs", str(wanted.max_num_seqs)]
-    found += ["--max-model-len", str(wanted.max_len), "--no-enable-prefix-caching", "--disable-uvicorn-access-log"]
+    found += ["--max-model-len", str(_length(spec, wanted)), "--no-enable-prefix-caching", "--disable-uvicorn-access-log"]
     found += ["--generation-config", "vllm"]  # sampling is what requests say
     if cpu:  # in the precision of our own decoder there; compiling takes minutes and gains little
         found += ["--dtype", "float32", "--enforce-eager"]
@@ -169,3 +174,11 @@ def _arguments(spec: PairSpec, wanted: Wanted, *, cpu: bool) -> list[str]:
         config = speculative_config(wanted.draft, dict(spec.drafts).get(wanted.draft), wanted.most, wanted.max_num_seqs)
         found += ["--speculative-config", json.dumps(config)]
     return found
+
+
+def _length(spec: PairSpec, wanted: Wanted) -> int:
+    """Tokens that the server has room for: the texts', and what their last rounds draft beyond them, where the model can."""
+    folder = checkpoint(spec.target)
+    limit = None if folder is None else model_config(folder).get("max_position_embeddings")
+    room = wanted.max_len + wanted.most + 1
+    return min(room, limit) if isinstance(limit, int) else room

@@ -84,7 +84,5 @@ def test_a_server_that_dies_is_started_again_once_and_asked_what_it_had_not_answ
 
 def test_a_model_that_it_cannot_load_is_said_in_its_own_words(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["Nothing"], "vocab_size": 8}')
-    with pytest.raises(EngineError, match=r"^vLLM did not start: .*") as raised:
+    with pytest.raises(EngineError, match=r"^vLLM did not start: .*Nothing"):
         Vllm(PairSpec("broken", str(tmp_path), ()), Wanted("none"))
-    print(raised.value)
-    assert "\n" not in str(raised.value)
