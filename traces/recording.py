@@ -100,15 +100,14 @@ class RecordedRequest:
         """The trees of one kind of proposals, by draft."""
         return self.trees if proposals == "coupled" else self.trees_q
 
-    def after_first(self, past: int = 0) -> RecordedRequest:
-        """The same from the second token on, its first read as a part of the prompt; without rounds. ``past`` tokens may be drafted
-        beyond those that were asked for."""
+    def after_first(self) -> RecordedRequest:
+        """The same from the second token on, its first read as a part of the prompt; without rounds."""
         t = self.trajectory
         rest = replace(
             t,
             prompt_ids=np.concatenate((t.prompt_ids, t.output_ids[:1])),
             output_ids=t.output_ids[1:],
-            max_new_tokens=t.max_new_tokens - 1 + past,
+            max_new_tokens=t.max_new_tokens - 1,
         )
         return RecordedRequest(
             self.ordinal,

@@ -60,10 +60,11 @@ class Forest:
         return Trie(self.root, self.limit, self.child, self.text_slot)
 
 
-def join_trees(trajectories: Sequence[Trajectory], panoramas: Sequence[TreePanorama]) -> Forest:
+def join_trees(trajectories: Sequence[Trajectory], panoramas: Sequence[TreePanorama], past: int = 0) -> Forest:
     """Joins one draft's tree panoramas, one per trajectory in the same order. Raises TraceError where they do not match.
 
-    Where they were recorded to different limits the smallest count, and a growth counts as covered where all cover it.
+    Where they were recorded to different limits the smallest count, and a growth counts as covered where all cover it. ``past`` tokens
+    may be drafted beyond those that were asked for.
     """
     if not panoramas or len(panoramas) != len(trajectories):
         raise TraceError(f"tree panoramas for {len(panoramas)} of {len(trajectories)} requests; retrace the recording")
@@ -86,7 +87,7 @@ def join_trees(trajectories: Sequence[Trajectory], panoramas: Sequence[TreePanor
             child[on, p.text_slot[on]] = on + 1 + offset
         children.append(child[:, :width])
         roots.append(np.arange(length, dtype=np.int64) + offset)
-        limits.append(t.max_new_tokens - np.arange(length, dtype=np.int64) - 1)
+        limits.append(t.max_new_tokens + past - np.arange(length, dtype=np.int64) - 1)
         offset += nodes
 
     def joined(name: str) -> npt.NDArray[np.uint8]:

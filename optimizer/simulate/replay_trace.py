@@ -84,7 +84,8 @@ class ReplayTrace:
     shortlist) to what ``optimizer.fit`` finds; that draft's
     trees must be given as well. Shortlists of kind ``clusters`` need them, chains under the others are exact with them. ``copies`` maps
     drafts that copy, whatever the window, to what each request's starts would (:func:`optimizer.simulate.chain_tables.tabulate_copies`).
-    Raises TraceError where panoramas do not match, or ranks lack a request.
+    ``past`` tokens may be drafted beyond those that were asked for. Raises TraceError where panoramas do not match, or ranks lack a
+    request.
     """
 
     def __init__(
@@ -96,11 +97,13 @@ class ReplayTrace:
         trees: Mapping[tuple[str, str], Sequence[TreePanorama]] | None = None,
         ranks: RanksByPolicy | None = None,
         copies: Mapping[str, Sequence[npt.NDArray[np.uint8]]] | None = None,
+        past: int = 0,
     ) -> None:
         self.trajectories = tuple(trajectories)
         lengths = np.array([len(t.output_ids) for t in trajectories], dtype=np.int64)
         self.offsets: Index = np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
         self.prompts = np.array([len(t.prompt_ids) for t in trajectories], dtype=np.int64)
+        self.past = past
         self.budgets = np.array([t.max_new_tokens for t in trajectories], dtype=np.int64)
         self.sampled = np.array([not t.sampling.greedy for t in trajectories], dtype=np.int64)
         self.order: Index = np.arange(len(self.trajectories))
@@ -108,7 +111,7 @@ class ReplayTrace:
         self.max_context = int((self.prompts + lengths).max(initial=1))
         self.first_seen = np.concatenate([np.zeros(0, np.int32), *(first_occurrences(t) for t in trajectories)])
         self.chains: dict[str, Chains] = {d: join_chains(self.trajectories, p) for d, p in panoramas.items()}
-        self.forests: dict[tuple[str, str], Forest] = {k: join_trees(self.trajectories, p) for k, p in (trees or {}).items()}
+        self.forests: dict[tuple[str, str], Forest] = {k: join_trees(self.trajectories, p, past) for k, p in (trees or {}).items()}
         self.ranked: dict[tuple[str, str], RankedForest] = {}
         for (draft, fitted), source in (ranks or {}).items():
             key = draft, source.proposals
@@ -137,7 +140,7 @@ class ReplayTrace:
     @property
     def texts(self) -> Texts:
         """The requests replayed, as kernels read them."""
-        return Texts(self.order, self.offsets, self.prompts, self.budgets, self.sampled)
+        return Texts(self.order, self.offsets, self.prompts, self.budgets + self.past, self.sampled)
 
     @property
     def tokens(self) -> int:

@@ -89,11 +89,13 @@ def open_trace(
     if not whole.requests:
         raise NoRequestsError(f"recording {info.id} has no usable request")
     if served:
-        whole = replace(whole, requests=tuple(r.after_first(GAMMA_LIMIT * engine.past_end) for r in whole.requests))
+        whole = replace(whole, requests=tuple(r.after_first() for r in whole.requests))
     copies = {"ngram": _copied(whole.trajectories, info)} if looked_up else None
     panoramas = {draft: whole.panoramas(draft) for draft in sorted(wanted_chains)}
     forests: dict[tuple[str, str], Sequence[TreePanorama]] = {key: whole.trees(*key) for key in sorted(grown)}
-    return Opened(ReplayTrace(whole.trajectories, panoramas, trees=forests, ranks=found or None, copies=copies), info, loaded.skipped)
+    past = GAMMA_LIMIT * engine.past_end
+    trace = ReplayTrace(whole.trajectories, panoramas, trees=forests, ranks=found or None, copies=copies, past=past)
+    return Opened(trace, info, loaded.skipped)
 
 
 def _copied(trajectories: Iterable[Trajectory], info: RecordingInfo) -> list[npt.NDArray[np.uint8]]:
