@@ -42,7 +42,7 @@ class Engine:
         """Decodes the prompts, so many at a time. The beginning of their requests' names, and their tokens."""
         self._runs += 1
         name = f"run{self._runs}-"
-        params = SamplingParams(**{"temperature": 0.0, "max_tokens": 24, **sampling})
+        params = SamplingParams(**{"temperature": 0.0, "max_tokens": 16, **sampling})
 
         async def one(i: int, prompt: str, gate: asyncio.Semaphore) -> list[int]:
             tokens: list[int] = []
