@@ -98,6 +98,7 @@ class LlamaCpp:
         said.model.path = str(self._target)
         self._batch_tokens = int(said.n_batch)
         said.n_ctx = self._wanted.max_len + self._wanted.most + SLACK
+        said.n_gpu_layers = said.speculative.draft.n_gpu_layers = 0
         said.n_parallel, said.warmup, said.ui, said.verbosity = 1, False, False, -1
         said.cache_type_k = said.cache_type_v = exact
         said.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED

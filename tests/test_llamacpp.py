@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import xllamacpp
 
 from spectune.demo.prompts import demo_workload
+from spectune.engines.export import engine_settings
+from spectune.engines.gguf import gguf_file
 from spectune.engines.llamacpp import LlamaCpp
 from spectune.engines.protocol import Answered, Load, Prompt, Wanted
+from spectune.engines.settings import gguf_of
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.pair import PairSpec, read_pair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, AnyPolicy, parse_policy
@@ -149,3 +156,37 @@ def test_a_token_that_the_model_has_not_is_said(running: LlamaCpp) -> None:
     found = running.execute(asked, fixed(2), Load(), sampling=GREEDY, max_new_tokens=4)
     with pytest.raises(EngineError, match="refuses request 'odd': Prompt contains invalid tokens"):
         next(found)
+
+
+def test_exported_settings_are_llama_cpps_own(spec: PairSpec, tmp_path: Path) -> None:
+    drafts = dict(spec.drafts)
+    for name, folder in (("target", spec.target), ("small", drafts["small"])):
+        (tmp_path / name).symlink_to(folder)
+        (tmp_path / f"{name}.gguf").symlink_to(gguf_file(folder))
+    pair = PairSpec("p", str(tmp_path / "target"), (("small", str(tmp_path / "small")),))
+    settings = engine_settings(fixed(3), pair, "llamacpp")
+    asked, kinds = xllamacpp.CommonParams(), xllamacpp.common_speculative_type
+    asked.model.path, asked.n_ctx, asked.verbosity, asked.warmup = (
+        gguf_of(pair.target),
+        256,
+        -1,
+        False,
+    )
+    kind = settings.pop("spec_type").replace("-", "_").upper()
+    asked.speculative.types = [getattr(kinds, f"COMMON_SPECULATIVE_TYPE_{kind}")]
+    assert hasattr(kinds, "COMMON_SPECULATIVE_TYPE_DRAFT_EAGLE3")
+    asked.speculative.draft.mparams.path = settings.pop("spec_draft_model")
+    for name, value in settings.items():
+        assert hasattr(asked.speculative.draft, name.removeprefix("spec_draft_"))
+        setattr(asked.speculative.draft, name.removeprefix("spec_draft_"), value)
+    server = xllamacpp.Server(asked)
+    body = {"prompt": [5, 6, 7], "n_predict": 8, "temperature": 0}
+    request = urllib.request.Request(
+        f"{server.listening_address}/completion",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        told = json.load(answer)
+    assert told["generation_settings"]["speculative.types"] == "draft-simple"
+    assert 0 < told["timings"]["draft_n"] <= 3 * 7
