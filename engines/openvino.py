@@ -11,7 +11,7 @@ import shutil
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,7 +90,7 @@ class OpenVino:
 
     def execute(
         self, prompts: Sequence[Prompt], policy: AnyPolicy, load: Load, *, sampling: Sampling, max_new_tokens: int
-    ) -> Iterator[Answered]:
+    ) -> Generator[Answered, None, None]:
         """As :meth:`engines.protocol.Running.execute`. Moments leave out what the caller does between two answers."""
         wanted = self.wanted
         gamma = OPENVINO.gammas(policy, draft=wanted.draft, most=wanted.most, max_num_seqs=1)[1]
@@ -109,10 +109,12 @@ class OpenVino:
         if drafts not in self._pipelines:
             import openvino_genai as genai
 
-            more = {"draft_model": genai.draft_model(str(self._draft), "CPU", **PRECISION)} if drafts else {}
+            threads = self.wanted.threads
+            with_all = {**PRECISION, **({} if threads is None else {"INFERENCE_NUM_THREADS": threads})}
+            more = {"draft_model": genai.draft_model(str(self._draft), "CPU", **with_all)} if drafts else {}
             with _translated("the pair cannot be loaded"):
                 self._pipelines[drafts] = genai.ContinuousBatchingPipeline(
-                    str(self._target), self._scheduler(), "CPU", {**PRECISION, **more}
+                    str(self._target), self._scheduler(), "CPU", {**with_all, **more}
                 )
         return self._pipelines[drafts]
 
@@ -126,7 +128,7 @@ class OpenVino:
         config.enable_prefix_caching = False
         return config
 
-    def _serve(self, pipeline: Any, prompts: Sequence[Prompt], load: Load, job: _Job) -> Iterator[Answered]:
+    def _serve(self, pipeline: Any, prompts: Sequence[Prompt], load: Load, job: _Job) -> Generator[Answered, None, None]:
         waiting, running = deque(prompts), dict[int, _Request]()
         config = self._config(job)
         began, sent = time.perf_counter(), 0

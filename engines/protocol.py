@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from spectune.engines.abilities import Engine
 from spectune.runtime.policies.document import AnyPolicy
@@ -64,16 +64,22 @@ class Answered:
     def finished_s(self) -> float:
         return self.steps[-1].ended_s
 
+    @property
+    def seconds(self) -> float:
+        """From its arrival to its end."""
+        return self.finished_s - self.arrived_s
+
 
 @dataclass(frozen=True)
 class Wanted:
     """How a pair is to be served: the draft that is loaded, the most tokens that it drafts in a round, the most requests in a
-    step, and the most tokens of a text, its prompt among them."""
+    step, and the most tokens of a text, its prompt among them. ``threads``: of a CPU; None: the engine's own choice."""
 
     draft: str
     most: int = 8
     max_num_seqs: int = 8
     max_len: int = 2048
+    threads: int | None = None
 
 
 class Running(Protocol):
@@ -85,9 +91,13 @@ class Running(Protocol):
     @property
     def version(self) -> str: ...
 
+    @property
+    def serving(self) -> Mapping[str, Any]:
+        """How it fills its steps, by the names of :class:`engines.rules.ServingRules`."""
+
     def execute(
         self, prompts: Sequence[Prompt], policy: AnyPolicy, load: Load, *, sampling: Sampling, max_new_tokens: int
-    ) -> Iterator[Answered]:
+    ) -> Generator[Answered, None, None]:
         """Serves every request, and yields each as it ends. Raises PolicyError at once for a policy that it cannot run, and
         EngineError where the engine fails."""
 

@@ -9,13 +9,14 @@ from typing import Literal
 
 from spectune.optimizer.execute import DecodeOptions
 from spectune.runtime.loading import LoadedPair
+from spectune.runtime.words import Words
 from spectune.traces.errors import WorkloadError
 from spectune.traces.schema import Request, Workload
 
 Overlong = Literal["error", "skip", "truncate"]
 
 
-def made_to_fit(pair: LoadedPair, workload: Workload, options: DecodeOptions, overlong: Overlong) -> tuple[Workload, str]:
+def made_to_fit(pair: LoadedPair | Words, workload: Workload, options: DecodeOptions, overlong: Overlong) -> tuple[Workload, str]:
     """(the workload, its overlong prompts left out or cut; what was done, in a line, or nothing).
 
     What is cut is a prompt's beginning, as what is continued stands at the end; of a conversation first whole messages after the
@@ -44,7 +45,7 @@ def made_to_fit(pair: LoadedPair, workload: Workload, options: DecodeOptions, ov
     return replace(workload, requests=kept), f"{counted} were longer than {room} tokens and were {done}"
 
 
-def _cut(pair: LoadedPair, request: Request, chat: bool, room: int) -> Request:
+def _cut(pair: LoadedPair | Words, request: Request, chat: bool, room: int) -> Request:
     def fits(shorter: Request) -> bool:
         return 0 < len(pair.encode_request(shorter, chat=chat)) <= room
 

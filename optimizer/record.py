@@ -19,6 +19,7 @@ from spectune.optimizer.processes import on_every_core
 from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import PolicySource
+from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.artifacts import Artifacts, Fitted
 from spectune.runtime.policies.document import DEFAULT_TOP_N, GAMMA_LIMIT, Policy, parse_plain_policy
 from spectune.runtime.recording.chains import record_panorama
@@ -166,6 +167,8 @@ def begun_as(store: TraceStore, pair: LoadedPair, info: RecordingInfo) -> tuple[
     """The arguments that an unfinished recording of a workload was begun with. Raises TraceError where the pair is loaded otherwise."""
     assert info.workload_id is not None
     kept = info.options
+    if info.engine != "native":
+        raise TraceError(f"recording {info.id} is unfinished and was begun on {info.engine}; repeat the `record` that began it")
     options = DecodeOptions(info.sampling, info.max_new_tokens, info.verifier, tuple(kept["stop_strings"]), kept["chat"])
     if not recording_options(pair, options).items() <= kept.items():
         raise TraceError(
@@ -389,17 +392,20 @@ def _stored_rule(name: str, draft: str, proposals: Proposals, sampled: bool, art
 
 
 @contextmanager
-def record_served(store: TraceStore, pair: LoadedPair, options: DecodeOptions) -> Iterator[TrafficWriter]:
+def record_served(
+    store: TraceStore, pair_id: str, spec: PairSpec, options: DecodeOptions, about: Mapping[str, Any]
+) -> Iterator[TrafficWriter]:
     """A new recording of what is served (source ``serve``), written while serving goes on, and ended however that ends: tokens and rounds
-    only; panoramas are made when it is tuned on. What could not be written is in the writer's status."""
-    store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
+    only; panoramas are made when it is tuned on. ``about``: what else its texts depend on. What could not be written is in the
+    writer's status."""
+    store.put_pair(pair_id, spec.name, spec.to_json())
     info = store.create_recording(
-        pair.id,
+        pair_id,
         None,
         options.sampling,
         max_new_tokens=options.max_new_tokens,
         verifier=options.verifier,
-        options=recording_options(pair, options),
+        options=about,
         source="serve",
     )
     with TrafficWriter(store, info.id) as writer:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -423,15 +423,7 @@ class Outcome:
         A round yields its tokens at once: the first is there when its round ends, and a later one
         counts with its share of the rest, as servers count.
         """
-        timed = [(r.first_s, r.counts) for r in self.per_request if r.first_s > 0]
-        if not timed:
-            return None
-        later = [(c.seconds - first) / (c.emitted_tokens - 1) for first, c in timed if c.emitted_tokens > 1]
-        return {
-            "requests": len(timed),
-            "time_to_first_token_s": quantiles([first for first, _ in timed]),
-            "time_per_output_token_s": quantiles(later),
-        }
+        return latency_json([(r.first_s, r.counts.seconds, r.counts.emitted_tokens) for r in self.per_request if r.first_s > 0])
 
     def to_json(self) -> dict[str, Any]:
         """The command-line contract's keys: ``policy``, the totals, ``tokens_per_s_interval`` and
@@ -445,6 +437,18 @@ class Outcome:
             "by_category": {k: v.to_json() for k, v in self.by_category.items()},
             **({} if latency is None else {"latency": latency}),
         }
+
+
+def latency_json(timed: Sequence[tuple[float, float, int]]) -> dict[str, Any] | None:
+    """Quantiles over requests, each given by its seconds to the first token, its seconds to the last, and its tokens."""
+    if not timed:
+        return None
+    later = [(last - first) / (tokens - 1) for first, last, tokens in timed if tokens > 1]
+    return {
+        "requests": len(timed),
+        "time_to_first_token_s": quantiles([first for first, _, _ in timed]),
+        "time_per_output_token_s": quantiles(later),
+    }
 
 
 def quantiles(values: list[float]) -> dict[str, float] | None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from spectune.optimizer.commands.on_engine import NATIVE, OnEngine, check_engine, engine_options, record_texts
 from spectune.optimizer.commands.shared import (
     Meter,
     check_policy,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @decoding_options
+@engine_options
 @deployment_option
 @click.option(
     "--gamma-max", type=click.IntRange(2, 64), default=16, show_default=True, help="Longest window the panorama holds."
@@ -86,17 +88,23 @@ def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     \b
     Example:  cli.py record --pair demo --limit 64 --max-new-tokens 96
               cli.py record --pair pair.json --workload chats.jsonl --temperature 0.7
+              cli.py record --pair demo --engine openvino --concurrency 8 --policy policy.json
               cli.py record --resume latest --tree-width 8 --tree-depth 8
               cli.py record --resume latest --workers tcp://scheduler:8786
     """
+    check_engine(kw)
+    if kw["engine"] != NATIVE:
+        _without_trees(kw)
     with open_store(ctx) as store:
         spec = pair_spec(kw, store, kw["resumed_id"])
         if kw["resumed_id"]:
             _go_on(kw, store)
         for option, name in (("--policy", kw["policy_name"]), *(("--cover", name) for name in kw["covers"])):
             check_policy(store, name, option=option)
-        workload = None if kw["resumed_id"] else workload_of(kw)
-        options = decode_options(kw)
+        options, served = decode_options(kw), None
+        if kw["engine"] != NATIVE:
+            served = record_texts(OnEngine(store, spec, kw, options), fresh=kw["fresh"])
+        workload = None if kw["resumed_id"] or served else workload_of(kw)
         pair = load(kw, store, spec)
         from spectune.optimizer.record import Look, RecordRequest, begun_as, look_around
         from spectune.optimizer.record import record as do_record
@@ -104,16 +112,18 @@ def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
 
         with _workers(kw["workers"]), Meter() as meter:
             begun = None
-            if kw["resumed_id"]:
-                recording = store.resolve_recording(kw["resumed_id"])
+            if served or kw["resumed_id"]:
+                recording = served or store.resolve_recording(kw["resumed_id"])
                 before = store.get_recording(recording)
                 same_pair(before.pair_id, pair, recording)
-                if before.state == "recording" and before.workload_id is not None:
+                if not served and before.state == "recording" and before.workload_id is not None:
                     begun, (workload, options) = before, begun_as(store, pair, before)
             if workload is None:
                 trees = _trees(store, pair, kw, sampled=not before.sampling.greedy)
-                look = Look(pair.draft_names, kw["gamma_max"], **trees)
+                look = Look(pair.chain_drafts if served else pair.draft_names, kw["gamma_max"], **trees)
                 look_around(store, pair, recording, look, progress=meter)
+                if served:
+                    store.finish_recording(recording)
                 info = store.get_recording(recording)
             else:
                 if begun is None:
@@ -145,6 +155,14 @@ def _workers(workers: str | None) -> Iterator[None]:
 
     with connected(workers) as client, helped_by(client):
         yield
+
+
+def _without_trees(kw: dict[str, Any]) -> None:
+    """Raises UsageError for what an engine's recording cannot be asked for."""
+    if kw["resumed_id"]:
+        raise click.UsageError("--resume goes on with what is recorded, without an engine; leave --engine out")
+    if kw["covers"] or any(kw[name] is not None for name in ("tree_width", "tree_depth", "tree_proposals")):
+        raise click.UsageError(f"--engine {kw['engine']} drafts chains alone: leave --tree-... and --cover out")
 
 
 def _go_on(kw: dict[str, Any], store: TraceStore) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from spectune.optimizer.commands.outputs import check_writable, kept_unless_stored, write_rounds
+from spectune.optimizer.commands.on_engine import NATIVE, OnEngine, check_engine, engine_options, run_on_engine
+from spectune.optimizer.commands.outputs import check_writable, kept_unless_stored
 from spectune.optimizer.commands.shared import (
     Meter,
     check_policy,
@@ -24,12 +25,12 @@ from spectune.optimizer.commands.shared import (
     pair_spec,
     prepared,
     profile_of,
-    rounds_of,
     say,
     say_unpublished,
     with_context,
     workload_of,
 )
+from spectune.optimizer.commands.texts import texts_of, with_rounds, write_results
 
 if TYPE_CHECKING:
     from spectune.optimizer.execute import DecodeOptions
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from spectune.runtime.loading import LoadedPair
     from spectune.runtime.loop import PolicySource
     from spectune.runtime.policies.document import AnyPolicy
-    from spectune.traces.errors import OutputError
     from spectune.traces.schema import LatencyProfile, Outcome, Workload
     from spectune.traces.store import TraceStore
 
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     help="FILE, inline JSON, ID, active, or autoregressive.",
 )
 @decoding_options
+@engine_options
 @deployment_option
 @click.option("--profile", "profile_id", help="Profile for windows that need costs; default: the latest.")
 @click.option("--outputs", type=click.Path(dir_okay=False), help="Write the texts, one JSON line per request.")
@@ -68,25 +69,31 @@ def run(ctx: click.Context, as_json: bool, **kw: Any) -> None:
 
     \b
     Example:  cli.py run --pair demo --policy policy.json --workload demo --limit 32 --outputs texts.jsonl
+              cli.py run --pair demo --policy policy.json --engine openvino --concurrency 8
     """
     check_writable(ctx, ("--outputs", kw["outputs"]), ("--per-round", kw["per_round"]))
+    check_engine(kw)
     with open_store(ctx) as store:
         spec = pair_spec(kw, store)
         check_policy(store, kw["policy_name"])
-        workload = workload_of(kw)
         options = decode_options(kw)
+        if kw["engine"] != NATIVE:
+            run_on_engine(ctx, OnEngine(store, spec, kw, options), kw, as_json=as_json)
+            return
+        workload = workload_of(kw)
         pair = load(kw, store, spec)
         from spectune.optimizer.changes import changes_json, changes_of, label_of, shares_of
         from spectune.optimizer.execute import encode, outcome
         from spectune.optimizer.execute import run as execute
         from spectune.optimizer.inputs import outcome_json
-        from spectune.optimizer.record import record_served
+        from spectune.optimizer.record import record_served, recording_options
         from spectune.optimizer.report.tables import outcome_table
 
         workload = fit_to(pair, workload, options, kw["overlong"])
         encoded = encode(pair, workload, options)
         _, found = profile_of(store, kw["profile_id"], pair.id, pair.device.type)
-        recording = record_served(store, pair, options) if kw["keep_texts"] else nullcontext()
+        about = recording_options(pair, options)
+        recording = record_served(store, pair.id, pair.spec, options, about) if kw["keep_texts"] else nullcontext()
         decoded: list[Decoded] = []
         with _source(store, pair, kw, found, options) as source, recording as writer, Meter() as meter:
             if writer is not None:
@@ -99,50 +106,22 @@ def run(ctx: click.Context, as_json: bool, **kw: Any) -> None:
                     writer.put(done.trajectory, done.steps)
                 meter("run", len(decoded), len(encoded.items))
         shares, changes = shares_of(decoded), changes_of(decoded)
-        about = changes_json(shares, changes)
+        changed = changes_json(shares, changes)
         result = outcome(label_of(shares, changes), decoded)
-        texts = _texts(pair, decoded)
+        texts = texts_of(pair.words, decoded)
         most = max(shares, key=lambda share: share.counts.emitted_tokens).policy
-        data = {**outcome_json(result, most), "label": result.policy, **about}
-        failed = _write_results(kw, texts, decoded)
+        data = {**outcome_json(result, most), "label": result.policy, **changed}
+        failed = write_results(kw, texts, decoded)
         stores = writer is not None or not kw["no_store"]
         told = {"pair": pair.id, **data}
-        with kept_unless_stored(ctx, "run", lambda: {**told, "texts": _with_rounds(texts, decoded)}, stores=stores):
+        with kept_unless_stored(ctx, "run", lambda: {**told, "texts": with_rounds(texts, decoded)}, stores=stores):
             if writer is not None:
                 writer.check()
             if not kw["no_store"]:
-                _keep_run(store, pair, most, result, workload, decoded, {"deployment": kw["deployment"], **about})
+                _keep_run(store, pair, most, result, workload, decoded, {"deployment": kw["deployment"], **changed})
             if failed is not None:
                 raise failed
     emit(as_json, data, lambda: outcome_table(result, shares, changes))
-
-
-def _texts(pair: LoadedPair, decoded: Iterable[Decoded]) -> list[dict[str, Any]]:
-    outputs = [(d.trajectory.request_id, d.trajectory.output_ids.tolist()) for d in decoded]
-    return [{"id": request, "token_ids": ids, "text": pair.text(ids)} for request, ids in outputs]
-
-
-def _with_rounds(texts: Iterable[dict[str, Any]], decoded: Iterable[Decoded]) -> list[dict[str, Any]]:
-    return [
-        {**text, "seconds": d.seconds, "rounds": list(rounds_of(d.trajectory.request_id, d.steps))}
-        for text, d in zip(texts, decoded, strict=True)
-    ]
-
-
-def _write_results(
-    kw: dict[str, Any], texts: Iterable[dict[str, Any]], decoded: Iterable[Decoded]
-) -> OutputError | None:
-    """Writes the files that ``run`` was asked for. An error is returned: what can be stored is to be stored first."""
-    from spectune.traces.errors import OutputError
-
-    try:
-        if kw["outputs"]:
-            write_rounds(kw["outputs"], texts)
-        if kw["per_round"]:
-            write_rounds(kw["per_round"], (row for d in decoded for row in rounds_of(d.trajectory.request_id, d.steps)))
-    except OutputError as error:
-        return error
-    return None
 
 
 def _keep_run(

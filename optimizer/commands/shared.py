@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from spectune.runtime.pair import PairSpec
     from spectune.runtime.policies.document import AnyPolicy
     from spectune.runtime.policies.prepared_chooser import AnyPlan
+    from spectune.runtime.words import Words
     from spectune.traces.schema import LatencyProfile, Step, Workload
     from spectune.traces.store import Publication, TraceStore
     from spectune.traces.workloads import Turns
@@ -314,7 +315,7 @@ DRAWN: Final = ("limit", "categories", "column", "limit_seed")
 """Options of a workload that :func:`optimizer.inputs.load_workload` takes as they are."""
 
 
-def fit_to(pair: LoadedPair, workload: Workload, options: DecodeOptions, overlong: Overlong) -> Workload:
+def fit_to(pair: LoadedPair | Words, workload: Workload, options: DecodeOptions, overlong: Overlong) -> Workload:
     """The workload with its prompts in the pair's context (:func:`optimizer.overlong.made_to_fit`); what was done is said."""
     from spectune.optimizer.overlong import made_to_fit
 

@@ -1,0 +1,223 @@
+"""The circle on a real OpenVINO GenAI: what it recorded says what it does under every other policy and with another draft."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from spectune.cli import main
+from spectune.db import open_database, upgrade
+from spectune.engines.openvino import OpenVino
+from spectune.engines.protocol import Answered, Load, Prompt, Wanted
+from spectune.engines.start import start
+from spectune.optimizer.execute import DecodeOptions
+from spectune.optimizer.inputs import load_workload
+from spectune.optimizer.on_engine import outcome_on, prompts_of, record_on
+from spectune.optimizer.record import Look, look_around
+from spectune.optimizer.simulate.replay_trace import Replay
+from spectune.optimizer.simulate.trace import simulate
+from spectune.runtime.loading import load_pair
+from spectune.runtime.pair import PairSpec, read_pair
+from spectune.runtime.policies.document import AUTOREGRESSIVE, AnyPolicy, parse_policy
+from spectune.runtime.words import load_words
+from spectune.traces.errors import EngineError, PairError, PolicyError, TraceError, WorkloadError
+from spectune.traces.schema import Sampling, Step
+from spectune.traces.store import TraceStore
+
+OPTIONS = DecodeOptions(max_new_tokens=32)
+MOST = 6
+WORKLOAD = load_workload(["demo"], limit=8)
+
+
+def fixed(gamma: int, draft: str = "small") -> AnyPolicy:
+    return parse_policy({"draft": draft, "window": {"kind": "fixed", "gamma": gamma}}) if gamma else AUTOREGRESSIVE
+
+
+@pytest.fixture(scope="module")
+def spec() -> PairSpec:
+    return read_pair("demo")
+
+
+@pytest.fixture(scope="module")
+def prompts(spec: PairSpec) -> tuple[Prompt, ...]:
+    return prompts_of(load_words(spec), WORKLOAD, OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def running(spec: PairSpec) -> Iterator[OpenVino]:
+    made = start("openvino", spec, Wanted("small", MOST, 4, 320))
+    assert isinstance(made, OpenVino)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def recorded(
+    spec: PairSpec, running: OpenVino, prompts: tuple[Prompt, ...], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TraceStore]:
+    """A database with one recording, of two tokens drafted for each of three clients, looked around in by two drafts."""
+    url = f"sqlite:///{tmp_path_factory.mktemp('openvino') / 'x.db'}"
+    upgrade(url)
+    with open_database(url) as database:
+        store = TraceStore(database)
+        info = record_on(store, spec, running, WORKLOAD, prompts, fixed(2), Load(3), OPTIONS)
+        look_around(store, load_pair(spec, device="cpu"), info.id, Look(("small", "medium"), MOST))
+        store.finish_recording(info.id)
+        yield store
+
+
+def served(running: OpenVino, prompts: Sequence[Prompt], policy: AnyPolicy, load: Load) -> list[Answered]:
+    found = running.execute(prompts, policy, load, sampling=Sampling(), max_new_tokens=OPTIONS.max_new_tokens)
+    return sorted(found, key=lambda done: [p.id for p in prompts].index(done.trajectory.request_id))
+
+
+def rounds(steps: Sequence[Step], first: int) -> list[tuple[int, int, int]]:
+    return [(s.start + first, s.drafted, s.emitted) for s in steps]
+
+
+def held_against_replay(store: TraceStore, policy: AnyPolicy, answered: Sequence[Answered]) -> int:
+    """How many rounds were compared with what the recording predicts; the first, which reads the prompt, is not replayed."""
+    replay = simulate(store, "latest", policy, None, per_round=True).replay
+    assert isinstance(replay, Replay)
+    kept = store.load("latest").requests
+    for request, predicted, done in zip(kept, replay.steps(), answered, strict=True):
+        assert done.trajectory == request.trajectory
+        assert (done.steps[0].start, done.steps[0].drafted, done.steps[0].emitted) == (0, 0, 1)
+        assert rounds(done.steps[1:], 0) == rounds(predicted, 1)
+    return sum(len(done.steps) - 1 for done in answered)
+
+
+def test_one_recording_predicts_every_round_of_every_number_of_tokens(
+    recorded: TraceStore, running: OpenVino, prompts: tuple[Prompt, ...]
+) -> None:
+    compared = 0
+    for gamma in (0, 1, 4, 6):
+        for clients in (1, 4):
+            answered = served(running, prompts, fixed(gamma), Load(clients))
+            compared += held_against_replay(recorded, fixed(gamma), answered)
+            assert max(step.batch for done in answered for step in done.steps) == clients
+            ended = [step.ended_s for done in answered for step in done.steps]
+            assert all(ended.count(s.ended_s) == s.batch for done in answered for s in done.steps)
+    assert compared > 800
+
+
+def test_a_draft_that_it_never_ran_does_what_retracing_predicts(
+    recorded: TraceStore, spec: PairSpec, prompts: tuple[Prompt, ...]
+) -> None:
+    other = start("openvino", spec, Wanted("medium", 5, 4, 320))
+    assert isinstance(other, OpenVino)
+    assert held_against_replay(recorded, fixed(5, "medium"), served(other, prompts, fixed(5, "medium"), Load(4))) > 50
+    other.close()
+
+
+def test_its_recording_says_what_made_it(recorded: TraceStore, running: OpenVino) -> None:
+    info = recorded.get_recording("latest")
+    assert (info.engine, info.options["engine_version"], info.state) == ("openvino", running.version, "complete")
+    assert info.options["serving"]["drafts_after"] is False
+    kept = recorded.load(info.id, steps=True).requests
+    assert {s.policy for r in kept for s in r.steps} == {fixed(2).id}
+    assert max(s.batch for r in kept for s in r.steps) == 3
+
+
+def test_requests_come_when_they_are_due(running: OpenVino, prompts: tuple[Prompt, ...]) -> None:
+    moments = (0.0, 0.05, 0.05, 0.3)
+    answered = served(running, prompts[:4], fixed(3), Load(arrivals=moments))
+    assert tuple(done.arrived_s for done in answered) == moments
+    assert all(done.arrived_s < done.first_token_s < done.finished_s for done in answered)
+    total = outcome_on("p", answered).total
+    assert total.emitted_tokens == sum(len(done.trajectory.output_ids) for done in answered)
+    assert 0 < total.seconds < max(done.finished_s for done in answered)  # of the engine: it also waited
+
+
+def test_what_is_left_unread_does_not_hold_up_the_next(running: OpenVino, prompts: tuple[Prompt, ...]) -> None:
+    left = running.execute(prompts, fixed(3), Load(4), sampling=Sampling(), max_new_tokens=32)
+    first = next(left)
+    left.close()
+    assert served(running, prompts[:1], fixed(3), Load())[0].trajectory.output_ids.tolist() is not None
+    assert first.trajectory.request_id in {p.id for p in prompts}
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        (fixed(MOST + 1), "drafts at most 6 tokens"),
+        (fixed(3, "medium"), "loaded the draft 'small', not 'medium'"),
+        (parse_policy({"draft": "small", "window": {"kind": "by_batch", "gamma": {"1": 3, "4": 1}}}), "nearest is 'small fixed.gamma=3.'"),
+        (parse_policy({"draft": "small", "growth": {"kind": "top_k"}}), "cannot run trees"),
+    ],
+)
+def test_what_it_cannot_run_is_refused_at_once(
+    running: OpenVino, prompts: tuple[Prompt, ...], policy: AnyPolicy, said: str
+) -> None:
+    with pytest.raises(PolicyError, match=said):
+        running.execute(prompts, policy, Load(), sampling=Sampling(), max_new_tokens=8)
+
+
+def test_other_refusals_name_what_is_wrong(
+    running: OpenVino, spec: PairSpec, prompts: tuple[Prompt, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(PolicyError, match="at temperature 0 alone"):
+        running.execute(prompts, fixed(1), Load(), sampling=Sampling(0.7), max_new_tokens=8)
+    with pytest.raises(WorkloadError, match="exceed the 320 that the engine was started for"):
+        running.execute(prompts, fixed(1), Load(), sampling=Sampling(), max_new_tokens=310)
+    with pytest.raises(EngineError, match="an EAGLE head has no form"):
+        start("openvino", spec, Wanted("head"))
+    with pytest.raises(PairError, match="not 'ngram'; it has: small, medium, head"):
+        start("openvino", spec, Wanted("ngram"))
+    with pytest.raises(EngineError, match="is not executed from here"):
+        start("native", spec, Wanted("small"))
+    with pytest.raises(TraceError, match="arrivals are seconds from the start"):
+        Load(arrivals=(1.0, 0.5))
+    monkeypatch.setattr("spectune.engines.abilities.version", _nowhere)
+    with pytest.raises(EngineError, match=r"OpenVINO GenAI is not installed here; `pip install 'spectune\[openvino\]'`"):
+        start("openvino", spec, Wanted("small"))
+
+
+def _nowhere(name: str) -> str:
+    from importlib.metadata import PackageNotFoundError
+
+    raise PackageNotFoundError(name)
+
+
+def cli(folder: Path, *words: str) -> tuple[int, Any, str]:
+    done = CliRunner().invoke(main, ["--db", str(folder / "x.db"), *words], catch_exceptions=False)
+    return done.exit_code, json.loads(done.stdout) if done.exit_code == 0 else None, done.stderr
+
+
+def test_run_and_record_take_the_engine(tmp_path: Path) -> None:
+    common = ("--pair", "demo", "--limit", "4", "--max-new-tokens", "12", "--policy", json.dumps(fixed(3).spelled_out()), "--json")
+    _, native, _ = cli(tmp_path, "run", *common, "--outputs", str(tmp_path / "native.jsonl"))
+    rows, texts = tmp_path / "rows.jsonl", tmp_path / "texts.jsonl"
+    engine = ("--engine", "openvino", "--concurrency", "2")
+    code, data, said = cli(tmp_path, "run", *common, *engine, "--record", "--per-round", str(rows), "--outputs", str(texts))
+    assert code == 0
+    assert native.keys() | {"engine", "engine_version", "concurrency"} == data.keys()
+    assert (data["engine"], data["concurrency"], data["emitted_tokens"]) == ("openvino", 2, native["emitted_tokens"])
+    assert data["latency"]["requests"] == 4
+    assert texts.read_text() == (tmp_path / "native.jsonl").read_text()
+    assert {json.loads(row)["batch"] for row in rows.read_text().splitlines()} <= {1, 2}
+    assert "recording rec-" in said
+    code, data, _ = cli(tmp_path, "record", *common, *engine)
+    assert (code, data["options"]["engine"], sorted(data["drafts"])) == (0, "openvino", ["medium", "ngram", "small"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("run", "--concurrency", "2"), "the native decoder serves one"),
+        (("run", "--engine", "openvino", "--device", "cuda"), "runs on the CPU in float32"),
+        (("run", "--engine", "openvino", "--stop", "x"), "is not told of stop strings"),
+        (("record", "--engine", "openvino", "--tree-width", "4"), "drafts chains alone"),
+        (("run", "--engine", "openvino", "--policy", '{"draft": "small", "growth": {"kind": "top_k"}}'), "cannot run trees"),
+    ],
+)
+def test_options_that_an_engine_has_not_are_refused_in_a_line(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+    code, _, told = cli(tmp_path, *words, "--pair", "demo", "--limit", "1")
+    assert code == 2
+    assert said in told
+    assert len(told.strip().splitlines()) == 1 or told.startswith("Usage")
