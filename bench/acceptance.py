@@ -27,7 +27,7 @@ sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "tests")]
 
 SUITES = ("kills", "borders", "schedules", "verifiers")
 """Functions of :mod:`suites`; the others are ``check`` in the module of their name."""
-EXACT = ("lossless", "parity", *SUITES)
+EXACT = ("lossless", "parity", "engines", *SUITES)
 """Checks that do not read the clock, the longest first."""
 TIMED = ("fidelity", "combination", "regret", "draft_choice", "sampled", "shortlists", "chaos")
 CHECKS = (*EXACT, *TIMED)

@@ -147,7 +147,10 @@ def test_what_is_left_unread_does_not_hold_up_the_next(running: OpenVino, prompt
     [
         (fixed(MOST + 1), "drafts at most 6 tokens"),
         (fixed(3, "medium"), "loaded the draft 'small', not 'medium'"),
-        (parse_policy({"draft": "small", "window": {"kind": "by_batch", "gamma": {"1": 3, "4": 1}}}), "nearest is 'small fixed.gamma=3.'"),
+        (
+            parse_policy({"draft": "small", "window": {"kind": "by_batch", "gamma": {"1": 3, "4": 1}}}),
+            "nearest is 'small fixed.gamma=3.'",
+        ),
         (parse_policy({"draft": "small", "growth": {"kind": "top_k"}}), "cannot run trees"),
     ],
 )
@@ -190,7 +193,17 @@ def cli(folder: Path, *words: str) -> tuple[int, Any, str]:
 
 
 def test_run_and_record_take_the_engine(tmp_path: Path) -> None:
-    common = ("--pair", "demo", "--limit", "4", "--max-new-tokens", "12", "--policy", json.dumps(fixed(3).spelled_out()), "--json")
+    common = (
+        "--pair",
+        "demo",
+        "--limit",
+        "4",
+        "--max-new-tokens",
+        "12",
+        "--policy",
+        json.dumps(fixed(3).spelled_out()),
+        "--json",
+    )
     _, native, _ = cli(tmp_path, "run", *common, "--outputs", str(tmp_path / "native.jsonl"))
     rows, texts = tmp_path / "rows.jsonl", tmp_path / "texts.jsonl"
     engine = ("--engine", "openvino", "--concurrency", "2")

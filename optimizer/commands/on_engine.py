@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from spectune.optimizer.commands.outputs import kept_unless_stored
-from spectune.optimizer.commands.shared import Meter, Whole, emit, fit_to, policy_named, say_former, together, workload_of
+from spectune.optimizer.commands.shared import Meter, Whole, emit, fit_to, policy_named, say, say_former, together, workload_of
 from spectune.optimizer.commands.texts import texts_of, with_rounds, write_results
 
 if TYPE_CHECKING:
@@ -31,7 +31,9 @@ engine_options = together(
         show_default=True,
         help="What executes (`engines` lists what each can do).",
     ),
-    click.option("--concurrency", type=Whole(1), default=1, show_default=True, help="Requests at a time, on an engine that batches."),
+    click.option(
+        "--concurrency", type=Whole(1), default=1, show_default=True, help="Requests at a time, on an engine that batches."
+    ),
 )
 
 
@@ -43,7 +45,9 @@ def check_engine(kw: dict[str, Any]) -> None:
     engine = engine_named(kw["engine"])
     if kw["concurrency"] > 1 and not engine.batches:
         who = "the native decoder" if engine.name == NATIVE else engine.title
-        raise EngineError(f"--concurrency {kw['concurrency']}: {who} serves one request at a time; --engine openvino or vllm serves many")
+        raise EngineError(
+            f"--concurrency {kw['concurrency']}: {who} serves one request at a time; --engine openvino or vllm serves many"
+        )
     if engine.name != NATIVE and (kw["device"] != "auto" or kw["dtype"] != "auto"):
         where = "runs on the CPU in float32 here" if engine.device else "chooses its device and dtype itself"
         raise EngineError(f"--engine {engine.name} {where}; leave --device and --dtype out")
@@ -85,6 +89,9 @@ class OnEngine:
         draft = self.policy.draft if self.policy.speculates else "none"
         wanted = Wanted(draft, max(1, self.policy.gamma_max), self.load.clients, longest, self._threads)
         with closing(start(self._name, self.spec, wanted)) as running:
+            engine = running.engine
+            if engine.device and not engine.tested(running.version):  # others say so where they run
+                say(f"{engine.title} {running.version} was not tested; tested: {', '.join(engine.versions)}", err=True)
             yield running
 
 
