@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import optuna
@@ -41,6 +41,9 @@ from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import AnyPolicy, ChooserPolicy, Policy
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.schema import Counts, LatencyProfile, Outcome
+
+if TYPE_CHECKING:
+    from spectune.optimizer.simulate.distributed import ShardedReplay, Shards
 
 TIE = 0.01
 """Relative difference in predicted tokens/s below which the simpler policy is preferred."""
@@ -213,7 +216,7 @@ def enumerated_shortlists(
 
 
 def search(
-    trace: ReplayTrace,
+    trace: ReplayTrace | Shards,
     profile: LatencyProfile,
     drafts: Sequence[str],
     *,
@@ -229,7 +232,8 @@ def search(
     kinds: Kinds = ALL_KINDS,
     bounded: bool = True,
 ) -> Study:
-    """Searches the joint space on a trace; ``gamma_max`` is the largest window tried (the panorama's, for policies with stops).
+    """Searches the joint space on a trace, or on shards of one that hold ``profile`` (no shortlists then); ``gamma_max`` is the largest
+    window tried (the panorama's, for policies with stops).
     ``trees`` and ``shortlists`` say of each draft what may be tried (none by default). A shortlist is judged on each fold of its limit by
     what was fitted without it. Shortlists that could not win by
     :func:`shortlist_bounds` are left out, unless ``bounded`` is false. ``known``: what was tried on this trace and profile before; it is
@@ -237,6 +241,8 @@ def search(
 
     ``progress`` is called with (trials done, in all, best tokens/s). The result is a function of the arguments alone.
     """
+    if shortlists and not isinstance(trace, ReplayTrace):
+        raise ValueError("shortlists are judged by folds of a trace: search them in one process")
     known = known or Study((), seed, "")
     done, missed = ({t.policy.id: t for t in found} for found in (known.trials, known.beyond))
     judge = _Judge(trace, profile, shortlists or {}, artifacts, done, missed)
@@ -275,7 +281,7 @@ def search(
 class _Judge:
     """Replays each policy once. ``done`` are the trials by policy id, ``beyond`` those that read too much that was not recorded."""
 
-    trace: ReplayTrace
+    trace: ReplayTrace | Shards
     profile: LatencyProfile
     shortlists: Mapping[str, ShortlistLimit]
     artifacts: Artifacts | None
@@ -294,10 +300,7 @@ class _Judge:
         """Predicted tokens/s; None for a policy beyond the recording."""
         key = policy.id
         if key not in self.done and key not in self.beyond:
-            parts = [
-                run_replay(part, judged, self.profile, artifacts=self.artifacts, approximate=True)
-                for part, judged in _parts(self.trace, policy, self.shortlists.get(policy.draft))
-            ]
+            parts = self._replayed(policy)
             sums = sum((part.total for part in parts), Counts())
             passes_per_s = sums.draft_steps / sums.seconds if sums.seconds > 0 else 0.0
             trial = Trial(policy, sums.tokens_per_s, origin, passes_per_s, _did(parts))
@@ -306,10 +309,18 @@ class _Judge:
             self.best = max(self.best, 0.0 if misses else trial.value)
         return self.done[key].value if key in self.done else None
 
+    def _replayed(self, policy: Policy) -> Sequence[Replay | ShardedReplay]:
+        if not isinstance(self.trace, ReplayTrace):
+            return list(self.trace.replay([policy], approximate=True))
+        return [
+            run_replay(part, judged, self.profile, artifacts=self.artifacts, approximate=True)
+            for part, judged in _parts(self.trace, policy, self.shortlists.get(policy.draft))
+        ]
 
-def _did(parts: Sequence[Replay]) -> bytes:
+
+def _did(parts: Sequence[Replay | ShardedReplay]) -> bytes:
     """A digest of what each request's rounds came to, whatever parts the requests were replayed in."""
-    order = np.concatenate([part.trace.order for part in parts])
+    order = np.concatenate([p.trace.order if isinstance(p, Replay) else np.arange(len(p.counts)) for p in parts])
     rows = np.column_stack([order, np.concatenate([part.counts[:, :6] for part in parts])])[np.argsort(order)]
     return hashlib.blake2b(rows.astype(np.int64).tobytes(), digest_size=16).digest()
 

@@ -18,10 +18,12 @@ from trace_values import PAIR, a_panorama, a_recording, a_tree
 
 from spectune.db import open_database
 from spectune.db.models import PanoramaChunkRow
+from spectune.optimizer.search import search
 from spectune.optimizer.simulate import distributed
 from spectune.optimizer.simulate.distributed import Shards, connected, stored_shards
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.trace import open_trace
+from spectune.optimizer.spaces import ShortlistLimit, TreeLimit
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.traces.store import TraceStore
 from spectune.traces.store.parquet import RecordingFile
@@ -85,12 +87,26 @@ def test_shards_come_to_what_one_process_does(client: Any, store: TraceStore) ->
         assert np.array_equal(replayed.seconds, alone.seconds), policy.label()
         assert (replayed.outcome(), replayed.total) == (alone.outcome(), alone.total)
         assert replayed.steps() == alone.steps(), policy.label()
-        assert replayed.missing == ((policy, alone.missing),)
+        assert replayed.missed == ((policy, alone.missing),)
         assert np.array_equal(replayed.state.learner.q, alone.state.learner.q)
         if not killed:
             killed = next(iter(client.run(os.getpid).values()))
             os.kill(killed, signal.SIGKILL)
     assert killed not in client.run(os.getpid).values()
+
+
+def test_a_search_over_shards_is_the_same_study(client: Any, store: TraceStore) -> None:
+    """Optuna in this process, its trials by the workers."""
+    drafts, size = ["small", "other"], {"gamma_max": 3, "trials": 12}
+    limits = {"trees": {"small": TreeLimit(2, 2)}}
+    policies = [p for p in POLICIES if p.speculates]
+    trace = open_trace(store, "latest", policies).trace
+    shards = Shards(client, stored_shards(store, store.get_recording("latest"), policies, 2), PROFILE)
+    alone, shared = (search(where, PROFILE, drafts, **size, **limits) for where in (trace, shards))
+    assert shared == alone
+    assert len(shared.trials) > 20
+    with pytest.raises(ValueError, match="folds"):
+        search(shards, PROFILE, drafts, shortlists={"small": ShortlistLimit(4096)})
 
 
 def both(door: Door, folder: Path, address: str, *options: object) -> dict[str, Any]:

@@ -216,7 +216,7 @@ class Asked(NamedTuple):
 class ShardedReplay:
     """What a policy did on all shards, with the face of :class:`optimizer.simulate.replay_trace.Replay`.
 
-    ``chosen``: the draft of each request, where a chooser chose. ``missing``: see
+    ``chosen``: the draft of each request, where a chooser chose. ``missed``: see
     :func:`optimizer.simulate.trace.missing_of`.
     """
 
@@ -225,9 +225,14 @@ class ShardedReplay:
     counts: npt.NDArray[np.int64]
     seconds: FloatArray
     state: WindowState
-    missing: tuple[tuple[Policy, int], ...]
+    missed: tuple[tuple[Policy, int], ...]
     chosen: tuple[str, ...]
     rounds: tuple[list[Step], ...]
+
+    @property
+    def missing(self) -> int:
+        """Rounds that read what was not recorded."""
+        return sum(rounds for _, rounds in self.missed)
 
     @property
     def total(self) -> Counts:
@@ -272,6 +277,7 @@ class Shards:
         self._about: list[About] = [shard.result() for shard in known]  # the first that failed raises
         self.names = tuple(name for about in self._about for name in about.names)
         """Ids and categories of the requests, in order."""
+        self.request_ids = tuple(name for name, _ in self.names)
         self.skipped = tuple(chunk for about in self._about for chunk in about.skipped)
         """Damaged chunks that were left out."""
         self.full = all(about.full for about in self._about)
@@ -358,7 +364,7 @@ def simulate_on(
     if not shards.names:
         raise NoRequestsError(f"recording {info.id} has no usable request")
     (replayed,) = shards.replay([policy], limit=limit, per_round=per_round)
-    return replayed, shards.skipped, why_approximate(info, replayed.missing, full=shards.full)
+    return replayed, shards.skipped, why_approximate(info, replayed.missed, full=shards.full)
 
 
 def stored_shards(
