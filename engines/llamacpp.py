@@ -102,9 +102,12 @@ class LlamaCpp:
         said.n_parallel, said.warmup, said.ui, said.verbosity = 1, False, False, -1
         said.cache_type_k = said.cache_type_v = exact
         said.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-        draft = said.speculative.draft
+        draft, cpus = (
+            said.speculative.draft,
+            int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1),
+        )
         for cpu in (said.cpuparams, said.cpuparams_batch, draft.cpuparams, draft.cpuparams_batch):
-            cpu.n_threads = int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
+            cpu.n_threads = self._wanted.threads or cpus
         if gamma:
             kinds = xllamacpp.common_speculative_type
             said.speculative.types = [kinds.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE]
