@@ -1,8 +1,9 @@
 """What our scheduler costs a vLLM server on this machine's CPU, and how soon the server obeys a publication.
 
-    SPECTUNE_VLLM_PYTHON=.venv-vllm/bin/python python bench/vllm_serving.py [--only recording reload] [--alternations 12]
+    SPECTUNE_VLLM_PYTHON=.venv-vllm/bin/python python bench/vllm_serving.py [--only recording added reload] [--alternations 12]
 
-``recording``: tokens a second of 8 clients, with ``SPECTUNE_DB`` and without, two servers in turn. ``reload``: policies are
+``recording``: tokens a second of 8 clients, with ``SPECTUNE_DB`` and without, two servers in turn. ``added``: what recording adds
+to a step of the engine, by a stop-watch in its process. ``reload``: policies are
 published while 8 clients are served; for each that came into force, the steps that were begun after the server had noticed it
 and still drafted as before. Figures go to ``bench/results/vllm_serving.json``; alternations are added to those that are there.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import threading
 import time
@@ -30,6 +32,7 @@ from transformers import AutoTokenizer
 from spectune.db.database import open_database
 from spectune.demo.prompts import demo_workload
 from spectune.engines.protocol import Load, Prompt, Wanted
+from spectune.engines.vllm.command import SCHEDULER
 from spectune.engines.vllm.execute import Sending, body_of
 from spectune.engines.vllm.server import DEPLOYMENT, Server, installed
 from spectune.runtime.pair import read_pair
@@ -49,12 +52,16 @@ def prompts() -> list[Prompt]:
 
 
 @contextmanager
-def server(*, records: bool) -> Iterator[Server]:
-    """A server of the demo pair with its draft ``small``."""
+def server(*, records: bool, timed: Path | None = None) -> Iterator[Server]:
+    """A server of the demo pair with its draft ``small``. ``timed``: where a stop-watch writes."""
     with TemporaryDirectory() as folder:
         made = Server(installed(), Path(folder), read_pair("demo"), Wanted("small", MOST, CLIENTS, 512))
         if not records:
             del made.environment["SPECTUNE_DB"]
+        if timed is not None:
+            made.arguments[made.arguments.index(SCHEDULER)] = "vllm_timed.Timed"
+            path = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parent), made.environment.get("PYTHONPATH")]))
+            made.environment |= {"PYTHONPATH": path, "SPECTUNE_TIMED": str(timed)}
         try:
             made.start()
             yield made
@@ -95,6 +102,17 @@ def recording(known: dict[str, Any], alternations: int) -> dict[str, Any]:
         "median": float(np.median(ratios)),
         "ratios": ratios,
     }
+
+
+def added(known: dict[str, Any], alternations: int) -> dict[str, Any]:
+    """What is added to a step, by a stop-watch in the engine's process (``bench/vllm_timed.py``)."""
+    asked = prompts()
+    with TemporaryDirectory() as folder, server(records=True, timed=Path(folder) / "timed.json") as of:
+        for _ in range(alternations):
+            serve(of, asked)
+        found = json.loads((Path(folder) / "timed.json").read_text())
+    shares = {f"{name}_share": found[f"{name}_s"] / found["span_s"] for name in ("ours", "threads")}
+    return {"clients": CLIENTS, **found, "us_a_step": 1e6 * found["ours_s"] / found["steps"], **shares}
 
 
 def reload(known: dict[str, Any], alternations: int) -> dict[str, Any]:
@@ -154,7 +172,7 @@ def obeyed(noticed: list[tuple[float, str]], steps: list[Step]) -> tuple[list[in
     return late, after
 
 
-PARTS = {"recording": recording, "reload": reload}
+PARTS = {"recording": recording, "added": added, "reload": reload}
 
 
 def main() -> None:

@@ -75,7 +75,7 @@ class Server:
         self.database, self.log = str(folder / "served.db"), folder / "server.log"
         (folder / "pair.json").write_text(json.dumps(spec.to_json()))
         module = "vllm.entrypoints.openai.api_server"  # wheels for CPUs have no command that works
-        self._arguments = [found.python, "-m", module, *_arguments(spec, wanted, cpu=found.cpu)]
+        self.arguments = [found.python, "-m", module, *_arguments(spec, wanted, cpu=found.cpu)]
         self.environment = {
             **os.environ,
             **{"SPECTUNE_DB": self.database, "SPECTUNE_PAIR": str(folder / "pair.json"), "SPECTUNE_DEPLOYMENT": DEPLOYMENT},
@@ -110,7 +110,7 @@ class Server:
         listens = ["--host", HOST, "--port", str(self.address[1])]
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                [*self._arguments, *listens],
+                [*self.arguments, *listens],
                 env=self.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
