@@ -24,6 +24,7 @@ from spectune.cli import main
 from spectune.db import Database, NotFoundError, open_database
 from spectune.db.models import ArtifactRow
 from spectune.optimizer.commands import database as commands
+from spectune.optimizer.commands.outputs import to_type
 from spectune.optimizer.report.fitting import cell, when
 from spectune.optimizer.report.tables import rows_table
 from spectune.traces.store import TraceStore
@@ -138,6 +139,17 @@ def test_every_advice_can_be_pasted(folder: Path) -> None:
             for flag in {f for param in said.params for f in param.opts} & {"--pair", "--device", "--deployment"}:
                 typed = re.search(f"{flag} (\\S+)", command)
                 assert typed is None or parsed.params[flag[2:]] == typed[1], (command, words)
+
+
+def test_advice_decodes_as_the_command_did() -> None:
+    """What is proposed to run after a tuning reads and samples the same workload in the same way."""
+    asked = shlex.split("--pair demo --workload w.jsonl --top-p 0.9 --stop END --stop 'x y' --no-chat --overlong skip")
+    root = click.Context(main, info_name="spectune")
+    said = to_type(main.commands["tune"].make_context("tune", asked, parent=root), "run --policy active")
+    assert shlex.split(said)[:4] == ["spectune", "run", "--policy", "active"]
+    parsed = main.commands["run"].make_context("run", shlex.split(said)[2:], parent=root).params
+    keys = ("pair", "workloads", "top_p", "stop_strings", "no_chat", "overlong")
+    assert [parsed[key] for key in keys] == ["demo", ("w.jsonl",), 0.9, ("END", "x y"), True, "skip"]
 
 
 def test_publications_are_listed_with_and_without_a_pair(folder: Path) -> None:

@@ -24,7 +24,14 @@ from spectune.optimizer.commands.config import PAIR_FOUND, RECORDINGS, RUNNING, 
 SAME = {"pair": "--pair", "target": "--target", "drafts": "--draft", "device": "--device", "deployment": "--deployment"}
 
 
-DECODED = {"workloads": "--workload", "temperature": "--temperature", "max_new_tokens": "--max-new-tokens"}
+DECODED = {"workloads": "--workload", "stop_strings": "--stop"} | {
+    key: "--" + key.replace("_", "-")
+    for key in (
+        "column", "all_turns", "first_turn", "overlong", "max_new_tokens", "temperature", "top_k", "top_p", "seed",
+        "verifier", "no_chat",
+    )
+}  # fmt: skip
+"""What says how and what a command decodes, by parameter."""
 
 
 _QUOTED = re.compile("`([^`]+)`")
@@ -75,7 +82,8 @@ def to_type(ctx: click.Context, words: str) -> str:
         typed = ctx.get_parameter_source(key) is ParameterSource.COMMANDLINE
         if typed and flag in takes and flag not in parts:
             value = ctx.params[key]
-            parts += [word for one in (value if isinstance(value, tuple) else (value,)) for word in (flag, str(one))]
+            many = value if isinstance(value, tuple) else (value,)
+            parts += [flag] if value is True else [word for one in many for word in (flag, str(one))]
     if "--target" in takes and (pair := ctx.meta.get(PAIR_FOUND)) is not None:
         parts += ["--target", pair.target, *(word for n, path in pair.drafts for word in ("--draft", f"{n}={path}"))]
     return shlex.join(parts)

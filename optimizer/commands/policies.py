@@ -91,8 +91,9 @@ def policies_deployments(ctx: click.Context, as_json: bool) -> None:
         ]
     from spectune.optimizer.report.tables import rows_table
 
-    columns = ("deployment", "pair", "pair_id", "device", "version", "policy", "label", "temperature", "created_at")
-    emit(as_json, {"deployments": rows}, lambda: rows_table(rows, columns, "in force"))
+    columns = ("deployment", "pair", "device", "version", "policy", "label", "temperature", "created_at")
+    told = [{**row, "pair": f"{row['pair']} ({row['pair_id']})"} for row in rows]
+    emit(as_json, {"deployments": rows}, lambda: rows_table(told, columns, "in force"))
 
 
 @policies.command("list")
