@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from trace_values import a_panorama, a_trajectory
 
+from spectune.cli import main
+from spectune.db.database import open_database
 from spectune.engines.abilities import VLLM
 from spectune.engines.protocol import Load
 from spectune.engines.rules import ServingRules, rules_of
@@ -18,13 +22,15 @@ from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.served_costs import ServedCosts, fit_served, served_steps
 from spectune.optimizer.simulate.serving import Simulated, serve
 from spectune.runtime.costs import StepCosts, StepLoad, step_costs, step_terms
+from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.policies.stops import compile_stop
 from spectune.traces.cost_table import CostTable
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.latency import LatencyProfile
 from spectune.traces.recording import RecordedRequest
-from spectune.traces.schema import AGREE_NONE, AGREE_YES, Step
+from spectune.traces.schema import AGREE_NONE, AGREE_YES, Sampling, Step
+from spectune.traces.store import TraceStore
 
 PROFILE = LatencyProfile(
     "pair", "cpu", "float32",
@@ -243,7 +249,7 @@ def test_every_step_is_the_plain_simulators(rules: ServingRules, load: Load, gam
     np.testing.assert_allclose(found.served.arrived_s, [r.arrived for r in every], rtol=1e-9)
 
 
-def recorded(trace: ReplayTrace, found: Simulated, policy: Policy) -> list[RecordedRequest]:
+def recorded(trace: ReplayTrace, found: Simulated, policy: Policy, at: float = 1e-6) -> list[RecordedRequest]:
     """What an engine would have recorded of a simulation: each request with its rounds."""
     words = trace.outcomes(policy, compile_stop(policy.stop))[0]
     steps: list[list[Step]] = [[] for _ in found.counts]
@@ -254,7 +260,7 @@ def recorded(trace: ReplayTrace, found: Simulated, policy: Policy) -> list[Recor
             continue
         run = int(words[trace.offsets[t] + out - 1]) & 255 if out else 0
         emitted = min(left, min(run, drafted) + 1)
-        ended, arrived = float(found.ends_s[step]), float(found.served.arrived_s[request]) + 1e-6
+        ended, arrived = at + float(found.ends_s[step]), at + float(found.served.arrived_s[request])
         kept, draft, batch = min(run, drafted), "small" if drafted else "", int(found.steps[step, 0])
         done = Step(out, drafted, drafted + 1, kept, emitted, drafted, draft=draft, round_s=0.01, batch=batch)
         steps[request].append(replace(done, arrived_s=arrived, ended_s=ended))
@@ -326,22 +332,94 @@ def test_figures_of_what_was_served() -> None:
 def test_arrivals_as_they_are_asked_for(tmp_path: Path) -> None:
     trace = trace_of(5)
     requests = recorded(trace, serve(trace, "small", (0,) * 9, Load(2), RULES, COSTS, members=True), window(0))
-    assert loads_of("clients:1,4", requests, None, 0) == {"clients:1": Load(1), "clients:4": Load(4)}
-    fast = loads_of("poisson:2,8", requests, 400, 0)
+    assert loads_of("clients:1,4", requests, 5) == {"clients:1": Load(1), "clients:4": Load(4)}
+    fast = loads_of("poisson:2,8", requests, 400)
     assert len(fast["poisson:8"].arrivals) == 400
     assert 400 / fast["poisson:8"].arrivals[-1] == pytest.approx(8, rel=0.2)
     np.testing.assert_allclose(fast["poisson:2"].arrivals, np.array(fast["poisson:8"].arrivals) * 4)
-    assert loads_of("recorded", requests, None, 0)["recorded"].arrivals[:2] == (0.0, 0.0)
+    assert loads_of("recorded", requests, 5)["recorded"].arrivals[:2] == (0.0, 0.0)
     file = tmp_path / "a.csv"
     moments = ("03.9799600", "05.9799600", "04.4799600")
     file.write_text("TIMESTAMP,ContextTokens\n" + "".join(f"2023-11-16 18:17:{m},1\n" for m in moments))
-    assert loads_of(str(file), requests, None, 0)[str(file)].arrivals == pytest.approx((0.0, 0.5, 2.0))
-    assert loads_of(f"{file}@3", requests, 2, 0)[f"{file}@3"].arrivals == pytest.approx((0.0, 2 / 3))
+    assert loads_of(str(file), requests, 5)[str(file)].arrivals == pytest.approx((0.0, 0.5, 2.0))
+    assert loads_of(f"{file}@3", requests, 5, 2)[f"{file}@3"].arrivals == pytest.approx((0.0, 2 / 3))
     for asked, said in (("clients:0", "no number above 0"), ("poisson:x", "no number above 0"), ("nowhere.csv", "no such file")):
         with pytest.raises(TraceError, match=said):
-            loads_of(asked, requests, None, 0)
+            loads_of(asked, requests, 5)
     file.write_text("when\n1\n")
     with pytest.raises(TraceError, match="needs a column TIMESTAMP"):
-        loads_of(str(file), requests, None, 0)
+        loads_of(str(file), requests, 5)
     with pytest.raises(TraceError, match="was not recorded"):
-        loads_of("recorded", [replace(requests[0], steps=())], None, 0)
+        loads_of("recorded", [replace(requests[0], steps=())], 5)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A database with what a server recorded that drafted 0 to 6 tokens for one client and for eight."""
+    url = str(tmp_path_factory.mktemp("server") / "traffic.db")
+    trace, at, ordinal = trace_of(40), 1.0, 0
+    serving = {"max_num_seqs": 8, "max_batched_tokens": 512, "max_len": 400, "ahead": 0}
+    about = {"engine": "vllm", "engine_version": "0.32.0", "serving": serving}
+    with open_database(url) as database:
+        store = TraceStore(database)
+        spec = PairSpec("pair", "/models/target", (("small", "/models/small"),))
+        store.put_pair("pair", spec.name, spec.to_json())
+        info = store.create_recording("pair", None, Sampling(), max_new_tokens=64, options=about, source="serve")
+        for gamma in (0, 1, 3, 6):
+            for clients in (1, 8):
+                found = serve(trace, "small", tables(window(gamma), RULES), Load(clients), RULES, COSTS, members=True)
+                for r in recorded(trace, found, window(gamma), at):
+                    store.append_trajectory(info.id, ordinal, replace(r.trajectory, request_id=f"r{ordinal}"), r.steps)
+                    store.put_panoramas(info.id, [(ordinal, a_panorama(r.trajectory, "small", none=0.0))])
+                    ordinal += 1
+                at += 10 + float(found.ends_s[-1])
+    return url
+
+
+def told(server: str, *arguments: str) -> dict[str, Any]:
+    done = CliRunner().invoke(main, ["--db", server, *arguments, "--json"])
+    assert done.exit_code == 0, done.output
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_a_policy_is_simulated_under_load_by_command(server: str) -> None:
+    policy = '{"draft": "small", "window": {"kind": "by_batch", "gamma": {"1": 6, "4": 2}}}'
+    found = told(server, "simulate", "--policy", policy, "--engine", "vllm", "--arrivals", "clients:1,8", "--tpot", "40ms")
+    alone, crowded = found["loads"]
+    assert (alone["mean_batch"], found["engine"], found["max_num_seqs"]) == (1.0, "vllm", 8)
+    assert crowded["tokens_per_s"] > alone["tokens_per_s"]
+    assert set(alone["latency_s"]) == {"mean", "p50", "p95", "p99"}
+    assert found["costs"]["median_error"] < 0.05
+    again = told(server, "simulate", "--policy", policy, "--arrivals", "poisson:40", "--limit", "500")
+    assert again["loads"][0]["requests"] == 500
+    for arguments, said in (
+        (["--policy", '{"draft": "small", "window": {"kind": "fsm"}}', "--arrivals", "clients:2"], "vLLM cannot run a window of kind"),
+        (["--policy", '{"draft": "small", "window": {"kind": "fixed", "gamma": 7}}', "--arrivals", "clients:2"], "recorded drafted 0 to 6"),
+        (["--policy", policy, "--arrivals", "poisson:-1"], "no number above 0"),
+        (["--policy", policy, "--engine", "openvino", "--arrivals", "clients:2"], "nothing that it served was recorded"),
+        (["--policy", policy, "--arrivals", "clients:2", "--tpot", "40"], "write for example 500ms"),
+    ):
+        done = CliRunner().invoke(main, ["--db", server, "simulate", *arguments])
+        assert done.exit_code == 2
+        assert said in done.output, done.output
+
+
+def test_a_table_is_found_for_several_loads(server: str) -> None:
+    found = told(server, "tune", "--engine", "vllm", "--arrivals", "clients:1,3,8")
+    shares = [load["relative"] for load in found["loads"]]
+    assert min(shares) > 0.97
+    assert sum(shares) >= 3 - 1e-3  # at each load as good as its own best constant, or better
+    for gamma in {load["best"]["gamma"] for load in found["loads"]}:
+        policy = json.dumps({"draft": "small", "window": {"kind": "fixed", "gamma": gamma}})
+        constant = told(server, "simulate", "--policy", policy, "--arrivals", "clients:1,3,8")["loads"]
+        beside = zip(constant, found["loads"], strict=True)
+        assert sum(shares) >= sum(c["tokens_per_s"] / f["best_constant"]["tokens_per_s"] for c, f in beside) - 1e-3
+    table = parse_policy(found["policy"])
+    assert isinstance(table, Policy)
+    assert found["policy_id"] == table.id
+    done = CliRunner().invoke(main, ["--db", server, "tune", "--engine", "vllm", "--arrivals", "clients:1,8"])
+    assert "policies simulated. Best over these loads together" in done.output
+    assert CliRunner().invoke(main, ["--db", server, "tune", "--engine", "vllm"]).exit_code == 2
+    refused = CliRunner().invoke(main, ["--db", server, "tune", "--engine", "vllm", "--arrivals", "clients:1", "--objective", "goodput"])
+    assert "needs --ttft or --tpot" in refused.output

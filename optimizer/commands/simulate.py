@@ -23,6 +23,7 @@ from spectune.optimizer.commands.shared import (
     with_context,
     workers_option,
 )
+from spectune.optimizer.commands.under_load import load_options, recording_on, simulate_under_load
 
 if TYPE_CHECKING:
     from spectune.optimizer.simulate.distributed import ShardedReplay
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 @click.option(
     "--recording", default="latest", show_default=True, help="Id, or FILE.parquet that `traces export --whole` wrote."
 )
+@load_options
 @click.option("--profile", "profile_id", help="Profile id; default: the latest of the recording's pair and device.")
 @click.option("--device", help="Device whose profile is taken; default: the recording's.")
 @deployment_option
@@ -56,6 +58,7 @@ def simulate(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     \b
     Example:  cli.py simulate --policy '{"draft": "small", "window": {"kind": "fixed", "gamma": 4}}'
               cli.py simulate --policy active --workers tcp://scheduler:8786
+              cli.py simulate --policy active --engine vllm --arrivals poisson:2,8 --ttft 500ms --tpot 40ms
     """
     check_writable(ctx, ("--per-round", kw["per_round"]))
     with open_store(ctx, create=False) as store:
@@ -63,9 +66,12 @@ def simulate(ctx: click.Context, as_json: bool, **kw: Any) -> None:
             from spectune.traces.store.parquet import RecordingFile
 
             store = RecordingFile(store.database, path=kw["recording"])
-        info = store.get_recording(kw["recording"])
+        info = recording_on(store, kw["recording"], kw["engine"])
         device = kw["device"] or str(info.options.get("device", "cpu"))
         on_pair_of(store, info.pair_id)
+        if kw["arrivals"] is not None:
+            simulate_under_load(store, info, kw, as_json=as_json)
+            return
         policy = policy_named(store, kw["policy_name"], info.pair_id, device, kw["deployment"])
         _, found = profile_of(store, kw["profile_id"], info.pair_id, device)
         from spectune.optimizer.artifacts import keep_q_table, q_table

@@ -28,6 +28,7 @@ from spectune.optimizer.commands.shared import (
     with_context,
     workload_of,
 )
+from spectune.optimizer.commands.under_load import load_options, recording_on, search_under_load, show_search
 
 if TYPE_CHECKING:
     from spectune.traces.store import TraceStore
@@ -58,6 +59,14 @@ def _budget(_ctx: click.Context, _param: click.Parameter, text: str) -> str:
 @click.option("--quick", is_flag=True, help="About two minutes: chains only, fewer requests and trials, a shorter race.")
 @click.option("--search-seed", type=SEED, default=0, show_default=True)
 @click.option("--recording", "recording_id", help="Tune on this recording instead of decoding a workload.")
+@load_options
+@click.option(
+    "--objective",
+    type=click.Choice(["throughput", "tpot", "goodput"]),
+    default="throughput",
+    show_default=True,
+    help="With --arrivals: tokens a second, time per output token, or requests a second within --ttft and --tpot.",
+)
 @click.option("--fresh", is_flag=True, help="Record and profile anew, whatever is stored.")
 @click.option("--no-publish", is_flag=True, help="Show the evidence, publish nothing.")
 @click.option(
@@ -78,7 +87,11 @@ def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     Example:  cli.py tune --pair demo --limit 60 --max-new-tokens 96
               cli.py tune --pair demo --quick
               cli.py tune --pair pair.json --workload chats.jsonl --budget 10m
+              cli.py tune --engine vllm --arrivals poisson:1,4,16 --objective goodput --ttft 500ms --tpot 40ms
     """
+    if kw["engine"] is not None or kw["arrivals"] is not None:
+        tune_under_load(ctx, kw, as_json=as_json)
+        return
     from spectune.optimizer.schedule import parse_duration
 
     if kw["report_path"] not in (None, "none"):
@@ -141,6 +154,19 @@ def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         say(closing(found, where, _next(ctx, found)))
     if failed is not None:
         raise failed
+
+
+def tune_under_load(ctx: click.Context, kw: dict[str, Any], *, as_json: bool) -> None:
+    """`tune --engine`: the table that is best at the loads asked for, found by simulating what the engine recorded. It is printed,
+    with the command that puts it in force; nothing is executed or published."""
+    from spectune.traces.errors import TraceError
+
+    if kw["arrivals"] is None:
+        raise TraceError("--engine is tuned for a load: say --arrivals poisson:RATE, clients:N, recorded or a CSV")
+    with open_store(ctx, create=False) as store:
+        info = recording_on(store, kw["recording_id"] or "latest", kw["engine"])
+        lab, found, data = search_under_load(store, info, kw)
+    show_search(ctx, lab, found, data, as_json=as_json)
 
 
 def _be_quick(ctx: click.Context, kw: dict[str, Any]) -> str:

@@ -23,19 +23,19 @@ BINS: Final = 20
 """Parts of the time that load over time is told for."""
 
 
-def loads_of(asked: str, requests: Sequence[RecordedRequest], count: int | None, seed: int) -> dict[str, Load]:
+def loads_of(asked: str, requests: Sequence[RecordedRequest], count: int, limit: int | None = None) -> dict[str, Load]:
     """The loads that ``--arrivals`` asks for, by name: one, or one for each of several numbers (``poisson:1,2,4``). ``count``
-    requests, by default as many as were recorded; of a file all. Raises TraceError for anything else, with what is known."""
+    requests come by chance, always by the same; of those recorded or in a file all, or the first ``limit``. Raises TraceError for
+    anything else, with what is known."""
     kind, _, numbers = asked.partition(":")
     if kind == "clients" and numbers:
         return {f"clients:{n:g}": Load(int(n)) for n in _numbers(numbers, asked, whole=True)}
-    size = count or len(requests)
     if kind == "poisson" and numbers:
-        gaps = np.random.default_rng(seed).exponential(size=size)
+        gaps = np.random.default_rng(0).exponential(size=count)
         return {f"poisson:{rate:g}": _at_rate(np.cumsum(gaps), rate) for rate in _numbers(numbers, asked)}
     path, _, rates = asked.partition("@")
     moments = recorded_arrivals(requests) if path == "recorded" else read_arrivals(path)
-    moments = np.sort(moments)[:count] - moments.min()
+    moments = np.sort(moments)[:limit] - moments.min()
     if not rates:
         return {asked: _at_rate(moments, 1.0)}
     if moments[-1] <= 0:

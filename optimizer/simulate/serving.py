@@ -255,16 +255,18 @@ def serve(
     rules: ServingRules,
     costs: StepCosts,
     *,
+    count: int | None = None,
     members: bool = False,
 ) -> Simulated:
-    """Serves the requests of an engine's trace under a load: in order, from the first again where there are fewer than arrivals.
+    """Serves the requests of an engine's trace under a load: in order, from the first again where there are fewer than arrivals, or
+    than the ``count`` that clients send (by default each once).
     ``gammas``: tokens to draft at each batch size (:meth:`engines.abilities.Engine.gammas`).
 
     Raises TraceError where the cache would be full, which makes an engine put requests back.
     """
     policy = Policy(draft=draft, window=FixedWindow(gamma=max(gammas))) if max(gammas) else Policy()
     words = trace.outcomes(policy, compile_stop(policy.stop))[0]
-    count = len(load.arrivals) or len(trace.order)
+    count = len(load.arrivals) or count or len(trace.order)
     text = trace.order[np.arange(count) % len(trace.order)]
     lengths = np.diff(trace.offsets) + 1  # the trace begins after the first token, which the prompt's pass yields
     prompts, budgets = trace.prompts - 1, trace.budgets + 1

@@ -1,0 +1,199 @@
+"""`--arrivals`: what `simulate` and `tune` do of an engine that serves many requests at once."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from spectune.optimizer.commands.outputs import to_type
+from spectune.optimizer.commands.shared import Meter, emit, policy_named, say, together
+
+if TYPE_CHECKING:
+    from spectune.optimizer.simulate.load import Objective, Served
+    from spectune.optimizer.simulate.serving import Simulated
+    from spectune.optimizer.under_load import Found, UnderLoad
+    from spectune.runtime.policies.document import Policy
+    from spectune.traces.recording import RecordingInfo
+    from spectune.traces.store import TraceStore
+
+
+def _seconds(_ctx: click.Context, _param: click.Parameter, text: str | None) -> float | None:
+    """``500ms`` or ``2s``, as seconds."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)(ms|s)", text.strip())
+    if found is None or not float(found[1]):
+        raise click.BadParameter(f"{text[:40]!r} is no time above 0; write for example 500ms or 2s")
+    return float(found[1]) / (1000 if found[2] == "ms" else 1)
+
+
+ENGINES = ("vllm", "openvino")
+load_options = together(
+    click.option("--engine", type=click.Choice(ENGINES), help="The latest recording of this engine."),
+    click.option(
+        "--arrivals",
+        metavar="LOAD",
+        help="How requests come: recorded, FILE.csv, FILE.csv@RATE, poisson:RATE or clients:N; several numbers with commas.",
+    ),
+    click.option("--ttft", callback=_seconds, metavar="TIME", help="Goodput: the most to the first token, e.g. 500ms."),
+    click.option("--tpot", callback=_seconds, metavar="TIME", help="Goodput: the most per later token, e.g. 40ms."),
+)
+
+
+def recording_on(store: TraceStore, recording: str, engine: str | None) -> RecordingInfo:
+    """The recording that is named; where it is ``latest``, of an engine if one is given. Raises TraceError where it has none, or
+    the one that is named is another's."""
+    from spectune.traces.errors import TraceError
+
+    if engine is not None and recording == "latest":
+        found = next((i for i in store.list_recordings() if i.engine == engine and i.n_requests), None)
+        if found is None:
+            raise TraceError(f"--engine {engine}: nothing that it served was recorded yet; docs/engines.md says how")
+        return found
+    info = store.get_recording(recording)
+    if engine is not None and info.engine != engine:
+        raise TraceError(f"--engine {engine}: recording {info.id} is of {info.engine}")
+    return info
+
+
+def simulate_under_load(store: TraceStore, info: RecordingInfo, kw: dict[str, Any], *, as_json: bool) -> None:
+    """`simulate --arrivals`: the figures of one policy, a row for each load."""
+    from spectune.optimizer.under_load import under_load
+    from spectune.runtime.policies.document import Policy
+
+    device = kw["device"] or str(info.options.get("device", "cpu"))
+    policy = policy_named(store, kw["policy_name"], info.pair_id, device, kw["deployment"])
+    from spectune.engines.abilities import engine_named
+
+    engine_named(info.engine).runs(policy)
+    assert isinstance(policy, Policy)
+    level = _objective({**kw, "objective": "throughput"})
+    lab = under_load(store, info, [policy], kw["arrivals"], level, limit=kw["limit"])
+    simulated = {name: lab.simulate(policy, load) for name, load in lab.loads.items()}
+    data = {
+        **_about(lab),
+        "policy": policy.label(),
+        "policy_id": policy.id,
+        "priced_with_draft": lab.loaded(policy),
+        "loads": [{"load": name, **found.to_json(level)} for name, found in simulated.items()],
+    }
+    _say_costs(lab)
+    rows = [_row(name, found.served, level) | _steps(found) for name, found in simulated.items()]
+    emit(as_json, data, lambda: _table(rows, f"{policy.label()} on {info.engine} (predicted)"))
+
+
+def search_under_load(
+    store: TraceStore, info: RecordingInfo, kw: dict[str, Any]
+) -> tuple[UnderLoad, Found, dict[str, Any]]:
+    """The search of `tune --arrivals`, and what is to be told of it as JSON."""
+    from spectune.optimizer.under_load import Search, under_load
+
+    lab = under_load(store, info, [], kw["arrivals"], _objective(kw), limit=kw["limit"])
+    with Meter() as meter:
+        found = Search(lab, meter).run()
+    loads = []
+    for name, best in found.best.items():
+        served = {"best_constant": best, "table": found.table}
+        if found.nothing is not None:
+            served["no_speculation"] = found.nothing
+        figures = {which: scored.served[name].to_json(lab.objective) for which, scored in served.items()}
+        for each in figures.values():
+            del each["load"]
+        loads.append({"load": name, "best": _told(best.policy), "relative": found.relative[name], **figures})
+    policy = found.table.policy
+    data = {
+        **_about(lab),
+        "objective": kw["objective"],
+        "policy": policy.spelled_out(),
+        "policy_id": policy.id,
+        "label": policy.label(),
+        "simulated": found.simulated,
+        "no_speculation_from": found.stops_at,
+        "loads": loads,
+    }
+    return lab, found, data
+
+
+def show_search(ctx: click.Context, lab: UnderLoad, found: Found, data: dict[str, Any], *, as_json: bool) -> None:
+    """Prints the map of loads, the table that is best over all of them, and what to type next."""
+    level, rows = lab.objective, []
+    for name, best in found.best.items():
+        told = {"load": name, "best draft": best.policy.draft, "tokens": best.policy.gamma_max}
+        rows.append(told | _row(name, best.served[name], level) | {"table": f"{100 * found.relative[name]:.1f}%"})
+    _say_costs(lab)
+    emit(as_json, data, lambda: _table(rows, f"best constant by load on {lab.info.engine} (predicted), and the table beside it"))
+    if as_json:
+        return
+    say(f"\n{found.simulated} policies simulated. Best over these loads together: {found.table.policy.label()}")
+    if found.stops_at is not None:
+        say(f"Not to speculate is best from {found.stops_at} on.")
+    policy = found.table.policy
+    window = json.dumps({"kind": policy.window.kind, "gamma": policy.window.model_dump(mode="json")["gamma"]})
+    document = f'{{"draft": "{policy.draft}", "window": {window}}}' if policy.speculates else "autoregressive"
+    say("# puts it in force\n" + to_type(ctx, f"policies activate --deployment {lab.info.engine} '{document}'"))
+
+
+def _objective(kw: dict[str, Any]) -> Objective:
+    from spectune.optimizer.simulate.load import Objective
+    from spectune.traces.errors import TraceError
+
+    if kw["objective"] == "goodput" and kw["ttft"] is None and kw["tpot"] is None:
+        raise TraceError("--objective goodput needs --ttft or --tpot: which requests are good")
+    return Objective(kw["objective"], kw["ttft"], kw["tpot"])
+
+
+def _told(policy: Policy) -> dict[str, Any]:
+    return {"draft": policy.draft, "gamma": policy.gamma_max}
+
+
+def _about(lab: UnderLoad) -> dict[str, Any]:
+    return {
+        "recording": lab.info.id,
+        "engine": lab.info.engine,
+        "kind": "simulated",
+        "max_num_seqs": lab.rules.max_num_seqs,
+        "costs": dict(lab.costs.check),
+    }
+
+
+def _say_costs(lab: UnderLoad) -> None:
+    check = lab.costs.check
+    say(
+        f"costs fitted to {check['steps']} served steps: {100 * check['median_error']:.1f}% off in the median, "
+        f"{100 * check['total_error']:+.1f}% in all",
+        err=True,
+    )
+
+
+def _row(name: str, served: Served, level: Objective) -> dict[str, Any]:
+    """The figures of a load for people; times in milliseconds."""
+    told = served.to_json(level)
+
+    def times(key: str, *which: str) -> str:
+        found = told[key]
+        return "-" if found is None else "/".join(f"{1000 * found[w]:.3g}" if len(which) == 1 else f"{1000 * found[w]:.0f}" for w in which)
+
+    row = {
+        "load": name,
+        "tokens/s": f"{served.tokens_per_s:.1f}",
+        "ttft ms p50/p95": times("time_to_first_token_s", "p50", "p95"),
+        "tpot ms": times("time_per_output_token_s", "mean"),
+        "latency ms p50/p95/p99": times("latency_s", "p50", "p95", "p99"),
+    }
+    if level.ttft_s is not None or level.tpot_s is not None:
+        row["goodput/s"] = f"{served.goodput(level):.2f}"
+    return row
+
+
+def _steps(found: Simulated) -> dict[str, Any]:
+    rounds, accepted, _ = found.counts.sum(0).tolist()
+    return {"batch": f"{found.steps[:, 0].mean():.1f}", "tau": f"{1 + accepted / max(1, rounds):.2f}"}
+
+
+def _table(rows: list[dict[str, Any]], title: str) -> Any:
+    from spectune.optimizer.report.tables import rows_table
+
+    return rows_table(rows, list(rows[0]), title)
