@@ -11,6 +11,9 @@ from spectune.traces.errors import PairError, WorkloadError
 from spectune.traces.files import is_file
 from spectune.traces.schema import Request
 
+POSITIONS = ("max_position_embeddings", "n_positions")
+"""What configurations call the longest sequence of a model."""
+
 
 @dataclass(frozen=True)
 class Words:
@@ -74,7 +77,7 @@ def load_words(spec: PairSpec) -> Words:
     if not eos and found.eos_token_id is not None:
         eos = frozenset([int(found.eos_token_id)])
     folders = [folder for path in (spec.target, *dict(spec.drafts).values()) if (folder := checkpoint(path)) is not None]
-    sizes = [size for folder in folders if (size := model_config(folder).get("max_position_embeddings")) is not None]
+    sizes = [config[name] for folder in folders for name in POSITIONS if (config := model_config(folder)).get(name) is not None]
     if not sizes:
         raise PairError(f"target: {spec.target} says no max_position_embeddings, or is no folder; give a folder")
     return Words(found, eos, int(min(sizes)))

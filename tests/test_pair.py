@@ -15,8 +15,9 @@ from pairs import make_pair
 from safetensors.torch import load_file, save_file
 
 from spectune.runtime.file_hashes import FileHashes
-from spectune.runtime.loading import load_pair
+from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.pair import former_id, is_head, read_pair
+from spectune.runtime.words import load_words
 from spectune.traces.errors import PairError
 
 FIXED = '{"draft": "near", "window": {"kind": "fixed", "gamma": 3}}'
@@ -260,3 +261,9 @@ def test_a_head_is_told_by_its_tensors_whatever_the_file_holds(tmp_path: Path) -
 
 def test_the_tiny_pair_is_the_same_wherever_it_is_made(tmp_path: Path) -> None:
     assert read_pair(str(make_pair(tmp_path / "a"))).id == read_pair(str(make_pair(tmp_path / "b"))).id
+
+
+def test_words_without_models_are_those_of_the_loaded_pair(either_pair: LoadedPair) -> None:
+    alone, loaded = load_words(either_pair.spec), either_pair.words
+    assert (alone.eos_ids, alone.max_positions) == (loaded.eos_ids, loaded.max_positions)
+    assert alone.encode("def add(a, b):") == loaded.encode("def add(a, b):")
