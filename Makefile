@@ -4,9 +4,11 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3 python; do \
 VENV ?= .venv
 BIN := $(VENV)/bin
 RUN := $(BIN)/python
-# Modules are compiled when they are first imported: most never are.
-INSTALL = $(BIN)/pip install --disable-pip-version-check --no-compile
+INSTALL = $(BIN)/pip install --disable-pip-version-check
 LOGGED = >>$(VENV)/install.log 2>&1 || { tail -n 15 $(VENV)/install.log >&2; exit 1; }
+
+# Where it is set, every process compiles every module again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help tune test test-vllm lint wheel bench acceptance train clean
 

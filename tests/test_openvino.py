@@ -234,3 +234,20 @@ def test_options_that_an_engine_has_not_are_refused_in_a_line(tmp_path: Path, wo
     assert code == 2
     assert said in told
     assert len(told.strip().splitlines()) == 1 or told.startswith("Usage")
+
+
+def test_what_is_best_under_load_is_executed_beside_its_prediction(recorded: TraceStore) -> None:
+    """`tune --arrivals --execute`: the recorded prompts are served again, with the same texts."""
+    asked = ("--engine", "openvino", "--arrivals", "clients:1,3", "--execute", "--budget", "1s", "--pair", "demo", "--json")
+    done = CliRunner().invoke(main, ["--db", str(recorded.database.url.database), "tune", *asked])
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)
+    assert (told["kind"], told["policy_id"]) == ("executed", fixed(2).id)
+    tokens = sum(len(r.trajectory.output_ids) for r in recorded.load("latest").requests)
+    for one in told["executed"]:
+        assert one["texts_differ"] == 0
+        assert [load["load"] for load in one["loads"]] == ["clients:1", "clients:3"]
+        for load in one["loads"]:
+            assert (load["measured"]["tokens"], load["measured"]["requests"]) == (tokens, len(WORKLOAD.requests))
+            assert len(load["each_tokens_per_s"]) >= 1
+            assert load["measured"]["tokens_per_s"] in load["each_tokens_per_s"]

@@ -212,7 +212,6 @@ def by_oracle(trace: ReplayTrace, policy: Policy, load: Load, rules: ServingRule
 
 
 RULES = ServingRules(max_num_seqs=8, max_batched_tokens=512, max_len=400, reply_s=1e-4)
-RATES = {"one at a time": 3.0, "busy": 60.0}
 
 
 def poisson(rate: float, count: int, seed: int = 0) -> Load:

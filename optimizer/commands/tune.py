@@ -28,7 +28,7 @@ from spectune.optimizer.commands.shared import (
     with_context,
     workload_of,
 )
-from spectune.optimizer.commands.under_load import load_options, recording_on, search_under_load, show_search
+from spectune.optimizer.commands.under_load import execute_found, load_options, recording_on, search_under_load, show_search
 
 if TYPE_CHECKING:
     from spectune.traces.store import TraceStore
@@ -67,6 +67,9 @@ def _budget(_ctx: click.Context, _param: click.Parameter, text: str) -> str:
     show_default=True,
     help="With --arrivals: tokens a second, time per output token, or requests a second within --ttft and --tpot.",
 )
+@click.option(
+    "--execute", is_flag=True, help="With --arrivals: serve the finalists on the engine too, under the same loads, for --budget."
+)
 @click.option("--fresh", is_flag=True, help="Record and profile anew, whatever is stored.")
 @click.option("--no-publish", is_flag=True, help="Show the evidence, publish nothing.")
 @click.option(
@@ -88,8 +91,9 @@ def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
               cli.py tune --pair demo --quick
               cli.py tune --pair pair.json --workload chats.jsonl --budget 10m
               cli.py tune --engine vllm --arrivals poisson:1,4,16 --objective goodput --ttft 500ms --tpot 40ms
+              cli.py tune --engine openvino --arrivals clients:1,4,8 --limit 48 --execute
     """
-    if kw["engine"] is not None or kw["arrivals"] is not None:
+    if kw["engine"] is not None or kw["arrivals"] is not None or kw["execute"]:
         tune_under_load(ctx, kw, as_json=as_json)
         return
     from spectune.optimizer.schedule import parse_duration
@@ -158,15 +162,21 @@ def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
 
 def tune_under_load(ctx: click.Context, kw: dict[str, Any], *, as_json: bool) -> None:
     """`tune --engine`: the table that is best at the loads asked for, found by simulating what the engine recorded. It is printed,
-    with the command that puts it in force; nothing is executed or published."""
+    with the command that puts it in force; nothing is published. With ``--execute`` the engine serves it too, beside the best
+    constants and no speculation."""
+    from spectune.optimizer.schedule import parse_duration
     from spectune.traces.errors import TraceError
 
     if kw["arrivals"] is None:
-        raise TraceError("--engine is tuned for a load: say --arrivals poisson:RATE, clients:N, recorded or a CSV")
+        raise TraceError("--engine and --execute tune for a load: say --arrivals poisson:RATE, clients:N, recorded or a CSV")
     with open_store(ctx, create=False) as store:
         info = recording_on(store, kw["recording_id"] or "latest", kw["engine"])
+        spec = pair_spec(kw, store, info.id) if kw["execute"] else None
+        if spec is not None and spec.id != info.pair_id:
+            raise TraceError(f"recording {info.id} is of pair {info.pair_id}, not of {spec.name} ({spec.id}), which --execute would serve")
         lab, found, data = search_under_load(store, info, kw)
-    show_search(ctx, lab, found, data, as_json=as_json)
+        executed = [] if spec is None else execute_found(lab, found, spec, float(parse_duration(kw["budget"])))
+    show_search(ctx, lab, found, data, executed, as_json=as_json)
 
 
 def _be_quick(ctx: click.Context, kw: dict[str, Any]) -> str:

@@ -12,9 +12,11 @@ from spectune.optimizer.commands.outputs import to_type
 from spectune.optimizer.commands.shared import Meter, emit, policy_named, say, together
 
 if TYPE_CHECKING:
+    from spectune.optimizer.executed_load import Executed
     from spectune.optimizer.simulate.load import Objective, Served
     from spectune.optimizer.simulate.serving import Simulated
     from spectune.optimizer.under_load import Found, UnderLoad
+    from spectune.runtime.pair import PairSpec
     from spectune.runtime.policies.document import Policy
     from spectune.traces.recording import RecordingInfo
     from spectune.traces.store import TraceStore
@@ -117,8 +119,26 @@ def search_under_load(
     return lab, found, data
 
 
-def show_search(ctx: click.Context, lab: UnderLoad, found: Found, data: dict[str, Any], *, as_json: bool) -> None:
-    """Prints the map of loads, the table that is best over all of them, and what to type next."""
+def execute_found(lab: UnderLoad, found: Found, spec: PairSpec, budget_s: float) -> list[Executed]:
+    """Serves what a search found on its engine, for about so many seconds."""
+    from spectune.optimizer.executed_load import Execution, finalists, passes_of
+
+    those = finalists(found)
+    passes, seconds = passes_of(those, budget_s)
+    say(
+        f"{len(those)} policies under {len(lab.loads)} loads, {passes} times each: about {seconds:.0f} s, and the starts of the engine",
+        err=True,
+    )
+    with Meter() as meter:
+        return Execution(lab, spec, meter).run(those, passes)
+
+
+def show_search(
+    ctx: click.Context, lab: UnderLoad, found: Found, data: dict[str, Any], executed: list[Executed], *, as_json: bool
+) -> None:
+    """Prints the map of loads, the table that is best over all of them, what the engine served of it, and what to type next."""
+    if executed:
+        data = {**data, "kind": "executed", "executed": [one.to_json(lab.objective) for one in executed]}
     level, rows = lab.objective, []
     for name, best in found.best.items():
         told = {"load": name, "best draft": best.policy.draft, "tokens": best.policy.gamma_max}
@@ -127,6 +147,9 @@ def show_search(ctx: click.Context, lab: UnderLoad, found: Found, data: dict[str
     emit(as_json, data, lambda: _table(rows, f"best constant by load on {lab.info.engine} (predicted), and the table beside it"))
     if as_json:
         return
+    if executed:
+        emit(False, None, _table([_beside(one, name) for name in lab.loads for one in executed], "executed beside predicted"))
+        say(f"texts that differ from those recorded: {sum(one.differ for one in executed)}")
     say(f"\n{found.simulated} policies simulated. Best over these loads together: {found.table.policy.label()}")
     if found.stops_at is not None:
         say(f"Not to speculate is best from {found.stops_at} on.")
@@ -134,6 +157,21 @@ def show_search(ctx: click.Context, lab: UnderLoad, found: Found, data: dict[str
     window = json.dumps({"kind": policy.window.kind, "gamma": policy.window.model_dump(mode="json")["gamma"]})
     document = f'{{"draft": "{policy.draft}", "window": {window}}}' if policy.speculates else "autoregressive"
     say("# puts it in force\n" + to_type(ctx, f"policies activate --deployment {lab.info.engine} '{document}'"))
+
+
+def _beside(one: Executed, name: str) -> dict[str, Any]:
+    """A policy under a load, executed: speeds of all executions, and how far the prediction was off the median's."""
+    measured, predicted, each = one.median(name), one.predicted[name], [s.tokens_per_s for s in one.served[name]]
+    return {
+        "load": name,
+        "policy": one.policy.label(),
+        "predicted": f"{predicted.tokens_per_s:.1f}",
+        "tokens/s": f"{measured.tokens_per_s:.1f}",
+        "from-to": f"{min(each):.1f}-{max(each):.1f}",
+        "off": f"{100 * (predicted.tokens_per_s / measured.tokens_per_s - 1):+.1f}%",
+        "tpot ms": f"{1000 * measured.mean_tpot_s:.3g}",
+        "predicted tpot": f"{1000 * predicted.mean_tpot_s:.3g}",
+    }
 
 
 def _objective(kw: dict[str, Any]) -> Objective:
