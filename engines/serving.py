@@ -142,6 +142,8 @@ class Served(Generic[P]):
                 if self._store is not None:
                     self._store.finish_recording(writer.recording)
         self._dropped += self._queue.qsize()
+        if self._store is not None:
+            self._store.database.close()
         return self.status
 
     def _run(self) -> None:

@@ -242,8 +242,9 @@ def test_what_is_best_under_load_is_executed_beside_its_prediction(recorded: Tra
     done = CliRunner().invoke(main, ["--db", str(recorded.database.url.database), "tune", *asked])
     assert done.exit_code == 0, done.output
     told = json.loads(done.stdout)
-    assert (told["kind"], told["policy_id"]) == ("executed", fixed(2).id)
-    tokens = sum(len(r.trajectory.output_ids) for r in recorded.load("latest").requests)
+    assert told["kind"] == "executed"
+    assert told["policy_id"] in [one["policy_id"] for one in told["executed"]]
+    tokens = sum(len(r.trajectory.output_ids) for r in recorded.load(told["recording"]).requests)
     for one in told["executed"]:
         assert one["texts_differ"] == 0
         assert [load["load"] for load in one["loads"]] == ["clients:1", "clients:3"]
