@@ -38,7 +38,7 @@ from spectune.traces.store.recording_rows import (
     trajectory_of,
     tree_values,
 )
-from spectune.traces.store.rows import Storage, chunk_of, chunk_values, insert_absent, resolve, sampling_json
+from spectune.traces.store.rows import Storage, chunk_of, chunk_values, insert_all_absent, resolve, sampling_json
 
 BATCH = 64
 """Requests read per query when iterating."""
@@ -172,43 +172,43 @@ class Recordings(Storage):
     def append_trajectories(self, recording: str, items: Sequence[Appended]) -> int:
         """:meth:`append_trajectory` for several in one transaction; how many were new."""
         packed = [(*item, pack_tokens(item[1].prompt_ids, item[1].output_ids), pack_steps(item[2])) for item in items]
-        added = 0
+        rows = [self._trajectory_values(recording, ordinal, of, steps, tokens) for ordinal, of, steps, tokens, _ in packed]
         with self.database.write() as session:
             recording_row(session, recording, writing=True)
+            added = insert_all_absent(session, TrajectoryRow, rows, "ordinal")
             for ordinal, trajectory, steps, tokens, rounds in packed:
-                sums = step_sums(steps)
-                values = {
-                    "recording_id": recording,
-                    "ordinal": ordinal,
-                    "request_id": trajectory.request_id,
-                    "category": trajectory.category,
-                    "sampling": sampling_json(trajectory.sampling),
-                    "max_new_tokens": trajectory.max_new_tokens,
-                    "verifier": trajectory.verifier,
-                    "finish": trajectory.finish,
-                    "stop_strings": list(trajectory.stop_strings),
-                    "n_prompt": len(trajectory.prompt_ids),
-                    "n_output": len(trajectory.output_ids),
-                    "created_at": self.clock(),
-                    **{name: sums[name] for name in ("rounds", "drafted", "accepted", "seconds")},
-                    **chunk_values(tokens),
-                }
-                if not insert_absent(session, TrajectoryRow, values):
+                name = trajectory.request_id
+                if ordinal not in added:
                     there = session.get_one(TrajectoryRow, (recording, ordinal))
-                    if there.sha256 != tokens.sha256 or there.request_id != trajectory.request_id:
+                    if there.sha256 != tokens.sha256 or there.request_id != name:
                         raise TraceError(
                             f"recording {recording} already holds another trajectory at {ordinal}: request {there.request_id!r}, "
-                            f"not {trajectory.request_id!r} as given"
+                            f"not {name!r} as given"
                         )
-                    continue
-                added += 1
-                if steps:
-                    session.add(
-                        step_row(
-                            recording, None, ordinal, trajectory.request_id, trajectory.category, steps, chunk_values(rounds)
-                        )
-                    )
-        return added
+                elif steps:
+                    session.add(step_row(recording, None, ordinal, name, trajectory.category, steps, chunk_values(rounds)))
+        return len(added)
+
+    def _trajectory_values(
+        self, recording: str, ordinal: int, trajectory: Trajectory, steps: Sequence[Step], tokens: Chunk
+    ) -> dict[str, Any]:
+        sums = step_sums(steps)
+        return {
+            "recording_id": recording,
+            "ordinal": ordinal,
+            "request_id": trajectory.request_id,
+            "category": trajectory.category,
+            "sampling": sampling_json(trajectory.sampling),
+            "max_new_tokens": trajectory.max_new_tokens,
+            "verifier": trajectory.verifier,
+            "finish": trajectory.finish,
+            "stop_strings": list(trajectory.stop_strings),
+            "n_prompt": len(trajectory.prompt_ids),
+            "n_output": len(trajectory.output_ids),
+            "created_at": self.clock(),
+            **{name: sums[name] for name in ("rounds", "drafted", "accepted", "seconds")},
+            **chunk_values(tokens),
+        }
 
     def recorded_ordinals(self, recording: str) -> frozenset[int]:
         """The ordinals that hold a trajectory."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -49,15 +49,23 @@ class Storage:
 
 def insert_absent(session: Session, row: type[DeclarativeBase], values: Mapping[str, Any]) -> bool:
     """INSERT ... ON CONFLICT DO NOTHING; whether a row was inserted."""
-    statement: Any
-    if session.get_bind().dialect.name == "sqlite":
-        statement = sqlite.insert(row)
-    else:
-        from sqlalchemy.dialects import postgresql
-
-        statement = postgresql.insert(row)
     # RETURNING and not the row count, which drivers do not promise for an INSERT.
-    return session.execute(statement.values(**values).on_conflict_do_nothing().returning(literal(1))).first() is not None
+    return session.execute(_insert(session, row).values(**values).on_conflict_do_nothing().returning(literal(1))).first() is not None
+
+
+def insert_all_absent(session: Session, row: type[DeclarativeBase], values: Sequence[Mapping[str, Any]], key: str) -> set[Any]:
+    """:func:`insert_absent` of several rows in one statement; the ``key`` column of those that were inserted."""
+    table = row.__table__
+    statement = _insert(session, table).on_conflict_do_nothing().returning(table.c[key])
+    return set(session.execute(statement, list(values)).scalars()) if values else set()
+
+
+def _insert(session: Session, row: Any) -> Any:
+    if session.get_bind().dialect.name == "sqlite":
+        return sqlite.insert(row)
+    from sqlalchemy.dialects import postgresql
+
+    return postgresql.insert(row)
 
 
 def resolve(
