@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
@@ -65,13 +66,8 @@ class Engine:
         return found
 
     def nearest(self, policy: Policy) -> Policy:
-        """What is left of a policy without what this engine cannot run: the same draft, and its own window or its longest."""
-        window = policy.window
-        if self.windows is None:
-            return policy
-        if window.kind not in self.windows:
-            window = FixedWindow(gamma=window.at(1) if isinstance(window, ByBatchWindow) else policy.gamma_max)
-        return Policy(draft=policy.draft, window=window)
+        """What is left of a policy without what this engine cannot run (:func:`nearest_chain`)."""
+        return policy if self.windows is None else nearest_chain(policy, self.windows)
 
     def runs(self, policy: AnyPolicy) -> None:
         """Raises PolicyError for a policy that it cannot run: why, and what is nearest."""
@@ -110,6 +106,15 @@ class Engine:
             )
         sizes = range(1, max_num_seqs + 1)
         return 0, *(window.gamma if isinstance(window, FixedWindow) else window.at(size) for size in sizes)
+
+
+def nearest_chain(policy: Policy, windows: Collection[str]) -> Policy:
+    """A chain of the policy's draft without a stop or a shortlist: its own window where that is of one of these kinds, else a
+    fixed one, its longest for a lone request."""
+    window = policy.window
+    if window.kind not in windows:
+        window = FixedWindow(gamma=window.at(1) if isinstance(window, ByBatchWindow) else policy.gamma_max)
+    return Policy(draft=policy.draft, window=window)
 
 
 NATIVE = Engine(

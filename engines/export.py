@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
 
+from spectune.engines.abilities import nearest_chain
 from spectune.engines.settings import (
     ALGORITHMS,
     ENGINE_SETTINGS,
@@ -57,7 +59,7 @@ def engine_settings(
         raise PolicyError(f"{engine}: {error}") from None
     except ValueError as error:
         raise PolicyError(
-            f"{engine} cannot express {policy.label()!r}: {_said(error)}; {_nearest(policy)}"
+            f"{engine} cannot express {policy.label()!r}: {_said(error)}; {_said_of_nearest(policy)}"
         ) from None
 
 
@@ -120,14 +122,12 @@ def _drafting(policy: Policy, pair: PairSpec) -> Drafting:
     return Drafting(path, algorithm, window, growth.width, policy.select.top_n)
 
 
-def _nearest(policy: Policy) -> str:
-    """A chain that every engine can say, which keeps the policy's draft and its longest window."""
-    window = policy.window
-    gamma = window.at(1) if isinstance(window, ByBatchWindow) else policy.gamma_max
-    chain = Policy(draft=policy.draft, window=FixedWindow(gamma=gamma))
+def _said_of_nearest(policy: Policy) -> str:
+    """The nearest chain that every engine can say, in words."""
+    chain = nearest_chain(policy, ["fixed"])
     if chain == policy:
         return "the nearest is a chain of another draft"
-    near = f'{{"draft": "{policy.draft}", "window": {{"kind": "fixed", "gamma": {gamma}}}}}'
+    near = json.dumps({"draft": chain.draft, "window": chain.window.model_dump()})
     return f"the nearest that it can is {near}, and `simulate` says what that is worth"
 
 
