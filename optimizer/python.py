@@ -29,6 +29,7 @@ from spectune.runtime.loop import StaticSource
 from spectune.runtime.pair import PairSpec, read_pair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, AnyPolicy, parse_policy
 from spectune.runtime.policies.prepare import prepare
+from spectune.runtime.words import check_conversations
 from spectune.traces.errors import PairError, WorkloadError
 from spectune.traces.sanity import checked
 from spectune.traces.schema import Counts, Outcome, Sampling, Workload
@@ -231,6 +232,8 @@ def _prepared(
         raise TypeError(f"spectune.{call}() got unexpected arguments: {', '.join(sorted(left))}")
     found = _pair(target, drafts, pair, where)
     workload = narrowed(_workload(prompts, read), **drawn)
+    if not isinstance(found, LoadedPair):
+        check_conversations(found.target, workload.requests, chat=options.chat)
     loaded = found if isinstance(found, LoadedPair) else load_pair(found, **where)
     workload, done = made_to_fit(loaded, workload, options, overlong)
     _warn([done] if done else [])

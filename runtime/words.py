@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,16 +34,13 @@ class Words:
         where ``chat`` is set and there is no template.
         """
         texts, roles = (request.turns, request.roles) if request.roles else (request.turns[:1], ("user",))
-        if chat and getattr(self.tokenizer, "chat_template", None):
+        if chat and _templated(self.tokenizer):
             messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
             with translated(f"request {request.id}: the target's chat template (--no-chat leaves it out)"):
                 out = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
             return list(out["input_ids"])
         if chat and len(texts) > 1:
-            raise WorkloadError(
-                f"request {request.id}: a conversation of {len(texts)} messages needs a chat template, and the target's tokenizer "
-                "has none; --no-chat puts a blank line between its messages instead"
-            )
+            raise _no_template(request)
         return self.encode("\n\n".join(texts))
 
     def text(self, ids: Collection[int]) -> str:
@@ -63,6 +60,25 @@ class Words:
             return None
 
         return ends_at
+
+
+def check_conversations(target: str, requests: Iterable[Request], *, chat: bool) -> None:
+    """Raises WorkloadError for the conversation that :meth:`Words.encode_request` refuses. Reads the target's tokenizer, and that
+    only where there are conversations."""
+    first = next((r for r in requests if chat and r.roles and len(r.turns) > 1), None)
+    if first is not None and (found := tokenizer_of(target)) is not None and not _templated(found):
+        raise _no_template(first)
+
+
+def _templated(tokenizer: Any) -> bool:
+    return bool(getattr(tokenizer, "chat_template", None))
+
+
+def _no_template(request: Request) -> WorkloadError:
+    return WorkloadError(
+        f"request {request.id}: a conversation of {len(request.turns)} messages needs a chat template, and the target's tokenizer "
+        "has none; --no-chat puts a blank line between its messages instead"
+    )
 
 
 def load_words(spec: PairSpec) -> Words:

@@ -12,6 +12,7 @@ from spectune.optimizer.commands.on_engine import NATIVE, OnEngine, check_engine
 from spectune.optimizer.commands.outputs import check_writable, kept_unless_stored
 from spectune.optimizer.commands.shared import (
     Meter,
+    check_conversations,
     check_policy,
     decode_options,
     decoding_options,
@@ -81,6 +82,7 @@ def run(ctx: click.Context, as_json: bool, **kw: Any) -> None:
             run_on_engine(ctx, OnEngine(store, spec, kw, options), kw, as_json=as_json)
             return
         workload = workload_of(kw)
+        check_conversations(spec, workload, options)
         pair = load(kw, store, spec)
         from spectune.optimizer.changes import changes_json, changes_of, label_of, shares_of
         from spectune.optimizer.execute import encode, outcome

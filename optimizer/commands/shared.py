@@ -311,6 +311,14 @@ def workload_of(kw: dict[str, Any]) -> Workload:
     return load_workload(kw.pop("workloads"), turns=turns_of(kw), **{key: kw.pop(key) for key in DRAWN})
 
 
+def check_conversations(spec: PairSpec, workload: Workload | None, options: DecodeOptions) -> None:
+    """:func:`runtime.words.check_conversations` of a workload that is to be decoded: called before a model is loaded."""
+    from spectune.runtime.words import check_conversations
+
+    if workload is not None:
+        check_conversations(spec.target, workload.requests, chat=options.chat)
+
+
 DRAWN: Final = ("limit", "categories", "column", "limit_seed")
 """Options of a workload that :func:`optimizer.inputs.load_workload` takes as they are."""
 

@@ -12,6 +12,7 @@ from spectune.optimizer.commands.outputs import check_writable, kept_unless_stor
 from spectune.optimizer.commands.shared import (
     SEED,
     Meter,
+    check_conversations,
     decode_options,
     decoding_options,
     deployment_option,
@@ -111,6 +112,7 @@ def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
             said_of([r.category for r in workload.requests], publish=not kw["no_publish"])
         searched = search_asked(kw)
         options = decode_options(kw)
+        check_conversations(spec, workload, options)
         pair = load(kw, store, spec)
         if workload is None:
             recording = store.resolve_recording(kw["recording_id"])
