@@ -81,10 +81,11 @@ def _postgresql(text: str, url: URL) -> URL:
 
 
 def shown(url: URL) -> str:
-    """The URL for messages, without its secrets; a file is shown by its name."""
+    """The URL for messages, as people type it, without its secrets; a file is shown by its name."""
     if url.get_backend_name() == "sqlite":
         return str(url.database)
     hidden = url.update_query_dict({name: _STARS for name in url.query if _SECRET.search(name)})
+    hidden = hidden.set(drivername=url.get_backend_name())  # without the driver's name
     return hidden.render_as_string(hide_password=True).replace(quote_plus(_STARS), _STARS)
 
 

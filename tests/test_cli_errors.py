@@ -321,6 +321,19 @@ def test_a_chat_template_that_fails(door: Door, broken: Callable[[str], Path]) -
     assert "the target's chat template (--no-chat leaves it out): no such role" in line
 
 
+@pytest.mark.parametrize("command", ["record", "run", "tune"])
+def test_a_conversation_without_a_template_is_refused_before_the_pair_is_loaded(
+    door: Door, broken: Callable[[str], Path], command: str
+) -> None:
+    folder = broken("pair")
+    (folder / "target" / "model.safetensors").write_bytes(b"never read")
+    talk = [{"role": role, "content": "x"} for role in ("user", "assistant", "user")]
+    Path("talk.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for _ in range(20)))
+    line = refused(door, command, "--pair", folder, "--workload", "talk.jsonl")
+    assert "a conversation of 3 messages needs a chat template, and the target's tokenizer has none; --no-chat puts" in line
+    assert "target: " in refused(door, command, "--pair", folder, "--workload", "talk.jsonl", "--no-chat")
+
+
 # ---------------------------------------------------------------------------------------------------------- policies
 
 
@@ -395,7 +408,7 @@ def test_databases_that_cannot_be_reached(door: Door, command: str) -> None:
         ("file/spectune.db", ""),
         ("file", "is not a SQLite database"),
         (".", "."),
-        (f"postgresql://nobody:secret@127.0.0.1:{port}/none", "cannot reach database postgresql+psycopg://nobody:***@127.0.0.1"),
+        (f"postgresql://nobody:secret@127.0.0.1:{port}/none", "cannot reach database postgresql://nobody:***@127.0.0.1"),
         ("mysql://host/name", "unknown kind of database 'mysql'"),
         (":memory:", "in-memory"),
         ("", "the database URL is empty"),

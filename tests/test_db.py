@@ -99,6 +99,7 @@ def test_urls_are_read_as_people_write_them(text: str, driver: str, database: st
 )
 def test_a_password_is_never_shown(text: str) -> None:
     name = shown(parse_url(text))
+    assert name.startswith("postgresql://u")
     assert "***" in name
     assert ".pgpass" in name or "passfile" not in text
     with pytest.raises(DatabaseError) as caught:
