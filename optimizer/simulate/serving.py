@@ -91,6 +91,28 @@ class Found(NamedTuple):
     members: npt.NDArray[np.int64]
 
 
+class Counts(NamedTuple):
+    """Of the requests how many have ``arrived``, were ``admitted``, were ``sent`` (all, where they come when they come) and are
+    ``running``; and the ``steps`` that were begun, and ``rounds`` in them."""
+
+    arrived: int
+    admitted: int
+    sent: int
+    running: int
+    steps: int
+    rounds: int
+
+
+class Filled(NamedTuple):
+    """A step: its requests, rows, prompt tokens, tokens cached, and the most tokens that one of them drafted."""
+
+    size: int
+    rows: int
+    prompts: int
+    context: int
+    most: int
+
+
 @compiled(inline=True)
 def _wanted(queue: Queue, limits: Limits, state: State, r: int) -> int:
     """Tokens that a request in force would read in the next step; 0: it is left out."""
@@ -146,80 +168,108 @@ def _emit(queue: Queue, state: State, found: Found, r: int, drafted: int, now: f
     return True
 
 
+@compiled(inline=True)
+def _fill(queue: Queue, limits: Limits, state: State, found: Found, slot: int, now: Counts) -> tuple[Counts, Filled]:
+    """Fills a step: those in force in the order of their admission, then as many of those that wait as there is room for."""
+    running, admitted, rounds = now.running, now.admitted, now.rounds
+    budget, room, size, rows, prompts, context, most = limits.tokens, limits.tokens, 0, 0, 0, 0, 0
+    i = 0
+    while budget > 0 and room > limits.slots:
+        admitting = i >= running
+        if admitting and (admitted >= now.arrived or running >= limits.seats):
+            break
+        r = admitted if admitting else state.running[i]
+        reading = state.read[r] < queue.prompts[queue.text[r]]
+        new = min(_wanted(queue, limits, state, r), budget, room - limits.slots)
+        if admitting:
+            state.running[running] = r
+            running += 1
+            admitted += 1
+        i += 1
+        if new == 0:
+            continue
+        drafted, cached = _put(queue, state, slot, size, r, new)
+        if len(found.members) > 0:
+            found.members[rounds, 0], found.members[rounds, 1], found.members[rounds, 2] = now.steps, r, drafted
+        prompts += new if reading else 0
+        rows += 0 if reading else new
+        size, context, most = size + 1, context + cached, max(most, drafted)
+        budget, room, rounds = budget - new, room - new - limits.slots, rounds + 1
+    return Counts(now.arrived, admitted, now.sent, running, now.steps, rounds), Filled(size, rows, prompts, context, most)
+
+
+@compiled(costs_module, inline=True)
+def _begin(limits: Limits, costs: StepCosts, state: State, found: Found, slot: int, now: Counts, step: Filled, at: float) -> float:
+    """Executes a step from ``at`` on, and says how many tokens its requests draft next; when it ends."""
+    gamma = limits.gammas[step.size]
+    for n in range(step.size):
+        if state.queue[slot, n, 1] >= 0:
+            state.gamma[state.queue[slot, n, 0]] = gamma
+    passes = gamma if limits.after else step.most
+    ends = at + step_seconds(costs, step.rows, step.prompts, step.size, step.context, passes)
+    state.sizes[slot], state.ends[slot], found.ends[now.steps] = step.size, ends, ends
+    row = found.steps[now.steps]
+    row[0], row[1], row[2], row[3] = step.size, step.rows, step.prompts, step.context
+    row[4], row[5] = passes, now.arrived - now.admitted
+    return ends
+
+
+@compiled(inline=True)
+def _held(state: State, running: int) -> int:
+    """Tokens in the cache, and those that may come into it with the next step."""
+    held = 0
+    for n in range(running):
+        r = state.running[n]
+        held += state.read[r] + state.out[r] + state.gamma[r]
+    return held
+
+
+@compiled(inline=True)
+def _finish(queue: Queue, limits: Limits, state: State, found: Found, slot: int, now: Counts, at: float) -> Counts:
+    """A step has ended: its requests get what it yields, those whose text ends leave, and their clients send the next."""
+    sent, kept = now.sent, 0
+    for n in range(state.sizes[slot]):
+        r, drafted = state.queue[slot, n, 0], state.queue[slot, n, 1]
+        if drafted < 0 or found.finished[r] >= 0:
+            continue
+        if _emit(queue, state, found, r, drafted, at) and queue.clients > 0 and sent < len(queue.text):
+            queue.arrived[sent] = at + limits.reply_s
+            sent += 1
+    for n in range(now.running):
+        state.running[kept] = state.running[n]
+        kept += 0 if found.finished[state.running[n]] >= 0 else 1
+    return Counts(now.arrived, now.admitted, sent, kept, now.steps, now.rounds)
+
+
 @compiled(costs_module)
 def serve_queue(queue: Queue, limits: Limits, costs: StepCosts, state: State, found: Found) -> tuple[int, int, float]:
     """Serves the whole queue: how many steps and rounds that took, and when the cache was too small (-1: it never was)."""
-    total, steps, rounds, running = len(queue.text), 0, 0, 0
-    arrived = admitted = sent = head = flying = 0
+    total, slots = len(queue.text), limits.ahead + 1
+    arrived = steps = head = flying = 0
+    counts = Counts(0, 0, min(queue.clients, total) if queue.clients > 0 else total, 0, 0, 0)
     now, busy, full = 0.0, 0.0, -1.0
-    if queue.clients > 0:
-        sent = min(queue.clients, total)
     while full < 0:
-        last = sent if queue.clients > 0 else total
-        while arrived < last and queue.arrived[arrived] <= now:
+        while arrived < counts.sent and queue.arrived[arrived] <= now:
             arrived += 1
-        slot = (head + flying) % (limits.ahead + 1)
-        budget, room, size, rows, prompts, context, most, held = limits.tokens, limits.tokens, 0, 0, 0, 0, 0, 0
-        i, admitting = 0, False
-        while budget > 0 and room > limits.slots:
-            admitting = i >= running
-            if admitting and (admitted >= arrived or running >= limits.seats):
-                break
-            r = admitted if admitting else state.running[i]
-            reading = state.read[r] < queue.prompts[queue.text[r]]
-            new = min(_wanted(queue, limits, state, r), budget, room - limits.slots)
-            if admitting:
-                state.running[running] = r
-                running += 1
-                admitted += 1
-            i += 1
-            if new == 0:
-                continue
-            drafted, cached = _put(queue, state, slot, size, r, new)
-            if len(found.members) > 0:
-                found.members[rounds, 0], found.members[rounds, 1], found.members[rounds, 2] = steps, r, drafted
-            prompts += new if reading else 0
-            rows += 0 if reading else new
-            size, context, most = size + 1, context + cached, max(most, drafted)
-            budget, room, rounds = budget - new, room - new - limits.slots, rounds + 1
-        if size > 0:
-            gamma = limits.gammas[size]
-            for n in range(size):
-                if state.queue[slot, n, 1] >= 0:
-                    state.gamma[state.queue[slot, n, 0]] = gamma
-            passes = gamma if limits.after else most
-            busy = max(now, busy) + step_seconds(costs, rows, prompts, size, context, passes)
-            state.sizes[slot], state.ends[slot] = size, busy
-            row = found.steps[steps]
-            row[0], row[1], row[2], row[3], row[4], row[5] = size, rows, prompts, context, passes, arrived - admitted
-            found.ends[steps] = busy
+        slot = (head + flying) % slots
+        counts = Counts(arrived, counts.admitted, counts.sent, counts.running, steps, counts.rounds)
+        counts, step = _fill(queue, limits, state, found, slot, counts)
+        if step.size > 0:
+            busy = _begin(limits, costs, state, found, slot, counts, step, max(now, busy))
             steps, flying = steps + 1, flying + 1
-            for n in range(running):
-                r = state.running[n]
-                held += state.read[r] + state.out[r] + state.gamma[r]
-            if limits.cache > 0 and held > limits.cache:
+            if limits.cache > 0 and _held(state, counts.running) > limits.cache:
                 full = now
-            if flying <= limits.ahead:
+            if flying < slots:
                 continue
         if flying == 0:
-            if arrived >= last:
+            if arrived >= counts.sent:
                 break
             now = max(now, queue.arrived[arrived])
             continue
         now = max(now, state.ends[head])
-        for n in range(state.sizes[head]):
-            r, drafted = state.queue[head, n, 0], state.queue[head, n, 1]
-            if drafted < 0 or found.finished[r] >= 0:
-                continue
-            if _emit(queue, state, found, r, drafted, now) and queue.clients > 0 and sent < total:
-                queue.arrived[sent] = now + limits.reply_s
-                sent += 1
-        kept = 0
-        for n in range(running):
-            state.running[kept] = state.running[n]
-            kept += 0 if found.finished[state.running[n]] >= 0 else 1
-        running, head, flying = kept, (head + 1) % (limits.ahead + 1), flying - 1
-    return steps, rounds, full
+        counts = _finish(queue, limits, state, found, head, counts, now)
+        head, flying = (head + 1) % slots, flying - 1
+    return steps, counts.rounds, full
 
 
 @dataclass(frozen=True, eq=False)
