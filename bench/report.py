@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 from spectune.optimizer.report.charts import Curve, Dot, Plot, curves, dot_rows, standalone
@@ -221,6 +222,52 @@ def _speeds() -> list[str]:
     return ["## Speed of the tool", "", *table(("what", "figure"), rows)] if rows else []
 
 
+def _loads() -> list[str]:
+    """Engines under load: simulated beside executed, and what the tables that were found lose to constants."""
+    lines: list[str] = []
+    for engine in ("vllm", "openvino"):
+        if found := load(f"load-{engine}"):
+            lines += [f"### {engine} {found['version']}", "", *_load(found)]
+    return ["## Under load, on other engines", "", *lines] if lines else []
+
+
+def _load(d: Figures) -> list[str]:
+    """The tables of one engine."""
+    titles = {"tokens_per_s": "tokens/s", "tpot_s": "mean time per output token"}
+    errors = [
+        (
+            title,
+            *(f"{100 * d[name][key]:.1f}%" for key in ("median_error", "p90_error", "median_repeat_error", "p90_repeat_error")),
+            "met" if _within(d[name]) else "**not met**",
+        )
+        for name, title in titles.items()
+    ]
+    columns = ("predicted", "off, median", "90th percentile", "executed again, median", "90th percentile", "5% and 10%, or again")
+    about = (
+        f"{d['requests']} requests of {d['tokens']} tokens, each policy executed {d['passes']} times in turn; {d['texts_differ']} texts "
+        f"differ. Kendall's tau {d['kendall_tau']['tau']:.2f} over {d['kendall_tau']['pairs']} pairs of policies beyond noise."
+    )
+    cells = {(r["policy"], r["load"]): f"{r['predicted_tokens_per_s']:.0f} / {median(r['tokens_per_s']):.0f}" for r in d["rows"]}
+    loads = dict.fromkeys(r["load"] for r in d["rows"])
+    grid = [(policy, *(cells[policy, one] for one in loads)) for policy in dict.fromkeys(r["policy"] for r in d["rows"])]
+    lines = [about, "", *table(columns, errors), *table(("tokens/s, predicted / executed", *loads), grid)]
+    if d["engine"] == "vllm":  # whose tokens can follow the batch
+        lines += [f"The table that was found: {d['table']}. Its executed tokens/s as parts of the constants':", ""]
+        own = [(r["load"], f"the best: {r['best_constant']}", _interval(r["share"])) for r in d["regret"]["by_load"]]
+        own += [("all together", r["constant"], _interval(r["share"])) for r in d["regret"]["together"]]
+        lines += table(("load", "constant", "the table beside it (95% interval)"), own)
+    return lines
+
+
+def _within(errors: Figures) -> bool:
+    bars = max(0.05, errors["median_repeat_error"]), max(0.10, errors["p90_repeat_error"])
+    return bool(errors["median_error"] <= bars[0] and errors["p90_error"] <= bars[1])
+
+
+def _interval(share: Sequence[float]) -> str:
+    return f"{share[0]:.3f} ({share[1]:.3f} to {share[2]:.3f})"
+
+
 def results() -> str:
     """docs/results.md."""
     lines = [
@@ -235,7 +282,7 @@ def results() -> str:
         if picture := drawn():
             (DOCS / "results" / f"{name}.svg").write_text(standalone(*picture))
             lines += [f"![{caption}](results/{name}.svg)", "", f"*{caption}*", ""]
-    lines += _nulls() + _speeds() + _ranges()
+    lines += _loads() + _nulls() + _speeds() + _ranges()
     return "\n".join(lines).rstrip() + "\n"
 
 

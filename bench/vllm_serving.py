@@ -1,11 +1,12 @@
 """What our scheduler costs a vLLM server on this machine's CPU, and how soon the server obeys a publication.
 
-    SPECTUNE_VLLM_PYTHON=.venv-vllm/bin/python python bench/vllm_serving.py [--only recording added reload] [--alternations 12]
+    SPECTUNE_VLLM_PYTHON=.venv-vllm/bin/python python bench/vllm_serving.py [--only recording added reload sampled] [--alternations 12]
 
 ``recording``: tokens a second of 8 clients, with ``SPECTUNE_DB`` and without, two servers in turn. ``added``: what recording adds
 to a step of the engine, by a stop-watch in its process. ``reload``: policies are
 published while 8 clients are served; for each that came into force, the steps that were begun after the server had noticed it
-and still drafted as before. Figures go to ``bench/results/vllm_serving.json``; alternations are added to those that are there.
+and still drafted as before. ``sampled``: tau at temperature 0.8, where every execution has other texts, predicted from one recording
+and executed. Figures go to ``bench/results/vllm_serving.json``; alternations are added to those that are there.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,22 +27,28 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 import numpy as np
 import scipy.stats
-from lab import environment
+from lab import demo, environment, requests, stored
 from transformers import AutoTokenizer
 
 from spectune.db.database import open_database
 from spectune.demo.prompts import demo_workload
 from spectune.engines.protocol import Load, Prompt, Wanted
+from spectune.engines.start import start
 from spectune.engines.vllm.command import SCHEDULER
 from spectune.engines.vllm.execute import Sending, body_of
 from spectune.engines.vllm.server import DEPLOYMENT, Server, installed
+from spectune.optimizer.execute import DecodeOptions
+from spectune.optimizer.on_engine import prompts_of, record_on
+from spectune.optimizer.record import Look, look_around
+from spectune.optimizer.simulate.trace import simulate
 from spectune.runtime.pair import read_pair
-from spectune.runtime.policies.document import parse_policy
+from spectune.runtime.policies.document import Policy, parse_plain_policy, parse_policy
 from spectune.traces.schema import Sampling, Step
 from spectune.traces.store import TraceStore
 
 CLIENTS, REQUESTS, TOKENS, MOST = 8, 32, 48, 8
 PUBLICATIONS, PAUSE_S = 200, 0.1
+TEMPERATURE, SAMPLED, SAMPLED_DRAFTS, GAMMAS = 0.8, 300, ("small", "head"), (1, 2, 5, 8)
 RESULTS = Path(__file__).resolve().parent / "results" / "vllm_serving.json"
 
 
@@ -172,7 +179,47 @@ def obeyed(noticed: list[tuple[float, str]], steps: list[Step]) -> tuple[list[in
     return late, after
 
 
-PARTS = {"recording": recording, "added": added, "reload": reload}
+def sampled(known: dict[str, Any], alternations: int) -> dict[str, Any]:
+    pair, options = demo(SAMPLED_DRAFTS), DecodeOptions(Sampling(TEMPERATURE), TOKENS)
+    workload = requests(SAMPLED)
+    asked = prompts_of(pair.words, workload, options)
+    rows: list[dict[str, Any]] = []
+    with TemporaryDirectory() as folder:
+        store = stored(Path(folder) / "sampled.db")
+        for draft in SAMPLED_DRAFTS:
+            with closing(start("vllm", pair.spec, Wanted(draft, MOST, CLIENTS, 1024))) as running:
+                load = Load(CLIENTS)
+                info = record_on(store, pair.spec, running, workload, asked, _fixed(draft, 3), load, options, fresh=True)
+                look_around(store, pair, info.id, Look((draft,), MOST))
+                store.finish_recording(info.id)
+                for gamma in GAMMAS:
+                    policy = _fixed(draft, gamma)
+                    predicted = simulate(store, info.id, policy, None).replay.total.mean_accepted_length
+                    served = running.execute(asked, policy, load, sampling=options.sampling, max_new_tokens=TOKENS)
+                    rounds = [[step.emitted for step in done.steps[1:]] for done in served]
+                    tau, half = tau_of(rounds)
+                    row = {"draft": draft, "gamma": gamma, "predicted": predicted, "executed": tau, "half_interval_95": half}
+                    rows.append({**row, "error": predicted / tau - 1})
+                    print(rows[-1], file=sys.stderr)
+    errors = np.abs([row["error"] for row in rows])
+    about = {"temperature": TEMPERATURE, "requests": len(asked), "largest_error": float(errors.max())}
+    return {**about, "median_error": float(np.median(errors)), "rows": rows}
+
+
+def tau_of(rounds: list[list[int]]) -> tuple[float, float]:
+    """Tokens a round, and half of its 95% interval as a part of it: requests are drawn again (bootstrap)."""
+    tokens, counts = np.array([sum(r) for r in rounds]), np.array([len(r) for r in rounds])
+    drawn = np.random.default_rng(0).integers(0, len(rounds), (2000, len(rounds)))
+    taus = tokens[drawn].sum(1) / counts[drawn].sum(1)
+    tau = float(tokens.sum() / counts.sum())
+    return tau, float((np.quantile(taus, 0.975) - np.quantile(taus, 0.025)) / 2 / tau)
+
+
+def _fixed(draft: str, gamma: int) -> Policy:
+    return parse_plain_policy({"draft": draft, "window": {"kind": "fixed", "gamma": gamma}})
+
+
+PARTS = {"recording": recording, "added": added, "reload": reload, "sampled": sampled}
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ from spectune.runtime.costs import MeasuredRound, StepLoad, step_terms
 from spectune.runtime.profiling.fit import Prefill, Shapes
 
 TARGET_ROWS: Final = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32, 48, 64, 96, 128)
+PROMPTS: Final = (0, 16, 64, 128, 256, 512, 1024)
 FEW: Final = (1, 4, 16, 64)
 """Rows that a draft's pass reads, and passes of a round: every knot costs certainty, so there are
 few."""
@@ -70,7 +71,7 @@ def step_shapes(loads: Sequence[StepLoad]) -> Shapes:
         "batch": [load.batch for load in loads],
     }
     rows, batch = _between(TARGET_ROWS, places["rows"]), _between(FEW, places["batch"])
-    context, prompts = _between((), places["context"]), _between((0, 64), places["prompts"])
+    context, prompts = _between((), places["context"]), _between(PROMPTS, places["prompts"])
     step, target, read = (share.term for share in step_terms(loads[0]._replace(draft="")))
     found: dict[str, tuple[tuple[str, ...], tuple[tuple[float, ...], ...]]] = {
         step: (("batch",), (batch,)),
@@ -80,7 +81,7 @@ def step_shapes(loads: Sequence[StepLoad]) -> Shapes:
     for draft in sorted({load.draft for load in loads if load.draft}):
         own = [load for load in loads if load.draft == draft]
         passes = _between((0, *FEW), [load.passes for load in own])
-        seats = _between((), [load.batch for load in own])
+        seats = _between(FEW, [load.batch for load in own])
         found[[share.term for share in step_terms(own[0])][-1]] = (("passes", "batch"), (passes, seats))
     return found
 
