@@ -2,10 +2,11 @@
 
     [SPECTUNE_VLLM_PYTHON=.venv-vllm/bin/python] python bench/load.py openvino|vllm --trace FILE.csv [--passes 4] [--quick]
 
-An engine is recorded under a few policies and loads. From that is predicted, then executed in turn, ``--passes`` times: no
-speculation, 1 to 8 tokens, and the table found for 1, 4 and 16 clients together, each under those loads, Poisson arrivals, and the
-first arrivals of a file (a column TIMESTAMP: the Azure LLM inference traces), both scaled to a part of what the engine can do.
-Figures go to ``bench/results/load-ENGINE.json``.
+An engine is recorded under a few policies and loads. From that is predicted, then executed in turn, ``--passes`` times, in another
+order each time: 0 to 8 tokens, no draft loaded, and the table found for low, middle and high load together, under these loads; some of
+them also under Poisson arrivals and the first arrivals of a file (a column TIMESTAMP: the Azure LLM inference traces), both scaled to a
+part of what the engine can do. On two cores a vLLM's arithmetic and all else are steadier apart: ``VLLM_CPU_OMP_THREADS_BIND=0 taskset -c
+1``. Figures go to ``bench/results/load-ENGINE.json``.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing
-from dataclasses import replace
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -27,115 +28,163 @@ import numpy as np
 import scipy.stats
 from lab import demo, environment, fixed, requests, stored
 
-from spectune.engines.protocol import Load, Wanted
+from spectune.engines.protocol import Load, Prompt, Running, Wanted
 from spectune.engines.start import start
 from spectune.optimizer.execute import DecodeOptions
-from spectune.optimizer.executed_load import Executed, Execution
-from spectune.optimizer.on_engine import prompts_of, record_on
+from spectune.optimizer.executed_load import served_of
+from spectune.optimizer.on_engine import execute, prompts_of, record_on
 from spectune.optimizer.record import Look, look_around
 from spectune.optimizer.simulate.load import Objective, Served, loads_of
-from spectune.optimizer.under_load import Search, under_load
+from spectune.optimizer.under_load import Search, UnderLoad, under_load
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
+from spectune.traces.recording import RecordingInfo
 from spectune.traces.schema import Sampling
 from spectune.traces.store import TraceStore
 
 ROOT = Path(__file__).resolve().parent.parent
-DRAFT, MOST, SEATS = "small", 8, 16
-CLIENTS = (1, 4, SEATS)
-"""Low, middle and high load."""
+DRAFT, MOST, SEATS, TOKENS = "small", 8, 32, 48
+OFF = "none"
+"""A server without a draft."""
+CLIENTS = {1: 16, 8: 72, SEATS: 144}
+"""Clients at low, middle and high load, and the requests that they send: about as long a time each."""
+OPEN, OPEN_GAMMAS = 96, (1, 2, 4, 8)
+"""Requests that arrive on their own, and the constants that serve them."""
 BUSY = 0.7
 """Requests that arrive, as a part of those that the engine answers at high load without a draft."""
-SIZES = {"openvino": (64, 64), "vllm": (32, 48)}
-"""Requests, and tokens of each."""
 
 
-def recorded(engine: str, pair: LoadedPair, store: TraceStore, count: int, tokens: int) -> str:
-    """Records the engine with the draft and without it at each load; the recording whose texts are replayed."""
-    options, workload = DecodeOptions(Sampling(), tokens), requests(count)
-    prompts = prompts_of(pair.words, workload, options)
-    longest = max(len(prompt.ids) for prompt in prompts) + tokens
-    windows = [fixed(MOST), fixed(3), fixed(1)]
-    if engine == "vllm":  # also no tokens with the draft loaded
-        windows.append({"kind": "by_batch", "gamma": {"1": 2, "2": 0}})
-    by_draft = {DRAFT: [parse_policy({"draft": DRAFT, "window": window}) for window in windows], "none": [AUTOREGRESSIVE]}
-    found = ""
-    for draft, policies in by_draft.items():
-        with closing(start(engine, pair.spec, Wanted(draft, MOST, SEATS, longest))) as running:
-            for clients in CLIENTS:
-                for policy in policies:
-                    load = Load(clients)
-                    info = record_on(store, pair.spec, running, workload, prompts, policy, load, options, fresh=True)
-                    if not found:
-                        found = info.id
-                        look_around(store, pair, found, Look((DRAFT,), MOST))
-                    store.finish_recording(info.id)
-    return found
+@dataclass(frozen=True)
+class Bench:
+    """An engine that is running, by the draft that it has loaded; the requests, and where they are recorded."""
+
+    pair: LoadedPair
+    store: TraceStore
+    engines: dict[str, Running]
+    prompts: tuple[Prompt, ...]
+    options: DecodeOptions
+    part: int
+
+    def record(self) -> RecordingInfo:
+        """Records the engine with the draft and without it at each load; the recording whose texts are replayed, which has them all."""
+        windows: list[dict[str, Any]] = [fixed(MOST), fixed(3), fixed(1)]
+        if OFF in self.engines:  # which else is not served without its draft
+            windows.append({"kind": "by_batch", "gamma": {"1": 2, "2": 0}})
+        policies = [(DRAFT, parse_policy({"draft": DRAFT, "window": window})) for window in windows]
+        policies.append((OFF if OFF in self.engines else DRAFT, AUTOREGRESSIVE))
+        first = self._recorded(DRAFT, policies[0][1], Load(SEATS), len(self.prompts))
+        look_around(self.store, self.pair, first.id, Look((DRAFT,), MOST))
+        for clients in CLIENTS:
+            for draft, policy in policies:
+                self._recorded(draft, policy, Load(clients), _count(Load(clients), self.part))
+        return first
+
+    def _recorded(self, draft: str, policy: Policy, load: Load, count: int) -> RecordingInfo:
+        running, asked = self.engines[draft], requests(count)
+        info = record_on(self.store, self.pair.spec, running, asked, self.prompts[:count], policy, load, self.options, fresh=True)
+        self.store.finish_recording(info.id)
+        return info
+
+    def run(self, draft: str, policy: Policy, load: Load) -> Served:
+        """Executes a policy under a load."""
+        asked = self.prompts[: _count(load, self.part)]
+        return served_of(list(execute(self.engines[draft], asked, policy, load, self.options)))
 
 
 def measured(state: Path, engine: str, trace: str, passes: int, *, quick: bool) -> dict[str, Any]:
     """Records, searches, executes; the figures."""
-    pair, (count, tokens) = demo((DRAFT,)), (8, 12) if quick else SIZES[engine]
+    pair, options = demo((DRAFT,)), DecodeOptions(Sampling(), 12 if quick else TOKENS)
+    prompts = prompts_of(pair.words, requests(max(CLIENTS.values()) // (8 if quick else 1)), options)
+    longest = max(len(prompt.ids) for prompt in prompts) + options.max_new_tokens
     store = stored(state / f"load-{engine}.db", fresh=True)
-    info = store.get_recording(recorded(engine, pair, store, count, tokens))
-    closed = "clients:" + ",".join(map(str, CLIENTS))
-    lab = under_load(store, info, [], closed, Objective())
-    found = Search(lab, lambda *_: None).run()
-    plain = found.nothing
-    assert plain is not None
-    rate = BUSY * _requests_per_s(plain.served[f"clients:{SEATS}"])
-    opened = {f"{kind} at {rate:.2g}/s": load for kind, load in _open(rate, trace, count)}
-    full = replace(lab, loads={**lab.loads, **opened})
-    search = Search(full, lambda *_: None)
-    constants = [AUTOREGRESSIVE, *(parse_policy({"draft": DRAFT, "window": fixed(g)}) for g in range(1, MOST + 1))]
-    table = found.table.policy
-    policies = list({p.id: p for p in (*constants, table)}.values())
-    print(f"  costs: {dict(lab.costs.check)}; table: {table.label()}; {rate:.2f} requests/s", flush=True)
-    executed = Execution(full, pair.spec, _said).run([search.scored(p) for p in policies], passes)
-    rows = [row for one in executed for row in _rows(one)]
-    return {
-        "engine": engine,
+    with ExitStack() as stack:
+        engines = {
+            draft: stack.enter_context(closing(start(engine, pair.spec, Wanted(draft, MOST, SEATS, longest))))
+            for draft in ((DRAFT, OFF) if engine == "vllm" else (DRAFT,))
+        }
+        bench = Bench(pair, store, engines, prompts, options, 8 if quick else 1)
+        return {"engine": engine, **_held(bench, bench.record(), trace, passes)}
+
+
+def _held(bench: Bench, info: RecordingInfo, trace: str, passes: int) -> dict[str, Any]:
+    lab = under_load(bench.store, info, [], "clients:" + ",".join(map(str, CLIENTS)), Objective())
+    off = OFF in bench.engines
+    loaded = replace(lab, costs=replace(lab.costs, passes={DRAFT: lab.costs.passes[DRAFT]})) if off else lab
+    table = Search(loaded, lambda *_: None).run().table.policy  # of a server that keeps its draft
+    plain = lab.simulate(AUTOREGRESSIVE, Load(SEATS)).served
+    about = {
         "version": info.options["engine_version"],
-        "requests": count,
-        "tokens": tokens,
+        "tokens": bench.options.max_new_tokens,
         "passes": passes,
-        "costs": dict(lab.costs.check),
+        "part": bench.part,
         "table": table.label(),
-        "texts_differ": sum(one.differ for one in executed),
+        "table_policy": table.spelled_out(),
+        "rate": BUSY * len(plain.tokens) / plain.seconds,
+    }
+    print(f"  {about}", flush=True)
+    loads, policies = _loads(about["rate"], trace, bench.part), _policies(table, off=off)
+    some = {*(f"K={g}" for g in OPEN_GAMMAS), "table", "off" if off else "K=0"}
+    rows = [{"load": load, "policy": name} for load in loads for name in policies if not loads[load].arrivals or name in some]
+    runs: dict[str, list[Served]] = {}
+    rng = np.random.default_rng(0)
+    for n in range(passes):
+        for load in loads:
+            own = [row["policy"] for row in rows if row["load"] == load]
+            for i in rng.permutation(len(own)):
+                runs.setdefault(f"{own[i]} {load}", []).append(bench.run(*policies[own[i]], loads[load]))
+        print(f"  {time.strftime('%H:%M:%S')} pass {n + 1} of {passes}", flush=True)
+    for row in rows:
+        served = runs[f"{row['policy']} {row['load']}"]
+        row |= {"tokens_per_s": [s.tokens_per_s for s in served], "tpot_s": [s.mean_tpot_s for s in served]}
+    return {**about, **predicted(lab, trace, about, rows)}
+
+
+def predicted(lab: UnderLoad, trace: str, about: dict[str, Any], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What is predicted of the executed rows, and how it compares."""
+    off = any(row["policy"] == "off" for row in rows)
+    loads, policies = _loads(about["rate"], trace, about["part"]), _policies(parse_policy(about["table_policy"]), off=off)
+    for row in rows:
+        draft, policy = policies[row["policy"]]
+        own = "" if draft == OFF or not lab.rules.drafts_after else draft  # a loaded draft is paid for
+        passes = lab.costs.passes if policy.gamma_max else {own: lab.costs.passes[own]}
+        load = loads[row["load"]]
+        asked = replace(lab, costs=replace(lab.costs, passes=passes), count=_count(load, about["part"]))
+        served = asked.simulate(policy, load).served
+        row |= {"predicted_tokens_per_s": served.tokens_per_s, "predicted_tpot_s": served.mean_tpot_s}
+    return {
+        "costs": dict(lab.costs.check),
         **{name: _errors(rows, name) for name in ("tokens_per_s", "tpot_s")},
         "kendall_tau": _agreement(rows),
-        "regret": _regret(executed, table, [f"clients:{n}" for n in CLIENTS]),
-        "rows": rows,
+        "regret": _regret(rows),
+        "rows": list(rows),
     }
 
 
-def _open(rate: float, trace: str, count: int) -> Iterator[tuple[str, Load]]:
+def _policies(table: Policy, *, off: bool) -> dict[str, tuple[str, Policy]]:
+    """Policies by name, each with the draft that its server has loaded."""
+    constants = [AUTOREGRESSIVE, *(parse_policy({"draft": DRAFT, "window": fixed(g)}) for g in range(1, MOST + 1))]
+    found = {f"K={g}": (DRAFT, policy) for g, policy in enumerate(constants)} | {"table": (DRAFT, table)}
+    return found | ({"off": (OFF, AUTOREGRESSIVE)} if off else {})
+
+
+def _loads(rate: float, trace: str, part: int) -> dict[str, Load]:
+    found = {f"clients:{n}": Load(n) for n in CLIENTS}
+    count = OPEN // part
     for kind, asked in (("poisson", f"poisson:{rate}"), ("azure", f"{trace}@{rate}")):
-        yield kind, next(iter(loads_of(asked, (), count, count).values()))
+        found[f"{kind} {rate:.2g}/s"] = next(iter(loads_of(asked, (), count, count).values()))
+    return found
 
 
-def _requests_per_s(served: Served) -> float:
-    return len(served.tokens) / served.seconds
+def _count(load: Load, part: int) -> int:
+    return max(4, (OPEN if load.arrivals else CLIENTS[load.clients]) // part)
 
 
-def _said(phase: str, done: int, total: int) -> None:
-    if done % 10 == 0 or done == total:
-        print(f"  {time.strftime('%H:%M:%S')} {phase} {done} of {total}", flush=True)
-
-
-def _rows(one: Executed) -> list[dict[str, Any]]:
-    """A policy under each load: predicted, and each execution."""
-    return [
-        {
-            "load": load,
-            "policy": one.policy.label(),
-            "predicted_tokens_per_s": one.predicted[load].tokens_per_s,
-            "tokens_per_s": [s.tokens_per_s for s in served],
-            "predicted_tpot_s": one.predicted[load].mean_tpot_s,
-            "tpot_s": [s.mean_tpot_s for s in served],
-        }
-        for load, served in one.served.items()
-    ]
+def again(state: Path, engine: str, trace: str, found: dict[str, Any]) -> dict[str, Any]:
+    """What is predicted today of what was executed then."""
+    store = stored(state / f"load-{engine}.db")
+    first = min(store.list_recordings(), key=lambda info: info.created_at)
+    lab = under_load(store, first, [], "clients:1", Objective())
+    return {**found, **predicted(lab, trace, found, found["rows"])}
 
 
 def _errors(rows: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
@@ -171,20 +220,21 @@ def _agreement(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"tau": float(np.mean(signs)) if signs else None, "pairs": len(signs)}
 
 
-def _regret(executed: Sequence[Executed], table: Policy, loads: Sequence[str]) -> dict[str, Any]:
+def _regret(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The table's tokens/s as parts of each constant's, by load and over all together (geometric means), with 95% intervals of the
-    passes (Student's t of logarithms)."""
-    logs = {one.policy.id: np.log([[s.tokens_per_s for s in one.served[load]] for load in loads]) for one in executed}
-    own = logs[table.id]
-    labels = {one.policy.id: one.policy.label() for one in executed}
-    others = {one.policy.id: logs[one.policy.id] for one in executed if one.policy.window.kind != "by_batch"}
-    best = [max(others, key=lambda p: float(np.median(others[p][n]))) for n in range(len(loads))]
+    passes (Student's t of logarithms). The best constant is that of the executions themselves, whose luck speaks against the table."""
+    loads = [f"clients:{n}" for n in CLIENTS]
+    logs = {(row["policy"], row["load"]): np.log(row["tokens_per_s"]) for row in rows}
+    others = [name for name in dict.fromkeys(row["policy"] for row in rows) if name != "table"]
+    constants = [name for name in others if name != "off"]
+    best = {load: max(constants, key=lambda name: float(logs[name, load].mean())) for load in loads}
+    beside = {name: [logs["table", load] - logs[name, load] for load in loads] for name in others}
     return {
         "by_load": [
-            {"load": load, "best_constant": labels[best[n]], "share": _share(own[n] - logs[best[n]][n])}
-            for n, load in enumerate(loads)
+            {"load": load, "best_constant": best[load], "share": _share(beside[best[load]][n])} for n, load in enumerate(loads)
         ],
-        "together": [{"constant": labels[p], "share": _share((own - log).mean(0))} for p, log in others.items()],
+        "together": [{"constant": name, "share": _share(np.mean(beside[name], axis=0))} for name in others],
+        "off": [{"load": load, "share": _share(logs_)} for load, logs_ in zip(loads, beside.get("off", ()), strict=False)],
     }
 
 
@@ -200,16 +250,21 @@ def main() -> None:
     parser.add_argument("engine", choices=("openvino", "vllm"))
     parser.add_argument("--trace", required=True, metavar="FILE.csv", help="arrivals, of which the first are used")
     parser.add_argument("--passes", type=int, default=4)
+    parser.add_argument("--again", action="store_true", help="predict again what was executed before, and execute nothing")
     parser.add_argument("--quick", action="store_true", help="a tiny size, which proves that it runs; writes no result")
     wanted = parser.parse_args()
     state = ROOT / ".acceptance"
     state.mkdir(exist_ok=True)
     before, began = environment(), time.time()
-    found = measured(state, wanted.engine, wanted.trace, 1 if wanted.quick else wanted.passes, quick=wanted.quick)
+    results = ROOT / "bench" / "results" / f"load-{wanted.engine}.json"
+    if wanted.again:
+        found = again(state, wanted.engine, wanted.trace, json.loads(results.read_text()))
+    else:
+        found = measured(state, wanted.engine, wanted.trace, 1 if wanted.quick else wanted.passes, quick=wanted.quick)
+        found |= {"seconds": round(time.time() - began, 1), "environment": before}
     print(json.dumps({k: v for k, v in found.items() if k != "rows"}, indent=1))
     if not wanted.quick:
-        found |= {"seconds": round(time.time() - began, 1), "environment": before}
-        (ROOT / "bench" / "results" / f"load-{wanted.engine}.json").write_text(json.dumps(found, indent=1) + "\n")
+        results.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

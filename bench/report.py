@@ -244,18 +244,20 @@ def _load(d: Figures) -> list[str]:
     ]
     columns = ("predicted", "off, median", "90th percentile", "executed again, median", "90th percentile", "5% and 10%, or again")
     about = (
-        f"{d['requests']} requests of {d['tokens']} tokens, each policy executed {d['passes']} times in turn; {d['texts_differ']} texts "
-        f"differ. Kendall's tau {d['kendall_tau']['tau']:.2f} over {d['kendall_tau']['pairs']} pairs of policies beyond noise."
+        f"Each policy executed {d['passes']} times in turn. Kendall's tau {d['kendall_tau']['tau']:.2f} over the "
+        f"{d['kendall_tau']['pairs']} pairs of policies under one load whose executions do not overlap."
     )
     cells = {(r["policy"], r["load"]): f"{r['predicted_tokens_per_s']:.0f} / {median(r['tokens_per_s']):.0f}" for r in d["rows"]}
     loads = dict.fromkeys(r["load"] for r in d["rows"])
-    grid = [(policy, *(cells[policy, one] for one in loads)) for policy in dict.fromkeys(r["policy"] for r in d["rows"])]
+    grid = [(policy, *(cells.get((policy, one), "") for one in loads)) for policy in dict.fromkeys(r["policy"] for r in d["rows"])]
     lines = [about, "", *table(columns, errors), *table(("tokens/s, predicted / executed", *loads), grid)]
     if d["engine"] == "vllm":  # whose tokens can follow the batch
-        lines += [f"The table that was found: {d['table']}. Its executed tokens/s as parts of the constants':", ""]
-        own = [(r["load"], f"the best: {r['best_constant']}", _interval(r["share"])) for r in d["regret"]["by_load"]]
-        own += [("all together", r["constant"], _interval(r["share"])) for r in d["regret"]["together"]]
-        lines += table(("load", "constant", "the table beside it (95% interval)"), own)
+        regret = d["regret"]
+        lines += [f"The table that was found: {d['table']}. Its tokens/s, executed, as parts of the constants' (95% intervals):", ""]
+        own = [(r["load"], f"{r['best_constant']}, the best executed", _interval(r["share"])) for r in regret["by_load"]]
+        own += [(r["load"], "off: no draft loaded", _interval(r["share"])) for r in regret["off"]]
+        own += [("all three", r["constant"], _interval(r["share"])) for r in regret["together"]]
+        lines += table(("load", "constant", "the table beside it"), own)
     return lines
 
 
