@@ -7,9 +7,10 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,18 @@ USAGE = frozenset({"policy", "requests", "rounds", "emitted_tokens", "accepted_t
 
 
 _processes = multiprocessing.get_context("forkserver")
-IMPORTED = "spectune.cli", "spectune.optimizer.record", "spectune.optimizer.serving", "spectune.optimizer.report.tables"
-_processes.set_forkserver_preload([*IMPORTED])
+IMPORTED = (
+    *("spectune.cli", "spectune.optimizer.tune", "spectune.optimizer.serving", "spectune.optimizer.report.tables"),
+    *("spectune.runtime.profiling", "transformers.models.llama.modeling_llama", "numba", "sklearn.linear_model", "sklearn.tree"),
+    "sklearn.feature_extraction.text",
+)
+
+
+def forked(target: Callable[..., None], *arguments: Any, daemon: bool = False) -> BaseProcess:
+    """A process, not begun, that is forked from one that has imported torch: to import it anew would take each of them seconds."""
+    # Said here: of all modules that ask for another server the last one before its start is heard.
+    _processes.set_forkserver_preload([*IMPORTED])
+    return _processes.Process(target=target, args=arguments, daemon=daemon)
 
 
 def _main(arguments: list[str], folder: str, out: Connection, err: Connection) -> None:
@@ -52,12 +63,11 @@ def _main(arguments: list[str], folder: str, out: Connection, err: Connection) -
 
 
 class Started:
-    """A command in a process of its own, as far as tests need subprocess.Popen. It is forked from one that has imported
-    torch: to import it anew would take each of them seconds."""
+    """A command in a process of its own (:func:`forked`), as far as tests need subprocess.Popen."""
 
     def __init__(self, arguments: list[str]) -> None:
-        (out, out_end), (err, err_end) = _processes.Pipe(duplex=False), _processes.Pipe(duplex=False)
-        self._process = _processes.Process(target=_main, args=(arguments, os.getcwd(), out_end, err_end), daemon=True)
+        (out, out_end), (err, err_end) = multiprocessing.Pipe(duplex=False), multiprocessing.Pipe(duplex=False)
+        self._process = forked(_main, arguments, os.getcwd(), out_end, err_end, daemon=True)
         self._process.start()
         self.stdout, self.stderr = (os.fdopen(os.dup(pipe.fileno()), encoding="utf-8") for pipe in (out, err))
         for pipe in (out, err, out_end, err_end):

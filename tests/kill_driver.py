@@ -1,25 +1,25 @@
 """`kill -9` of `record` and `tune` at random moments, and what must hold after each: nothing committed is lost or changed.
 
-:func:`run_kills` is for tests and ``bench/acceptance.py``. The commands run as children of one warm process that forks, so that a kill
-costs no second import of torch; the children are real processes and die by a real SIGKILL.
+:func:`run_kills` is for tests and ``bench/acceptance.py``. The commands run as children of one warm process that forks (itself from
+the fork server of :mod:`doors`), so that a kill costs no second import of torch; they are real processes and die by a real SIGKILL.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import random
 import select
 import signal
-import subprocess
-import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
 TIMEOUT_S = 300.0
 Facts = dict[tuple[Any, ...], bytes]
 
@@ -31,16 +31,19 @@ def run_kills(pair_file: Path | str, workdir: Path | str, count: int, seed: int,
     finished recording has the content of one that was never interrupted. Returns ``kills`` (how many, by command and phase),
     ``finished`` (runs that ended before their kill came), ``problems`` (empty when all is well) and ``seconds``.
     """
-    arguments = [str(pair_file), str(workdir), str(count), str(seed), str(requests)]
-    done = subprocess.run(
-        [sys.executable, str(HERE / "kill_driver.py"), *arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
-    )
-    if done.returncode:
-        raise RuntimeError(f"the kill driver failed: {done.stderr}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    from doors import forked
+
+    receiving, sending = multiprocessing.Pipe(duplex=False)
+    driver = forked(_drive, sending, str(pair_file), Path(workdir), count, seed, requests)
+    driver.start()
+    sending.close()
+    try:
+        found: dict[str, Any] | str = receiving.recv()
+    except EOFError:
+        found = "it was killed"
+    driver.join()
+    if isinstance(found, str):
+        raise RuntimeError(f"the kill driver failed: {found}")
     return found
 
 
@@ -234,20 +237,10 @@ class Driver:
         }
 
 
-def main() -> None:
-    pair, folder, count, seed, requests = sys.argv[1:]
-    sys.path[:0] = [str(HERE.parent), str(HERE)]
-    # Imported here once, and nothing computed: the children fork from a process without threads.
-    import sklearn.feature_extraction.text
-    import sklearn.linear_model
-    import sklearn.tree  # noqa: F401
-
-    import spectune.optimizer.report.tables
-    import spectune.optimizer.tune
-    import spectune.runtime.profiling  # noqa: F401
-
-    print(json.dumps(Driver(pair, Path(folder), int(seed), int(requests)).run(int(count))))
-
-
-if __name__ == "__main__":
-    main()
+def _drive(sending: Connection, pair: str, folder: Path, count: int, seed: int, requests: int) -> None:
+    """The driver's process, which computes nothing itself: its children fork from a process without threads."""
+    os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
+    try:
+        sending.send(Driver(pair, folder, seed, requests).run(count))
+    except Exception:
+        sending.send(traceback.format_exc())

@@ -1,14 +1,26 @@
-"""`kill -9`, SIGTERM and Ctrl-C: nothing committed is lost, and the same command goes on."""
+"""Commands as processes of their own. `kill -9`, SIGTERM and Ctrl-C: nothing committed is lost, and the same command goes on.
+What one publishes another one follows."""
 
 from __future__ import annotations
 
+import itertools
+import json
 import signal
 import sqlite3
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from doors import Door, write_workload
+import pytest
+from doors import Door, lines, write_workload
 from kill_driver import run_kills
+from test_hot_reload import fixed, publish, statuses, wait_for
+
+from spectune.db import open_database
+from spectune.runtime.loading import LoadedPair, load_pair
+from spectune.runtime.pair import read_pair
+from spectune.traces.store import TraceStore
 
 KILLS = 2
 """`make acceptance` makes 50."""
@@ -69,3 +81,82 @@ def trajectories(database: Path) -> dict[tuple[str, int], tuple[bytes, str]]:
         return {(recording, ordinal): (digest, at) for recording, ordinal, digest, at in rows}
     finally:
         connection.close()
+
+
+@pytest.fixture
+def serving(tiny_pair: Path, tmp_path: Path, pair: LoadedPair) -> Iterator[Any]:
+    """Process A: `run --policy active` over a long workload, with gamma 2 in force. Yields (door, process, workload, store)."""
+    door = Door(str(tmp_path / "spectune.db"), str(tiny_pair))
+    database = open_database(door.db)
+    store = TraceStore(database)
+    publish(store, pair, fixed(2))
+    workload = write_workload(tmp_path / "long.jsonl", 8)
+    process = door.start(
+        *("run", "--pair", tiny_pair, "--workload", workload, "--policy", "active", "--max-new-tokens", 400, "--device", "cpu"),
+        *("--outputs", tmp_path / "texts.jsonl", "--per-round", tmp_path / "rounds.jsonl", "--json"),
+    )
+    try:
+        yield door, process, workload, store
+    finally:
+        process.kill()
+        process.communicate()
+        database.close()
+
+
+def test_swaps_across_two_processes(serving: Any, tiny_pair: Path, tmp_path: Path) -> None:
+    """A decodes; this process is B: `policies activate` in the middle, swaps back and forth, then a
+    publication that A must refuse. Three swaps, as one alone may fall on the end of a text, where nothing
+    tells the windows from each other. On PostgreSQL `make acceptance` does it with more processes."""
+    door, process, workload, store = serving
+
+    def acknowledged(version: int, status: str) -> bool:
+        wait_for(lambda: (version, status) in statuses(store) or process.poll() is not None)
+        return (version, status) in statuses(store)
+
+    ended = "A ended too early to see every publication: lengthen the workload"
+    assert acknowledged(1, "applied"), ended
+    assert process.stderr.readline() == "run: 8\n", "a text has begun"
+    activated = door.json("policies", "activate", json.dumps(fixed(5).spelled_out()), "--pair", tiny_pair, "--device", "cpu")
+    applied = [activated["version"]]
+    assert acknowledged(applied[-1], "applied"), ended
+    served = load_pair(read_pair(str(tiny_pair)), device="cpu", drafts=())
+    for gamma in (2, 5):
+        applied.append(publish(store, served, fixed(gamma)))
+        assert acknowledged(applied[-1], "applied"), ended
+    refused = publish(store, served, fixed(3, "third"))
+    assert acknowledged(refused, "refused"), ended
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    assert statuses(store) == [(1, "applied"), *((v, "applied") for v in applied), (refused, "refused")]
+    listed = door.json("policies", "list", "--pair", tiny_pair, "--device", "cpu")["publications"]
+    assert {p["version"]: p["applied"] for p in listed}[activated["version"]] == 1
+    told = json.loads(out)
+    assert [(c["before"], c["after"], c["version"]) for c in told["changes"]] == [
+        (fixed(a).label(), fixed(b).label(), version) for (a, b), version in zip([(2, 5), (5, 2), (2, 5)], applied, strict=True)
+    ]
+    assert [line for line in err.splitlines() if line.startswith("the policy changed at request ")] == [
+        f"the policy changed at request {c['request']}, round {c['round']}: {c['before']}, then {c['after']} (version {c['version']})"
+        for c in told["changes"]
+    ]
+    assert {p["policy_id"] for p in told["by_policy"]} == {fixed(2).id, fixed(5).id}
+    assert sum(p["rounds"] for p in told["by_policy"]) == told["rounds"]
+    assert told["label"] == f"{fixed(2).label()}, then 3 changes"
+    kept = store.get_run("latest")
+    assert (kept.options["changes"], kept.outcome.policy) == (told["changes"], told["label"])
+    assert {store.get_policy(name).id for name in (fixed(2).id, fixed(5).id)} == {p["policy_id"] for p in told["by_policy"]}
+
+    rounds = lines(tmp_path / "rounds.jsonl")
+    # The window is clipped to what is left of a text's budget; every other round has the one in force.
+    full = [r for r in rounds if r["drafted"] + r["start"] + 1 < 400]
+    assert [gamma for gamma, _ in itertools.groupby(r["drafted"] for r in full)] == [2, 5, 2, 5]
+    windows = {r["request"]: {s["drafted"] for s in full if s["request"] == r["request"]} for r in full}
+    amid = [request for request, gammas in windows.items() if len(gammas) > 1]
+    assert amid, "each of the three swaps came between two texts"
+
+    until = max(int(request[1:]) for request in amid) + 1
+    (tmp_path / "first.jsonl").write_text("".join(workload.read_text().splitlines(keepends=True)[:until]))
+    door.json(
+        *("run", "--pair", tiny_pair, "--workload", tmp_path / "first.jsonl", "--policy", "autoregressive", "--no-store"),
+        *("--max-new-tokens", 400, "--outputs", tmp_path / "plain.jsonl", "--device", "cpu"),
+    )
+    assert lines(tmp_path / "plain.jsonl") == lines(tmp_path / "texts.jsonl")[:until]
