@@ -7,17 +7,35 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from multiprocessing import parent_process
+from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
+from doors import Door, write_workload
 
+from spectune.db import open_database
+from spectune.db.models import PanoramaChunkRow
 from spectune.optimizer import processes
 from spectune.optimizer.processes import kept_helpers, on_every_core
 from spectune.runtime.loading import LoadedPair
 from spectune.traces.errors import SpectuneError
+from spectune.traces.store import TraceStore
+
+TREES = ("--tree-width", 2, "--tree-depth", 2)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory, tiny_pair: Path) -> Door:
+    """A database with one recording of three requests and their trees, made by this process alone."""
+    folder = tmp_path_factory.mktemp("recorded")
+    door = Door(str(folder / "spectune.db"), str(tiny_pair))
+    workload = write_workload(folder / "w.jsonl", 3)
+    door.json("record", "--pair", tiny_pair, "--workload", workload, "--max-new-tokens", 8, "--gamma-max", 4, *TREES)
+    return door
 
 
 @pytest.fixture(scope="module", autouse=True)
-def two_cores() -> Iterator[None]:
+def two_cores(recorded: Door) -> Iterator[None]:
     """One helper beside this process, kept for all tests: to start one takes seconds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
@@ -43,11 +61,11 @@ def test_results_come_in_order_from_this_process_and_others(pair: LoadedPair, mo
             drawn.append(item)
             yield item
 
-    first = list(on_every_core(pair, squared, made(400), 400))
+    first = list(on_every_core(pair, squared, made(100), 100))
     second = list(on_every_core(pair, squared, made(40), 40))
     for found in (first, second):
         assert [value for value, _ in found] == [n * n for n in range(len(found))]
-    assert drawn == [*range(400), *range(40)]
+    assert drawn == [*range(100), *range(40)]
     others = {who for _, who in first} - {os.getpid()}
     assert len(others) == 1
     assert {who for _, who in second} == {os.getpid(), *others}, "the helper is still there"
@@ -63,6 +81,21 @@ def test_errors_arrive_and_what_is_left_early_is_dropped(pair: LoadedPair, monke
     assert time.monotonic() - began < 100, "ten thousand take 100 s on two cores"
 
 
+def test_what_a_kill_left_out_is_made_by_the_same_command_on_any_core(recorded: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two missing panoramas this process makes one, and the helper the other: byte for byte what was there."""
+    resumed = ("record", "--pair", recorded.pair, "--resume", "latest", "--gamma-max", 4)
+    part, whole = ({draft: {"count": n, "width": 2, "depth": 2} for draft in ("near", "far")} for n in (2, 3))
+    monkeypatch.setattr(processes, "PATIENCE_S", 0.0)
+    with open_database(recorded.db) as database:
+        store = TraceStore(database)
+        before = store.load("latest", trees=True)
+        with database.write() as session:
+            session.execute(sa.delete(PanoramaChunkRow).where(PanoramaChunkRow.kind == "tree", PanoramaChunkRow.ordinal == 1))
+        assert recorded.json(*resumed)["trees"] == part
+        assert recorded.json(*resumed, *TREES)["trees"] == whole
+        assert store.load("latest", trees=True).requests == before.requests
+
+
 def killed(pair: LoadedPair, item: int) -> int:
     """Ends a helper that works on it, as a lack of memory does."""
     if parent_process() is not None:
@@ -76,5 +109,7 @@ def test_a_killed_helper_is_said_and_replaced(pair: LoadedPair, monkeypatch: pyt
     monkeypatch.setattr(processes, "PATIENCE_S", 0.0)
     with pytest.raises(SpectuneError, match="a helper process was killed"):
         list(on_every_core(pair, killed, range(2000), 2000))
-    again = list(on_every_core(pair, squared, range(300), 300))
-    assert [value for value, _ in again] == [n * n for n in range(300)]
+    with closing(on_every_core(pair, squared, range(10_000), 10_000)) as again:
+        first = [next(again) for _ in range(3)]
+    assert [value for value, _ in first] == [0, 1, 4]
+    assert {who for _, who in first} - {os.getpid()}, "another one works"

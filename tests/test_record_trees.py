@@ -11,13 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import sqlalchemy as sa
 from doors import Door, write_workload
 from synthetic import flat_profile
 from trace_values import a_tree
 
 from spectune.db import open_database
-from spectune.db.models import PanoramaChunkRow
 from spectune.optimizer import record as recorder
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.record import Look, cover_of, look_around
@@ -120,22 +118,6 @@ def test_trees_are_widened_and_never_narrowed(door: Door, store: TraceStore) -> 
     by_q = resumed(door, "--tree-width", 2, "--tree-depth", 2, "--tree-proposals", "probability")
     assert by_q["trees_q"]["near"] == extent(3, 2, 2)
     assert by_q["trees"]["near"] == extent(3, 3, 4)
-
-
-def test_what_a_kill_left_out_is_made_by_the_same_command_on_any_core(
-    door: Door, store: TraceStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first missing panorama is made by this process, the second by another one: byte for byte what was there."""
-    asked = ("--tree-width", 2, "--tree-depth", 2)
-    resumed(door, *asked)
-    whole = store.load("latest", trees=True)
-    with store.database.write() as session:
-        session.execute(sa.delete(PanoramaChunkRow).where(PanoramaChunkRow.kind == "tree", PanoramaChunkRow.ordinal == 1))
-    assert resumed(door)["trees"]["near"] == extent(2, 2, 2)
-    monkeypatch.setattr("spectune.optimizer.processes.PATIENCE_S", 0.0)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1}, raising=False)
-    assert resumed(door, *asked)["trees"] == {"near": extent(3, 2, 2), "far": extent(3, 2, 2)}
-    assert store.load("latest", trees=True).requests == whole.requests
 
 
 def test_one_limit_alone_or_a_cover_takes_the_default_of_the_other(door: Door) -> None:
