@@ -50,7 +50,7 @@ def prompts(spec: PairSpec) -> tuple[Prompt, ...]:
 
 @pytest.fixture(scope="module")
 def running(spec: PairSpec) -> Iterator[OpenVino]:
-    made = start("openvino", spec, Wanted("small", MOST, 4, 320))
+    made = start("openvino", spec, Wanted("small", MOST, 4, 320, threads=1))
     assert isinstance(made, OpenVino)
     yield made
     made.close()
@@ -109,7 +109,7 @@ def test_one_recording_predicts_every_round_of_every_number_of_tokens(
 def test_a_draft_that_it_never_ran_does_what_retracing_predicts(
     recorded: TraceStore, spec: PairSpec, prompts: tuple[Prompt, ...]
 ) -> None:
-    other = start("openvino", spec, Wanted("medium", 5, 4, 320))
+    other = start("openvino", spec, Wanted("medium", 5, 4, 320, threads=1))
     assert isinstance(other, OpenVino)
     assert held_against_replay(recorded, fixed(5, "medium"), served(other, prompts, fixed(5, "medium"), Load(4))) > 50
     other.close()
