@@ -21,8 +21,9 @@ if TYPE_CHECKING:  # torch is imported by those tests alone that need it
 
 TEMPLATE = "spectune_template"
 SLOWEST = (
-    *("cli_flow", "schedule_workers", "kill", "publishing", "parity", "hot_reload", "head_drafting", "tree_parity", "shortlists"),
-    *("record_trees", "schedule_retries", "frequency_ranks", "shortlist_replay", "routing"),
+    *("cli_flow", "schedule_workers", "kill", "shortlists", "openvino", "shortlist_tuning", "publishing", "llamacpp", "parity"),
+    *("head_drafting", "fit_commands", "chooser_policy", "processes", "schedule_retries", "frequency_ranks", "tree_parity"),
+    *("distributed", "routing", "docs", "borders"),
 )
 """Test files that are begun first: the longest, as one of them would keep a single worker busy at the end. While the first tunes,
 and so compiles what is compiled, the second needs none of it."""
