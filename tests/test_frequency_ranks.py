@@ -33,7 +33,7 @@ from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.schema import Request, Sampling
 from spectune.traces.store import TraceStore
 
-TOKENS, WIDTH, DEPTH, GAMMA = 24, 2, 2, 8
+TOKENS, WIDTH, DEPTH, GAMMA = 16, 2, 2, 8
 SAMPLINGS = [Sampling(), Sampling(temperature=1.0, seed=4)]
 DRAFT = "far"
 
