@@ -270,7 +270,7 @@ def test_people_see_tables(door: Door) -> None:
         ("score", (), ("sharpness", "rank", "accepted", "log loss", "held-out distributions")),
         ("static-tree", ("--nodes", 4, "--depth", 2), ("paths", "0/0", "tokens a round expected")),
     ):
-        found = door.call("fit", kind, "--draft", "near", *arguments)
+        found = door.call("fit", kind, "--draft", "near", *arguments, env={"COLUMNS": "200"})
         assert found.exit_code == 0, found.output
         assert all(word in found.stdout for word in words), found.stdout
         assert "a policy with it: {" in found.stdout

@@ -79,7 +79,7 @@ def test_trees_are_recorded_with_the_texts(tmp_path: Path, tiny_pair: Path) -> N
     shown = door.json("traces", "show", "latest")
     assert listed["trees"] == shown["trees"] == made["trees"]
     assert len(shown["requests"]) == 2 * 3  # rows are of chains
-    assert "far 3x2, near 3x2" in door.call("traces", "list").stdout
+    assert "far 3x2, near 3x2" in door.call("traces", "list", env={"COLUMNS": "200"}).stdout
     assert "trees of far 3x2, near 3x2" in door.call("traces", "show").stdout.replace("\n", " ")
 
 
