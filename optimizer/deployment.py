@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from spectune.traces.errors import PolicyError
@@ -15,6 +16,15 @@ if TYPE_CHECKING:
     from spectune.traces.store import Publication
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a policy is put in force: on a device, in a deployment, in place of ``over`` (None: of nothing)."""
+
+    device: str
+    deployment: str
+    over: Publication | None
 
 
 def check_deployment(name: str) -> str:

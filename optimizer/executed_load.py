@@ -19,7 +19,7 @@ from spectune.optimizer.simulate.load import Objective, Served
 from spectune.optimizer.under_load import Found, Scored, UnderLoad
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import Policy
-from spectune.traces.errors import TraceError
+from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.schema import Trajectory
 
 MOST_PASSES: Final = 9
@@ -28,8 +28,8 @@ MOST_PASSES: Final = 9
 
 @dataclass(frozen=True)
 class Executed:
-    """A policy on the engine: what was ``predicted`` of it by load, and what was ``served``, one for each time. ``differ``:
-    texts that were others than the recorded."""
+    """A policy on the engine: what was ``predicted`` of it by load (nothing where too little was recorded for that), and what was
+    ``served``, one for each time. ``differ``: texts that were others than the recorded."""
 
     policy: Policy
     predicted: Mapping[str, Served]
@@ -47,28 +47,40 @@ class Executed:
         for name, served in self.served.items():
             told = self.median(name).to_json(level)
             del told["load"]
-            predicted = self.predicted[name]
+            predicted = self.predicted.get(name)
             loads.append({
                 "load": name,
-                "predicted_tokens_per_s": predicted.tokens_per_s,
-                "predicted_tpot_s": predicted.mean_tpot_s,
+                "predicted_tokens_per_s": None if predicted is None else predicted.tokens_per_s,
+                "predicted_tpot_s": None if predicted is None else predicted.mean_tpot_s,
                 "each_tokens_per_s": [one.tokens_per_s for one in served],
                 "measured": told,
             })  # fmt: skip
         return {"policy_id": self.policy.id, "label": self.policy.label(), "texts_differ": self.differ, "loads": loads}
 
 
-def finalists(found: Found) -> list[Scored]:
-    """Who is executed: the table, the best constant of each load, and no speculation, each once."""
-    nothing = [] if found.nothing is None else [found.nothing]
-    return list({s.policy.id: s for s in (found.table, *found.best.values(), *nothing)}.values())
+def finalists(found: Found, lab: UnderLoad, incumbent: Policy) -> list[Scored]:
+    """Who is executed: the table, the best constant of each load, no speculation, and what is to be beaten, each once."""
+    those = [found.table, *found.best.values()]
+    those += [] if found.nothing is None else [found.nothing]
+    if incumbent.id not in {s.policy.id for s in those}:
+        try:
+            predicted = {name: lab.simulate(incumbent, load).served for name, load in lab.loads.items()}
+        except (PolicyError, TraceError):  # too little was recorded
+            predicted = {}
+        those.append(Scored(incumbent, predicted))
+    return list({s.policy.id: s for s in those}.values())
 
 
-def passes_of(those: Sequence[Scored], budget_s: float) -> tuple[int, float]:
-    """How often all are executed in a time, at least once, and the seconds that this takes as predicted, starts left out."""
-    one = sum(served.seconds for scored in those for served in scored.served.values())
-    passes = max(1, min(MOST_PASSES, int(budget_s / one) if one > 0 else MOST_PASSES))
-    return passes, passes * one
+def pass_s(those: Sequence[Scored]) -> float:
+    """The seconds that executing all once takes, as predicted, starts left out; of whom nothing is predicted as the others."""
+    known = [sum(served.seconds for served in scored.served.values()) for scored in those if scored.served]
+    return sum(known) / len(known) * len(those)
+
+
+def passes_of(those: Sequence[Scored], budget_s: float) -> int:
+    """How often all are executed in a time, at least once."""
+    one = pass_s(those)
+    return max(1, min(MOST_PASSES, int(budget_s / one) if one > 0 else MOST_PASSES))
 
 
 class Execution:

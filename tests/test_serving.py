@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import scipy.stats
 from click.testing import CliRunner
 from trace_values import a_panorama, a_trajectory
 
 from spectune.cli import main
 from spectune.db.database import open_database
 from spectune.engines.abilities import VLLM
-from spectune.engines.protocol import Load
+from spectune.engines.protocol import Answered, Load, Prompt
 from spectune.engines.rules import ServingRules, rules_of
+from spectune.optimizer import executed_load
+from spectune.optimizer.executed_load import Executed
+from spectune.optimizer.proven_load import proof_of
 from spectune.optimizer.simulate.load import Objective, Served, loads_of
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.served_costs import ServedCosts, fit_served, served_steps
 from spectune.optimizer.simulate.serving import Simulated, serve
 from spectune.runtime.costs import StepCosts, StepLoad, step_costs, step_terms
-from spectune.runtime.pair import PairSpec
-from spectune.runtime.policies.document import Policy, parse_policy
+from spectune.runtime.pair import read_pair
+from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.runtime.policies.stops import compile_stop
 from spectune.traces.cost_table import CostTable
 from spectune.traces.errors import PolicyError, TraceError
@@ -44,14 +50,14 @@ PROFILE = LatencyProfile(
 COSTS = step_costs(PROFILE, "small")
 
 
-def trace_of(count: int, none: float = 0.0) -> ReplayTrace:
-    """Texts of an engine from their second token on: of 2 to 60 tokens, a half of which ends before its budget."""
+def trace_of(count: int, none: float = 0.0, budget: int = 0) -> ReplayTrace:
+    """Texts of an engine from their second token on: of 2 to 60 tokens, of one budget or each of its own, a half of which ends before."""
     rng = np.random.default_rng(count)
     made = []
     for i in range(count):
         t = a_trajectory(i, n=int(rng.integers(1, 60)))
         prompt = rng.integers(0, 4096, int(rng.integers(2, 90))).astype(np.int32)
-        made.append(replace(t, prompt_ids=prompt, max_new_tokens=len(t.output_ids) + 9 * (i % 2)))
+        made.append(replace(t, prompt_ids=prompt, max_new_tokens=budget or len(t.output_ids) + 9 * (i % 2)))
     return ReplayTrace(made, {"small": [a_panorama(t, "small", none=none) for t in made]})
 
 
@@ -356,14 +362,14 @@ def test_arrivals_as_they_are_asked_for(tmp_path: Path) -> None:
 def server(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A database with what a server recorded that drafted 0 to 6 tokens for one client and for eight."""
     url = str(tmp_path_factory.mktemp("server") / "traffic.db")
-    trace, at, ordinal = trace_of(40), 1.0, 0
+    trace, at, ordinal = trace_of(40, budget=70), 1.0, 0
     serving = {"max_num_seqs": 8, "max_batched_tokens": 512, "max_len": 400, "ahead": 0}
     about = {"engine": "vllm", "engine_version": "0.32.0", "serving": serving}
     with open_database(url) as database:
         store = TraceStore(database)
-        spec = PairSpec("pair", "/models/target", (("small", "/models/small"),))
-        store.put_pair("pair", spec.name, spec.to_json())
-        info = store.create_recording("pair", None, Sampling(), max_new_tokens=64, options=about, source="serve")
+        spec = read_pair("demo")
+        store.put_pair(spec.id, spec.name, spec.to_json())
+        info = store.create_recording(spec.id, None, Sampling(), max_new_tokens=64, options=about, source="serve")
         for gamma in (0, 1, 3, 6):
             for clients in (1, 8):
                 found = serve(trace, "small", tables(window(gamma), RULES), Load(clients), RULES, COSTS, members=True)
@@ -422,3 +428,95 @@ def test_a_table_is_found_for_several_loads(server: str) -> None:
     assert CliRunner().invoke(main, ["--db", server, "tune", "--engine", "vllm"]).exit_code == 2
     refused = CliRunner().invoke(main, ["--db", server, "tune", "--engine", "vllm", "--arrivals", "clients:1", "--objective", "goodput"])
     assert "needs --ttft or --tpot" in refused.output
+
+
+class Simulating:
+    """An engine that answers at once what the simulator says of those texts, a little faster or slower each time."""
+
+    engine, version, serving = VLLM, "0.32.0", dict[str, Any]()
+
+    def __init__(self, noise: np.random.Generator) -> None:
+        self.noise = noise
+
+    def execute(self, prompts: Sequence[Prompt], policy: Policy, load: Load, **_: Any) -> Iterator[Answered]:
+        if len(prompts) == 1:  # before what counts
+            return
+        trace, pace = trace_of(len(prompts), budget=70), float(np.exp(self.noise.normal(0, 0.002)))
+        found = serve(trace, policy.draft, tables(policy, RULES), load, RULES, COSTS, members=True)
+        for prompt, request in zip(prompts, recorded(trace, found, policy), strict=True):
+            steps = (replace(s, arrived_s=s.arrived_s * pace, ended_s=s.ended_s * pace) for s in request.steps)
+            assert prompt.ids == tuple(request.trajectory.prompt_ids)
+            yield Answered(replace(request.trajectory, request_id=prompt.id), tuple(steps))
+
+    def close(self) -> None:
+        pass
+
+
+def test_what_is_proved_by_execution_is_published(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the engine's deployment, once: what is in force is then what is to be beaten."""
+    noise = np.random.default_rng(1)
+    monkeypatch.setattr(executed_load, "start", lambda *_: Simulating(noise))
+    asked = ("tune", "--engine", "vllm", "--arrivals", "clients:1,8", "--limit", "40", "--execute", "--budget")
+    first = told(server, *asked, "1s")
+    assert (first["passes"], first["published"]) == (1, None)
+    needs = int(re.findall(r"--budget (\d+)s fits 4 passes", first["reason"])[0])
+    plain = {one["label"]: one["loads"] for one in first["executed"]}["autoregressive"]
+    assert {(load["load"], load["predicted_tokens_per_s"] is None) for load in plain} == {("clients:1", False), ("clients:8", False)}
+    assert told(server, *asked, f"{needs}s", "--no-publish")["reason"].endswith("--no-publish")
+    found = told(server, *asked, f"{needs}s")
+    assert found["passes"] == 4
+    assert found["published"] == {"version": 1, "policy": found["winner"]["id"], "deployment": "vllm"}
+    assert 1.01 < found["ratio_interval"][0] < found["ratio_to_incumbent"] < found["ratio_interval"][1]
+    assert found["incumbent"] == {"version": None, "id": AUTOREGRESSIVE.id, "label": "autoregressive"}
+    assert all(one["texts_differ"] == 0 for one in found["executed"])
+    with open_database(server) as database:
+        kept = TraceStore(database).active_publication(read_pair("demo").id, "cpu", "vllm")
+    assert kept is not None
+    assert (kept.reason, kept.evidence["executed"], kept.actor) == (found["reason"], found["executed"], "tune")
+    assert kept.sampling is not None
+    assert kept.sampling["temperature"] == 0
+    again = CliRunner().invoke(main, ["--db", server, *asked, f"{needs}s"])
+    assert f"nothing executed is better than {kept.label}. In force in deployment vllm" in " ".join(again.output.split())
+    assert f"version 1, {kept.label}, stays." in again.output
+
+
+def test_what_cannot_run_is_not_what_is_to_be_beaten(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tree in force is said and passed over; a window that was never served is executed without a prediction."""
+    noise = np.random.default_rng(1)
+    monkeypatch.setattr(executed_load, "start", lambda *_: Simulating(noise))
+    asked = ("tune", "--engine", "vllm", "--arrivals", "clients:8", "--limit", "40", "--execute", "--budget", "1s")
+    tree = '{"draft": "small", "growth": {"kind": "top_k"}}'
+    for policy, name in ((tree, "trees"), ('{"draft": "small", "window": {"kind": "fixed", "gamma": 7}}', "wide")):
+        done = CliRunner().invoke(main, ["--db", server, "policies", "activate", policy, "--pair", "demo", "--deployment", name])
+        assert done.exit_code == 0, done.output
+    found = told(server, *asked, "--deployment", "trees")
+    assert "cannot run (vLLM cannot run trees" in found["reason"]
+    assert found["incumbent"]["id"] == AUTOREGRESSIVE.id
+    found = told(server, *asked, "--deployment", "wide")
+    wide = next(one for one in found["executed"] if one["policy_id"] == found["incumbent"]["id"])
+    assert [load["predicted_tokens_per_s"] for load in wide["loads"]] == [None]
+    assert found["published"] is None
+
+
+def test_what_passes_prove() -> None:
+    """By hand: Student's interval of the logarithms of ratios of passes, averaged over loads."""
+
+    def one(policy: Policy, *passes: tuple[float, float]) -> Executed:
+        """Seconds of each pass at two loads, 100 tokens each."""
+        loads = zip(*([Served(*map(np.array, ([0.0], [s / 2], [s], [100]))) for s in both] for both in passes), strict=True)
+        return Executed(policy, {}, dict(zip(("a", "b"), loads, strict=True)), 0)
+
+    plain = one(AUTOREGRESSIVE, (10.0, 20.0), (11.0, 20.0), (10.0, 21.0))
+    fast = one(window(3), (5.0, 20.0), (6.0, 19.0), (5.0, 21.0))
+    apart = [(np.log(10 / 5)) / 2, (np.log(11 / 6) + np.log(20 / 19)) / 2, np.log(10 / 5) / 2]
+    half = scipy.stats.sem(apart) * scipy.stats.t.ppf(0.995, 2)
+    found = proof_of([plain, fast], AUTOREGRESSIVE, Objective())
+    assert found.winner == window(3)
+    assert np.log(found.ratio) == pytest.approx([np.mean(apart), np.mean(apart) - half, np.mean(apart) + half])
+    assert found.against == ""
+    assert proof_of([plain, fast], window(3), Objective()).against.startswith("nothing executed is better")
+    few = proof_of([one(AUTOREGRESSIVE, (10.0, 20.0)), one(window(3), (5.0, 20.0))], AUTOREGRESSIVE, Objective("tpot"))
+    assert (few.ratio[0], few.wants, few.to_json()["ratio_interval"]) == (pytest.approx(np.sqrt(2)), 4, [0.0, None])
+    assert "one pass" in few.against
+    noisy = one(window(1), (5.0, 20.0), (11.0, 19.0), (9.0, 21.0))
+    assert "not beyond noise" in proof_of([plain, noisy], AUTOREGRESSIVE, Objective("goodput", ttft_s=4.0)).against

@@ -29,7 +29,14 @@ from spectune.optimizer.commands.shared import (
     with_context,
     workload_of,
 )
-from spectune.optimizer.commands.under_load import execute_found, load_options, recording_on, search_under_load, show_search
+from spectune.optimizer.commands.under_load import (
+    execute_found,
+    load_options,
+    place_of,
+    recording_on,
+    search_under_load,
+    show_search,
+)
 
 if TYPE_CHECKING:
     from spectune.traces.store import TraceStore
@@ -69,7 +76,9 @@ def _budget(_ctx: click.Context, _param: click.Parameter, text: str) -> str:
     help="With --arrivals: tokens a second, time per output token, or requests a second within --ttft and --tpot.",
 )
 @click.option(
-    "--execute", is_flag=True, help="With --arrivals: serve the finalists on the engine too, under the same loads, for --budget."
+    "--execute",
+    is_flag=True,
+    help="With --arrivals: serve the finalists on the engine too, under the same loads, for --budget, and publish what is proved.",
 )
 @click.option("--fresh", is_flag=True, help="Record and profile anew, whatever is stored.")
 @click.option("--no-publish", is_flag=True, help="Show the evidence, publish nothing.")
@@ -164,9 +173,8 @@ def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
 
 def tune_under_load(ctx: click.Context, kw: dict[str, Any], *, as_json: bool) -> None:
     """`tune --engine`: the table that is best at the loads asked for, found by simulating what the engine recorded. It is printed,
-    with the command that puts it in force; nothing is published. With ``--execute`` the engine serves it too, beside the best
-    constants and no speculation."""
-    from spectune.optimizer.schedule import parse_duration
+    with the command that puts it in force. With ``--execute`` the engine serves it too, beside the best constants, no speculation and
+    what is in force, and the best of them is published where it is proved better than that."""
     from spectune.traces.errors import TraceError
 
     if kw["arrivals"] is None:
@@ -176,9 +184,9 @@ def tune_under_load(ctx: click.Context, kw: dict[str, Any], *, as_json: bool) ->
         spec = pair_spec(kw, store, info.id) if kw["execute"] else None
         if spec is not None and spec.id != info.pair_id:
             raise TraceError(f"recording {info.id} is of pair {info.pair_id}, not of {spec.name} ({spec.id}), which --execute would serve")
-        lab, found, data = search_under_load(store, info, kw)
-        executed = [] if spec is None else execute_found(lab, found, spec, float(parse_duration(kw["budget"])))
-    show_search(ctx, lab, found, data, executed, as_json=as_json)
+        searched, place = search_under_load(store, info, kw), place_of(ctx, store, info)
+        proved = None if spec is None else execute_found(ctx, store, searched, spec, place)
+    show_search(ctx, searched, place, proved, as_json=as_json)
 
 
 def _be_quick(ctx: click.Context, kw: dict[str, Any]) -> str:

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import json
+import math
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from spectune.optimizer.commands.outputs import to_type
+from spectune.optimizer.commands.config import is_given
+from spectune.optimizer.commands.outputs import kept_unless_stored, to_type
 from spectune.optimizer.commands.shared import Meter, emit, policy_named, say, together
 
 if TYPE_CHECKING:
+    from spectune.optimizer.deployment import Place
     from spectune.optimizer.executed_load import Executed
+    from spectune.optimizer.proven_load import Proof
     from spectune.optimizer.simulate.load import Objective, Served
     from spectune.optimizer.simulate.serving import Simulated
     from spectune.optimizer.under_load import Found, UnderLoad
     from spectune.runtime.pair import PairSpec
     from spectune.runtime.policies.document import Policy
     from spectune.traces.recording import RecordingInfo
-    from spectune.traces.store import TraceStore
+    from spectune.traces.store import Publication, TraceStore
 
 
 def _seconds(_ctx: click.Context, _param: click.Parameter, text: str | None) -> float | None:
@@ -87,10 +91,16 @@ def simulate_under_load(store: TraceStore, info: RecordingInfo, kw: dict[str, An
     emit(as_json, data, lambda: _table(rows, f"{policy.label()} on {info.engine} (predicted)"))
 
 
-def search_under_load(
-    store: TraceStore, info: RecordingInfo, kw: dict[str, Any]
-) -> tuple[UnderLoad, Found, dict[str, Any]]:
-    """The search of `tune --arrivals`, and what is to be told of it as JSON."""
+class Searched(NamedTuple):
+    """What was searched under load, what was found, and what is to be told of it as JSON."""
+
+    lab: UnderLoad
+    found: Found
+    data: dict[str, Any]
+
+
+def search_under_load(store: TraceStore, info: RecordingInfo, kw: dict[str, Any]) -> Searched:
+    """The search of `tune --arrivals`."""
     from spectune.optimizer.under_load import Search, under_load
 
     lab = under_load(store, info, [], kw["arrivals"], _objective(kw), limit=kw["limit"])
@@ -116,29 +126,83 @@ def search_under_load(
         "no_speculation_from": found.stops_at,
         "loads": loads,
     }
-    return lab, found, data
+    return Searched(lab, found, data)
 
 
-def execute_found(lab: UnderLoad, found: Found, spec: PairSpec, budget_s: float) -> list[Executed]:
-    """Serves what a search found on its engine, for about so many seconds."""
-    from spectune.optimizer.executed_load import Execution, finalists, passes_of
+class Proved(NamedTuple):
+    """What the engine served of a search's finalists, what that proves, and what became of it: the publication, or why there is none."""
 
-    those = finalists(found)
-    passes, seconds = passes_of(those, budget_s)
+    executed: list[Executed]
+    proof: Proof
+    place: Place
+    published: Publication | None
+    reason: str
+
+    def to_json(self, level: Objective) -> dict[str, Any]:
+        over, done = self.place.over, self.published
+        return {
+            "kind": "executed",
+            "executed": [one.to_json(level) for one in self.executed],
+            "incumbent": {
+                "version": over and over.version,
+                "id": self.proof.incumbent.id,
+                "label": self.proof.incumbent.label(),
+            },
+            **self.proof.to_json(),
+            "published": done and {"version": done.version, "policy": done.policy_id, "deployment": done.deployment},
+            "reason": self.reason,
+        }
+
+
+def place_of(ctx: click.Context, store: TraceStore, info: RecordingInfo) -> Place:
+    """Where a policy for the engine of a recording is put in force: in the deployment that was named, else in the engine's own, on the
+    device that was recorded, else on this machine's."""
+    from spectune.optimizer.deployment import Place
+    from spectune.runtime.cuda.found import sees_cuda
+
+    deployment = ctx.params["deployment"] if is_given(ctx, "deployment") else info.engine
+    device = str(info.options.get("device") or ("cuda" if sees_cuda() else "cpu"))
+    return Place(device, deployment, store.active_publication(info.pair_id, device, deployment))
+
+
+def execute_found(ctx: click.Context, store: TraceStore, searched: Searched, spec: PairSpec, place: Place) -> Proved:
+    """Serves what a search found on its engine, beside what is in force, for about --budget; publishes the best where that is proved
+    better, unless --no-publish."""
+    from spectune.optimizer.executed_load import Execution, finalists, pass_s, passes_of
+    from spectune.optimizer.proven_load import proof_of, publish_proven, to_beat
+    from spectune.optimizer.schedule.times import parse_duration
+
+    lab, found, data = searched
+    incumbent, unusable = to_beat(lab, place.over)
+    those = finalists(found, lab, incumbent)
+    passes, one_s = passes_of(those, float(parse_duration(ctx.params["budget"]))), pass_s(those)
     say(
-        f"{len(those)} policies under {len(lab.loads)} loads, {passes} times each: about {seconds:.0f} s, and the starts of the engine",
+        f"{len(those)} policies under {len(lab.loads)} loads, {passes} times each: about {passes * one_s:.0f} s, and the starts of the "
+        "engine",
         err=True,
     )
     with Meter() as meter:
-        return Execution(lab, spec, meter).run(those, passes)
+        executed = Execution(lab, spec, meter).run(those, passes)
+    proof = proof_of(executed, incumbent, lab.objective)
+    against = proof.against or ("--no-publish" if ctx.params["no_publish"] else "")
+    more = f"--budget {math.ceil(proof.wants * one_s)}s fits {proof.wants} passes" if proof.against and proof.wants else ""
+    reason = "; ".join(filter(None, (unusable, str(proof), against, more)))
+    result = Proved(executed, proof, place, None, reason)
+    if against:
+        return result
+    with kept_unless_stored(ctx, "tune", lambda: {**data, **result.to_json(lab.objective)}):
+        done = publish_proven(store, lab, proof.winner, place, reason, {**data, **result.to_json(lab.objective)})
+    return result._replace(reason=f"{reason}; {done}") if isinstance(done, str) else result._replace(published=done)
 
 
-def show_search(
-    ctx: click.Context, lab: UnderLoad, found: Found, data: dict[str, Any], executed: list[Executed], *, as_json: bool
-) -> None:
-    """Prints the map of loads, the table that is best over all of them, what the engine served of it, and what to type next."""
-    if executed:
-        data = {**data, "kind": "executed", "executed": [one.to_json(lab.objective) for one in executed]}
+def show_search(ctx: click.Context, searched: Searched, place: Place, proved: Proved | None, *, as_json: bool) -> None:
+    """Prints the map of loads, the table that is best over all of them, what the engine served of it and what is in force, and what to
+    type next."""
+    lab, found, data = searched
+    if proved is None:
+        data = {**data, "published": None, "reason": "predicted alone; --execute proves and publishes"}
+    else:
+        data = {**data, **proved.to_json(lab.objective)}
     level, rows = lab.objective, []
     for name, best in found.best.items():
         told = {"load": name, "best draft": best.policy.draft, "tokens": best.policy.gamma_max}
@@ -147,30 +211,52 @@ def show_search(
     emit(as_json, data, lambda: _table(rows, f"best constant by load on {lab.info.engine} (predicted), and the table beside it"))
     if as_json:
         return
-    if executed:
-        emit(False, None, _table([_beside(one, name) for name in lab.loads for one in executed], "executed beside predicted"))
-        say(f"texts that differ from those recorded: {sum(one.differ for one in executed)}")
+    if proved is not None:
+        beside = [_beside(one, name) for name in lab.loads for one in proved.executed]
+        emit(False, None, lambda: _table(beside, "executed beside predicted"))
+        say(f"texts that differ from those recorded: {sum(one.differ for one in proved.executed)}")
     say(f"\n{found.simulated} policies simulated. Best over these loads together: {found.table.policy.label()}")
     if found.stops_at is not None:
         say(f"Not to speculate is best from {found.stops_at} on.")
-    policy = found.table.policy
-    window = json.dumps({"kind": policy.window.kind, "gamma": policy.window.model_dump(mode="json")["gamma"]})
-    document = f'{{"draft": "{policy.draft}", "window": {window}}}' if policy.speculates else "autoregressive"
-    say("# puts it in force\n" + to_type(ctx, f"policies activate --deployment {lab.info.engine} '{document}'"))
+    if proved is not None:
+        say(_concluded(lab, proved))
+    _say_next(ctx, found.table.policy if proved is None else proved.proof.winner, proved, place)
+
+
+def _concluded(lab: UnderLoad, proved: Proved) -> str:
+    """What is in force now, where, and how much better than what."""
+    place, done = proved.place, proved.published
+    where = f"in deployment {place.deployment} for pair {lab.info.pair_id} on {place.device}"
+    if done is not None:
+        return f"In force {where}: version {done.version}, {done.label}. By {lab.objective.kind}, {proved.reason}."
+    stays = "nothing is" if place.over is None else f"version {place.over.version}, {place.over.label}, stays"
+    return f"Nothing is published: {proved.reason}. In force {where}: {stays}."
+
+
+def _say_next(ctx: click.Context, policy: Policy, proved: Proved | None, place: Place) -> None:
+    """The command that comes next: to look at what was published, or to put in force what was not."""
+    there = f"--deployment {place.deployment} --device {place.device}"
+    if proved is not None and proved.published is not None:
+        say("# the policy in force, and its evidence\n" + to_type(ctx, f"policies show active {there}"))
+    elif place.over is None or place.over.policy_id != policy.id:
+        window = json.dumps({"kind": policy.window.kind, "gamma": policy.window.model_dump(mode="json")["gamma"]})
+        document = f'{{"draft": "{policy.draft}", "window": {window}}}' if policy.speculates else "autoregressive"
+        say("# puts it in force\n" + to_type(ctx, f"policies activate {there} '{document}'"))
 
 
 def _beside(one: Executed, name: str) -> dict[str, Any]:
     """A policy under a load, executed: speeds of all executions, and how far the prediction was off the median's."""
-    measured, predicted, each = one.median(name), one.predicted[name], [s.tokens_per_s for s in one.served[name]]
+    measured, each = one.median(name), [s.tokens_per_s for s in one.served[name]]
+    predicted = one.predicted.get(name)
     return {
         "load": name,
         "policy": one.policy.label(),
-        "predicted": f"{predicted.tokens_per_s:.1f}",
+        "predicted": "-" if predicted is None else f"{predicted.tokens_per_s:.1f}",
         "tokens/s": f"{measured.tokens_per_s:.1f}",
         "from-to": f"{min(each):.1f}-{max(each):.1f}",
-        "off": f"{100 * (predicted.tokens_per_s / measured.tokens_per_s - 1):+.1f}%",
+        "off": "-" if predicted is None else f"{100 * (predicted.tokens_per_s / measured.tokens_per_s - 1):+.1f}%",
         "tpot ms": f"{1000 * measured.mean_tpot_s:.3g}",
-        "predicted tpot": f"{1000 * predicted.mean_tpot_s:.3g}",
+        "predicted tpot": "-" if predicted is None else f"{1000 * predicted.mean_tpot_s:.3g}",
     }
 
 

@@ -102,6 +102,12 @@ class Objective:
             return -served.mean_tpot_s
         return served.goodput(self) if self.kind == "goodput" else served.tokens_per_s
 
+    def worth(self, served: Served) -> float:
+        """What ratios are taken of: above 0, and the larger, the better. Where not one request is good, half a one is."""
+        if self.kind == "tpot":
+            return 1 / max(served.mean_tpot_s, 1e-9)
+        return max(self.score(served), 0.5 / max(served.seconds, 1e-9))
+
 
 @dataclass(frozen=True, eq=False)
 class Served:
