@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from spectune.engines.abilities import LLAMACPP
+from spectune.engines.abilities import FLOAT32_ON_CPU, LLAMACPP
 from spectune.engines.gguf import gguf_file
 from spectune.engines.protocol import Answered, Load, Prompt, Wanted, check_fits
 from spectune.runtime.pair import PairSpec
@@ -41,7 +41,7 @@ class LlamaCpp:
     """A pair on llama.cpp (:class:`engines.protocol.Running`). Raises EngineError where it is not
     installed or cannot load a checkpoint, PairError for a draft that the pair has not."""
 
-    engine = LLAMACPP
+    engine, runs_on = LLAMACPP, FLOAT32_ON_CPU
 
     def __init__(self, spec: PairSpec, wanted: Wanted) -> None:
         self.version = LLAMACPP.require()

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from spectune.engines.abilities import OPENVINO, Engine
+from spectune.engines.abilities import FLOAT32_ON_CPU, OPENVINO
 from spectune.engines.gguf import gguf_file, kept
 from spectune.engines.protocol import Answered, Load, Prompt, Wanted, check_fits
 from spectune.runtime.pair import PairSpec, identity
@@ -59,6 +59,8 @@ class _Job:
 class OpenVino:
     """A pair in OpenVINO GenAI, as :class:`engines.protocol.Running` has it. Raises EngineError for what it cannot load."""
 
+    engine, runs_on = OPENVINO, FLOAT32_ON_CPU
+
     def __init__(self, spec: PairSpec, wanted: Wanted) -> None:
         self.version = OPENVINO.require()
         self.wanted = wanted
@@ -72,10 +74,6 @@ class OpenVino:
         self._eos = sorted(eos_of(spec.target))
         self._pipelines: dict[bool, Any] = {}
         self._sent = 0
-
-    @property
-    def engine(self) -> Engine:
-        return OPENVINO
 
     @property
     def serving(self) -> dict[str, Any]:

@@ -95,6 +95,10 @@ class Running(Protocol):
     def serving(self) -> Mapping[str, Any]:
         """How it fills its steps, by the names of :class:`engines.rules.ServingRules`."""
 
+    @property
+    def runs_on(self) -> Mapping[str, str]:
+        """Its ``device`` and ``dtype``, as recordings have them."""
+
     def execute(
         self, prompts: Sequence[Prompt], policy: AnyPolicy, load: Load, *, sampling: Sampling, max_new_tokens: int
     ) -> Generator[Answered, None, None]:

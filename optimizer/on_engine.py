@@ -47,7 +47,7 @@ def about_recording(running: Running, options: DecodeOptions) -> dict[str, Any]:
     return {
         "stop_strings": list(options.stop_strings),
         "chat": options.chat,
-        **({"device": running.engine.device, "dtype": "float32"} if running.engine.device else {}),
+        **running.runs_on,
         "engine": running.engine.name,
         "engine_version": running.version,
         "serving": dict(running.serving),
@@ -63,7 +63,7 @@ def record_on(
     store: TraceStore,
     spec: PairSpec,
     running: Running,
-    workload: Workload,
+    workload: Workload | None,
     prompts: Sequence[Prompt],
     policy: AnyPolicy,
     load: Load,
@@ -73,10 +73,10 @@ def record_on(
     progress: Progress = lambda phase, done, total: None,
 ) -> RecordingInfo:
     """Serves what an unfinished recording of the same arguments lacks, or all of it, each request committed as it ends; the
-    recording, which still is to be looked around in and finished."""
+    recording, which still is to be looked around in and finished. ``workload``: what the prompts are of, where that is to be kept."""
     name = spec.id
     store.put_pair(name, spec.name, spec.to_json())
-    digest = store.put_workload(workload)
+    digest = None if workload is None else store.put_workload(workload)
     asked: dict[str, Any] = {
         "max_new_tokens": options.max_new_tokens,
         "verifier": verifier_of(options),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -252,3 +254,32 @@ def test_what_is_best_under_load_is_executed_beside_its_prediction(recorded: Tra
             assert (load["measured"]["tokens"], load["measured"]["requests"]) == (tokens, len(WORKLOAD.requests))
             assert len(load["each_tokens_per_s"]) >= 1
             assert load["measured"]["tokens_per_s"] in load["each_tokens_per_s"]
+
+
+def test_a_profile_says_what_steps_cost_that_were_never_served(recorded: TraceStore, tmp_path: Path) -> None:
+    """Its recordings are the engine's: they tell of 3 drafted tokens where traffic drafted 2."""
+    with closing(sqlite3.connect(str(recorded.database.url.database))) as there, closing(sqlite3.connect(tmp_path / "x.db")) as here:
+        there.backup(here)
+    recording = recorded.get_recording("latest").id
+    three = json.dumps(fixed(3).spelled_out())
+    asked = ("simulate", "--recording", recording, "--policy", three, "--arrivals", "clients:1,2", "--json")
+    assert "is not known: those recorded drafted 0 to 2" in cli(tmp_path, *asked)[2]
+    code, data, said = cli(
+        tmp_path, "profile", "--pair", "demo", "--engine", "openvino", "--concurrency", "2", "--gamma-max", "3", "--json"
+    )
+    assert code == 0
+    assert f"prompts of recording {recording}" in said
+    assert set(data["left_out"]) == {"head", "ngram"}
+    assert {draft: told["most"] for draft, told in data["drafts"].items()} == {"": 0, "small": 3, "medium": 3}
+    for draft, told in data["drafts"].items():
+        assert [row["batch"] for row in told["step_ms"]] == [1, 2]
+        assert all(set(row) == {"batch", *("123" if draft else "0")} and min(row.values()) > 0 for row in told["step_ms"])
+    assert data["costs"]["steps"] > 200
+    assert cli(tmp_path, *asked)[1]["costs"]["steps"] == data["costs"]["steps"]
+    with open_database(str(tmp_path / "x.db"), create=False) as database:
+        infos = [TraceStore(database).get_recording(name) for name in data["recordings"]]
+        batches = [s.batch for r in TraceStore(database).load(infos[0].id, steps=True).requests for s in r.steps]
+    assert [(i.engine, i.state, i.n_requests, i.options["dtype"]) for i in infos] == [("openvino", "complete", 8, "float32")] * 7
+    assert set(batches) == {1, 2}
+    assert "serves one request at a time" in cli(tmp_path, "profile", "--pair", "demo", "--engine", "llamacpp")[2]
+    assert "leave --contexts" in cli(tmp_path, "profile", "--pair", "demo", "--engine", "openvino", "--contexts", "9")[2]

@@ -86,6 +86,12 @@ class Vllm:
         """How it fills its steps, by the names of :class:`engines.rules.ServingRules`."""
         return dict(self._store.list_recordings()[0].options["serving"])
 
+    @property
+    def runs_on(self) -> dict[str, str]:
+        """Its device and dtype, as its recordings say them."""
+        options = self._store.list_recordings()[0].options
+        return {"device": str(options["device"]), "dtype": str(options["dtype"])}
+
     def execute(
         self, prompts: Sequence[Prompt], policy: AnyPolicy, load: Load, *, sampling: Sampling, max_new_tokens: int
     ) -> Generator[Answered, None, None]:

@@ -92,6 +92,7 @@ class Scheduler(AsyncScheduler):
         about: dict[str, Any] = {
             "engine": "vllm",
             "engine_version": vllm.__version__,
+            "device": str(config.device_config.device_type),
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
             "serving": self._rules(),
         }
@@ -101,7 +102,7 @@ class Scheduler(AsyncScheduler):
         self._above_zero: Verifier = "rejection" if probabilistic else "greedy"
         place = Place(
             url,
-            str(config.device_config.device_type),
+            str(about["device"]),
             f"vllm:{os.uname().nodename}:{os.getpid()}",
             about,
             config.model_config.max_model_len,

@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from spectune.optimizer.commands.engine_profile import profile_on_engine
+from spectune.optimizer.commands.on_engine import NATIVE, check_engine, engine_option
 from spectune.optimizer.commands.outputs import kept_unless_stored
 from spectune.optimizer.commands.shared import (
     Meter,
+    Whole,
     device_options,
     emit,
     json_option,
@@ -29,27 +32,42 @@ if TYPE_CHECKING:
 @click.command()
 @pair_options
 @device_options
-@click.option("--gamma-max", type=click.IntRange(1, 64), default=16, show_default=True)
+@engine_option
+@click.option("--concurrency", type=Whole(1), help="Measure from 1 to N requests at a time, on an engine that batches; default: 8.")
+@click.option("--gamma-max", type=click.IntRange(1, 64), help="Longest drafts measured; default: 16, on another engine 8.")
 @click.option(
     "--contexts", help="Context lengths to measure at, comma-separated; default: those that the recording serves, else 32,160,384."
 )
 @click.option("--repeats", type=click.IntRange(1, 10_000), default=1, show_default=True, help="Sweeps over all that is measured.")
 @click.option("--no-trees", is_flag=True, help="Leave out what trees cost: quicker, for chains alone.")
 @click.option(
-    "--recording", help="Measure trees on the texts of ID or latest; default: the pair's newest complete one, else random tokens."
+    "--recording",
+    help="Measure trees on the texts of ID or latest, another engine on their prompts; default: the pair's newest complete one, else "
+    "random tokens, or the demo's prompts.",
 )
 @json_option
 @with_context
-def profile(
-    ctx: click.Context, as_json: bool, gamma_max: int, contexts: str | None, repeats: int, no_trees: bool, recording: str | None, **kw: Any
-) -> None:
+def profile(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     """Measure what every part of a round costs on this device.
 
-    What drafting and verifying trees costs depends on the text, so `record` first.
+    What drafting and verifying trees costs depends on the text, so `record` first. On an engine that batches, measure what its steps
+    cost, with each draft of the pair and without: its recordings tell `simulate --arrivals` and `tune --arrivals` so.
 
     \b
     Example:  cli.py profile --pair pair.json --device cpu
+              cli.py profile --pair pair.json --engine openvino --concurrency 8 --gamma-max 6
     """
+    if kw["engine"] != NATIVE:
+        profile_on_engine(ctx, kw, as_json=as_json)
+        return
+    check_engine({**kw, "concurrency": kw["concurrency"] or 1})
+    _profile_here(ctx, as_json=as_json, **kw)
+
+
+def _profile_here(
+    ctx: click.Context, *, as_json: bool, contexts: str | None, repeats: int, no_trees: bool, recording: str | None, **kw: Any
+) -> None:
+    """`profile` of the native decoder."""
     try:
         lengths = tuple(sorted({int(c) for c in contexts.split(",")})) if contexts else ()
     except ValueError:
@@ -76,7 +94,7 @@ def profile(
             measured = measure_profile(
                 pair,
                 texts=whole_texts(texts),
-                gamma_max=gamma_max,
+                gamma_max=kw["gamma_max"] or 16,
                 contexts=lengths or served_contexts(texts),
                 repeats=repeats,
                 trees=not no_trees,

@@ -23,14 +23,15 @@ if TYPE_CHECKING:
     from spectune.traces.store import TraceStore
 
 NATIVE = "native"
+engine_option = click.option(
+    "--engine",
+    type=click.Choice([NATIVE, "vllm", "openvino", "llamacpp"]),
+    default=NATIVE,
+    show_default=True,
+    help="What executes (`engines` lists what each can do).",
+)
 engine_options = together(
-    click.option(
-        "--engine",
-        type=click.Choice([NATIVE, "vllm", "openvino", "llamacpp"]),
-        default=NATIVE,
-        show_default=True,
-        help="What executes (`engines` lists what each can do).",
-    ),
+    engine_option,
     click.option(
         "--concurrency", type=Whole(1), default=1, show_default=True, help="Requests at a time, on an engine that batches."
     ),

@@ -23,8 +23,8 @@ FITTED_STEPS: Final = 6000
 """Most steps that costs are fitted to, spread over all that were recorded."""
 LEAST_STEPS: Final = 30
 """Fewer steps tell nothing."""
-POOLED: Final = 16
-"""Most recordings of an engine that its costs are fitted to, the newest."""
+POOLED: Final = 32
+"""Most recordings of an engine that its costs are fitted to, the newest: a profile of five drafts makes 26."""
 
 
 class ServedSteps(NamedTuple):
@@ -116,7 +116,7 @@ class ServedCosts:
             served = f"{least} to {most}" if least < most else f"{least}"
             raise PolicyError(
                 f"what steps cost that draft {', '.join(map(str, outside))} tokens with {draft!r} is not known: those recorded drafted "
-                f"{served}; let the server draft so many for a while (`policies activate`)"
+                f"{served}; let the server draft so many for a while (`policies activate`), or serve them by `profile --engine`"
             )
         return step_costs(self.profile, draft)
 
@@ -128,7 +128,7 @@ def fit_served(steps: Sequence[ServedSteps], pair_id: str, device: str, dtype: s
     if len(loads) < LEAST_STEPS:
         raise TraceError(
             f"{len(loads)} steps of this engine were recorded with their times, which are too few to know what steps cost "
-            f"({LEAST_STEPS} at least); serve more requests"
+            f"({LEAST_STEPS} at least); serve more requests, or say `profile --engine`"
         )
     chosen = np.unique(np.linspace(0, len(loads) - 1, FITTED_STEPS).astype(int))
     picked = [loads[i] for i in chosen]
@@ -155,16 +155,20 @@ def _check(predicted: FloatArray, executed: FloatArray, steps: int) -> dict[str,
     }
 
 
+def _made_by(info: RecordingInfo) -> tuple[Any, ...]:
+    """What recordings whose steps cost the same have in common."""
+    said = info.options
+    return said.get("engine"), said.get("engine_version"), said.get("device", "cpu"), said.get("dtype")
+
+
 def costs_of_engine(store: TraceStore, info: RecordingInfo) -> ServedCosts:
     """The costs of the engine of a recording, from all its recordings of this pair, of the same version, device and numbers.
 
     Raises TraceError where too few steps were recorded with their times.
     """
-    alike = ("engine", "engine_version", "device", "dtype")
-    same = [i for i in store.list_recordings() if i.pair_id == info.pair_id and all(i.options.get(k) == info.options.get(k) for k in alike)]
-    newest = sorted(same, key=lambda i: i.created_at, reverse=True)[:POOLED]
+    same = [i for i in store.list_recordings(info.pair_id) if _made_by(i) == _made_by(info)]
     steps = []
-    for found in newest:
+    for found in same[:POOLED]:
         rules = rules_of(found.engine, found.options.get("serving"))
         steps.append(served_steps(store.load(found.id, steps=True, skip_corrupted=True).requests, rules))
     device = str(info.options.get("device", "cpu"))

@@ -10,13 +10,17 @@ from pathlib import Path
 import pytest
 from served import SEATS, tokens_of
 
+from spectune.db.database import open_database
 from spectune.demo.prompts import demo_workload
 from spectune.engines.protocol import Answered, Load, Prompt, Wanted
 from spectune.engines.vllm.execute import Vllm
+from spectune.optimizer.engine_profile import Design, serve_design, step_table
+from spectune.optimizer.simulate.served_costs import costs_of_engine
 from spectune.runtime.pair import PairSpec, read_pair
 from spectune.runtime.policies.document import parse_policy
 from spectune.traces.errors import EngineError, PolicyError
 from spectune.traces.schema import Sampling
+from spectune.traces.store import TraceStore
 
 TEXTS = [line["turns"][0] for line in demo_workload()][::6][:16]
 FOUR = parse_policy({"draft": "small", "window": {"kind": "fixed", "gamma": 4}})
@@ -62,6 +66,19 @@ def test_every_load_and_policy_gives_the_same_texts(running: Vllm, prompts: list
     assert running.serving["max_num_seqs"] == SEATS
     with pytest.raises(PolicyError, match="cannot run a window of kind 'fsm'"):
         running.execute(prompts, parse_policy({"draft": "small", "window": {"kind": "fsm"}}), Load(), sampling=Sampling(), max_new_tokens=8)
+
+
+def test_a_design_that_it_served_says_what_its_steps_cost(running: Vllm, prompts: list[Prompt], tmp_path: Path) -> None:
+    """Up to the most tokens, and none with the draft loaded."""
+    with open_database(str(tmp_path / "x.db")) as database:
+        store = TraceStore(database)
+        made = serve_design(store, read_pair("demo"), running, "small", Design(prompts, most=6, clients=4, tokens=24))
+        found = [store.get_recording(name) for name in made]
+        costs = costs_of_engine(store, found[-1])
+    assert [(i.n_requests, i.options["device"], i.options["dtype"]) for i in found] == [(16, "cpu", "float32")] * 5
+    assert costs.passes == {"small": (0, 6)}
+    assert costs.check["steps"] > 200
+    assert all(ms > 0 for row in step_table(costs, running.engine, "small", Design(prompts, 6, 4)) for ms in row.values())
 
 
 def test_a_server_that_dies_is_started_again_once_and_asked_what_it_had_not_answered(

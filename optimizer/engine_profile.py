@@ -1,0 +1,140 @@
+"""Profiling an engine that serves many requests at once: a small set of requests, designed to tell what its steps cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import cycle, islice
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from spectune.engines.abilities import Engine
+from spectune.engines.protocol import Load, Prompt, Running, Wanted
+from spectune.engines.start import start
+from spectune.optimizer.execute import DecodeOptions
+from spectune.optimizer.on_engine import record_on
+from spectune.optimizer.record import Progress
+from spectune.optimizer.simulate.served_costs import ServedCosts
+from spectune.runtime.costs import step_seconds
+from spectune.runtime.pair import PairSpec
+from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
+from spectune.traces.errors import EngineError, PairError
+from spectune.traces.store import TraceStore
+
+TOKENS: Final = 48
+"""New tokens of each request."""
+LEAST_REQUESTS: Final = 4
+"""Fewest requests that are served at one number of clients; else two for each client."""
+
+
+@dataclass(frozen=True)
+class Design:
+    """What is served: ``prompts`` to from 1 to ``clients`` at a time, under windows of 1 to ``most`` tokens, both doubled, each
+    request for ``tokens``. ``threads``: of a CPU; None: the engine's own choice."""
+
+    prompts: Sequence[Prompt]
+    most: int = 8
+    clients: int = 8
+    tokens: int = TOKENS
+    threads: int | None = None
+
+    @property
+    def context(self) -> float:
+        """Tokens that a request's cache holds, in the mean."""
+        return float(np.mean([len(prompt.ids) for prompt in self.prompts])) + self.tokens / 2
+
+    def loads(self) -> Iterator[tuple[int, tuple[Prompt, ...]]]:
+        """(clients, the prompts up to and with theirs): the prompts in order, from the first again where there are too few."""
+        done = 0
+        for clients in doubled(self.clients):
+            done += max(LEAST_REQUESTS, 2 * clients)
+            prompts = islice(cycle(self.prompts), done)
+            yield clients, tuple(Prompt(f"{n}", prompt.category, prompt.ids) for n, prompt in enumerate(prompts))
+
+    def policies(self, engine: Engine, draft: str) -> list[Policy]:
+        """What is in force while they are served; of an engine that can, also no tokens with the draft loaded."""
+        if draft == "none":
+            return [AUTOREGRESSIVE]
+        windows: list[dict[str, Any]] = [{"kind": "fixed", "gamma": gamma} for gamma in doubled(self.most)]
+        if engine.by_batch and self.clients > 1:
+            windows.append({"kind": "by_batch", "gamma": {"1": min(2, self.most), "2": 0}})
+        found = [parse_policy({"draft": draft, "window": window}) for window in windows]
+        return [policy for policy in found if isinstance(policy, Policy)]
+
+
+def doubled(most: int) -> tuple[int, ...]:
+    """1, 2, 4 and so on, and the most."""
+    return tuple(sorted({*(1 << n for n in range(most.bit_length())), most}))
+
+
+class Profiled(NamedTuple):
+    """The recordings that were made, and by draft why there is none of it."""
+
+    recordings: tuple[str, ...]
+    left_out: dict[str, str]
+
+
+def profile_engine(
+    store: TraceStore,
+    spec: PairSpec,
+    name: str,
+    drafts: Sequence[str],
+    design: Design,
+    *,
+    say: Callable[[str], None] = lambda line: None,
+    progress: Progress = lambda phase, done, total: None,
+) -> Profiled:
+    """Starts an engine without a draft and with each of the drafts, and serves the design into recordings, one for each policy:
+    those of an engine's traffic, from which its costs are known. A draft that the engine cannot load is left out.
+
+    Raises EngineError or PairError where it cannot serve the target, and EngineError where it fails while it serves.
+    """
+    recordings, left_out = list[str](), dict[str, str]()
+    longest = max(len(prompt.ids) for prompt in design.prompts) + design.tokens
+    for draft in ("none", *drafts):
+        wanted = Wanted(draft, design.most, design.clients, longest, design.threads)
+        try:
+            running = start(name, spec, wanted)
+        except (EngineError, PairError) as error:
+            if draft == "none":
+                raise
+            left_out[draft] = str(error)
+            say(f"left out: {draft} ({error})")
+            continue
+        with closing(running):
+            recordings += serve_design(store, spec, running, draft, design, progress)
+    return Profiled(tuple(recordings), left_out)
+
+
+def serve_design(
+    store: TraceStore, spec: PairSpec, running: Running, draft: str, design: Design, progress: Progress = lambda *_: None
+) -> list[str]:
+    """Serves the design on an engine that has loaded ``draft``: a recording of each policy, at each number of clients."""
+    options, recordings = DecodeOptions(max_new_tokens=design.tokens), list[str]()
+    for policy in design.policies(running.engine, draft):
+        recording = ""
+        for clients, prompts in design.loads():  # what is not recorded yet is served to so many
+            info = record_on(store, spec, running, None, prompts, policy, Load(clients), options, fresh=not recording)
+            recording = info.id
+            progress(policy.label(), clients, design.clients)
+        store.finish_recording(recording)
+        recordings.append(recording)
+    return recordings
+
+
+def step_table(costs: ServedCosts, engine: Engine, draft: str, design: Design) -> list[dict[str, Any]]:
+    """A row for each number of requests that share a step: its milliseconds by draft tokens, as text, of those that were served with
+    the draft ("": without one). 0 is told where the engine keeps it loaded then."""
+    least, most = costs.passes[draft]
+    off = (0,) if not draft or engine.by_batch else ()
+    rows = []
+    for batch in doubled(design.clients):
+        row: dict[str, Any] = {"batch": batch}
+        for gamma in (*off, *doubled(design.most)) if draft else off:
+            if least <= gamma <= most:
+                step = costs.of(draft, [gamma])
+                row[str(gamma)] = 1000 * step_seconds(step, batch * (1 + gamma), 0, batch, batch * design.context, gamma)
+        rows.append(row)
+    return rows
