@@ -321,7 +321,7 @@ class _Judge:
 def _did(parts: Sequence[Replay | ShardedReplay]) -> bytes:
     """A digest of what each request's rounds came to, whatever parts the requests were replayed in."""
     order = np.concatenate([p.trace.order if isinstance(p, Replay) else np.arange(len(p.counts)) for p in parts])
-    rows = np.column_stack([order, np.concatenate([part.counts[:, :6] for part in parts])])[np.argsort(order)]
+    rows = np.concatenate([part.counts[:, :6] for part in parts])[np.argsort(order)]
     return hashlib.blake2b(rows.astype(np.int64).tobytes(), digest_size=16).digest()
 
 

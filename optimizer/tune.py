@@ -8,10 +8,10 @@ what they make even where they are to begin anew.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from sqlalchemy.orm import Session
@@ -56,6 +56,9 @@ from spectune.traces.store import Publication, StoredProfile, TraceStore
 from spectune.traces.store.kinds import EVIDENCE
 from spectune.traces.store.publications import DEFAULT_DEPLOYMENT
 
+if TYPE_CHECKING:
+    from spectune.optimizer.simulate.distributed import Shards
+
 MOST_COVERS = 4
 """Growths of one draft beyond the recording that are recorded as well; each makes every tree larger."""
 Progress = Callable[[str, int, int], None]
@@ -71,7 +74,8 @@ class TuneOptions:
     nothing that was stored before, but what was made under the same ``idempotency_key``. ``guard`` is called in the transaction that
     publishes, and raises where the caller may not; ``publishing`` is entered around it, with what is published. What is in force
     in the ``deployment`` is the incumbent, and is what is replaced. ``tell`` is called with what a user should know of the workload
-    before the work goes on, ``begins`` with the name of each of :data:`STAGES`."""
+    before the work goes on, ``begins`` with the name of each of :data:`STAGES`. ``workers``: who replay what is searched
+    (:func:`optimizer.simulate.distributed.connected`); None: this process."""
 
     options: DecodeOptions = field(default_factory=DecodeOptions)
     drafts: tuple[str, ...] = ()
@@ -93,6 +97,7 @@ class TuneOptions:
     begins: Callable[[str], None] = lambda stage: None
     tree_width: int = 8
     tree_depth: int = 8
+    workers: str | None = None
 
     @property
     def chains_only(self) -> bool:
@@ -189,6 +194,8 @@ class Tuning:
     clock: Callable[[], float]
     seconds: dict[str, float]
     trace: ReplayTrace = field(init=False)
+    ordinals: tuple[int, ...] = field(init=False)
+    """Of the trace's requests, in the recording."""
     parts: Parts = field(init=False)
     """Those of the race and the confirmation in an order whose every beginning has all categories."""
     profile: StoredProfile = field(init=False)
@@ -233,31 +240,48 @@ class Tuning:
         """Opens the trace anew, as something was recorded or ranked since."""
         grown: list[Grown] = [(d, "coupled") for d in self.grown]
         opened = open_trace(self.store, self.recording, chains=self.chains, trees=grown, skip_corrupted=True, **more)
-        self.trace = opened.trace
+        self.trace, self.ordinals = opened.trace, opened.ordinals
         texts = self.trace.trajectories
         categories = [t.category for t in texts]
         parts = split(categories)
         self.parts = Parts(parts.search, mixed(parts.race, categories), mixed(parts.confirm, categories))
 
+    @contextmanager
+    def searched(self) -> Iterator[ReplayTrace | Shards]:
+        """The search part: here, or on the workers that are asked for, for as long as they search (they know no shortlists)."""
+        if self.wanted.workers is None or self.shortlists:
+            yield self.trace.select(self.parts.search)
+            return
+        from spectune.optimizer.simulate.distributed import Shards, connected, homes, stored_shards
+
+        read = [Policy(draft=draft) for draft in self.chains]
+        read += [Policy.model_validate({"draft": draft, "growth": {"kind": "top_k"}}) for draft in self.grown]
+        part = [self.ordinals[i] for i in self.parts.search]
+        with connected(self.wanted.workers) as client:
+            info = self.store.get_recording(self.recording)
+            sources = stored_shards(self.store, info, read, len(homes(client)), ordinals=part, skip_corrupted=True)
+            yield Shards(client, sources, self.profile.profile)
+
     def search(self, trials: int, known: Study | None = None) -> None:
         """Replays policies on the search part; those of ``known`` are not replayed again."""
-        self.study = search(
-            self.trace.select(self.parts.search),
-            self.profile.profile,
-            [d for d in self.drafts if d in self.chains or d in self.grown],
-            gamma_max=self.wanted.gamma_max,
-            trials=trials,
-            seed=self.wanted.seed,
-            incumbents=[
-                *plain_policies(self.incumbent, self.artifacts),
-                *(p for p in earlier_winners(self.store, self.pair, *self.verified) if p.draft in (*self.drafts, "none")),
-            ],
-            artifacts=self.artifacts,
-            trees=self.trees,
-            shortlists=self.shortlists,
-            known=known,
-            progress=lambda done, total, best: self.progress(f"search, best {best:.0f} tokens/s", done, total),
-        )
+        with self.searched() as trace:
+            self.study = search(
+                trace,
+                self.profile.profile,
+                [d for d in self.drafts if d in self.chains or d in self.grown],
+                gamma_max=self.wanted.gamma_max,
+                trials=trials,
+                seed=self.wanted.seed,
+                incumbents=[
+                    *plain_policies(self.incumbent, self.artifacts),
+                    *(p for p in earlier_winners(self.store, self.pair, *self.verified) if p.draft in (*self.drafts, "none")),
+                ],
+                artifacts=self.artifacts,
+                trees=self.trees,
+                shortlists=self.shortlists,
+                known=known,
+                progress=lambda done, total, best: self.progress(f"search, best {best:.0f} tokens/s", done, total),
+            )
 
     def encoded(self, part: Sequence[int]) -> Encoded:
         """Some of the requests, to be decoded again."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,12 +20,14 @@ from trace_values import PAIR, a_panorama, a_recording, a_tree
 
 from spectune.db import open_database
 from spectune.db.models import PanoramaChunkRow
+from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.search import search
 from spectune.optimizer.simulate import distributed
 from spectune.optimizer.simulate.distributed import Shards, connected, stored_shards
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.trace import open_trace
 from spectune.optimizer.spaces import ShortlistLimit, TreeLimit
+from spectune.optimizer.tune import TuneOptions, Tuning
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.traces.store import TraceStore
 from spectune.traces.store.parquet import RecordingFile
@@ -107,6 +111,24 @@ def test_a_search_over_shards_is_the_same_study(client: Any, store: TraceStore) 
     assert len(shared.trials) > 20
     with pytest.raises(ValueError, match="folds"):
         search(shards, PROFILE, drafts, shortlists={"small": ShortlistLimit(4096)})
+
+
+def test_a_tuning_searches_its_part_by_workers(client: Any, store: TraceStore) -> None:
+    """Every trial has the value and the digest that it has in one process: of the search's requests alone."""
+    pair = SimpleNamespace(id=PAIR, chain_drafts=("small", "other"), draft_names=("small", "other"))
+    found = []
+    for workers in (None, client.scheduler.address):
+        wanted = TuneOptions(drafts=("small", "other"), gamma_max=3, seed=1, workers=workers)
+        tuning = Tuning(store, cast(Any, pair), "latest", wanted, lambda *_: None, time.perf_counter, {}, grown=("small",))
+        tuning.trees, tuning.artifacts = {"small": TreeLimit(2, 2)}, fitted(store, PAIR)
+        tuning.incumbent, tuning.profile = AUTOREGRESSIVE, cast(Any, SimpleNamespace(profile=PROFILE))
+        tuning.open()
+        tuning.search(0)
+        tuning.search(10, tuning.study)
+        found.append(tuning.study)
+        assert len(found[0].requests) == len(tuning.parts.search) < REQUESTS
+    assert found[0] == found[1]
+    assert len(found[0].trials) > 20
 
 
 def both(door: Door, folder: Path, address: str, *options: object) -> dict[str, Any]:

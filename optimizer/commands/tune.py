@@ -27,6 +27,7 @@ from spectune.optimizer.commands.shared import (
     search_asked,
     search_options,
     with_context,
+    workers_option,
     workload_of,
 )
 from spectune.optimizer.commands.under_load import (
@@ -80,6 +81,7 @@ def _budget(_ctx: click.Context, _param: click.Parameter, text: str) -> str:
     is_flag=True,
     help="With --arrivals: serve the finalists on the engine too, under the same loads, for --budget, and publish what is proved.",
 )
+@workers_option
 @click.option("--fresh", is_flag=True, help="Record and profile anew, whatever is stored.")
 @click.option("--no-publish", is_flag=True, help="Show the evidence, publish nothing.")
 @click.option(
@@ -149,6 +151,7 @@ def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
             fresh=kw["fresh"],
             publish=not kw["no_publish"],
             deployment=kw["deployment"],
+            workers=kw["workers"],
             tell=lambda line: say(line, err=True),
             publishing=lambda tuned: kept_unless_stored(ctx, "tune", tuned.to_json),
             **searched,
@@ -177,6 +180,8 @@ def tune_under_load(ctx: click.Context, kw: dict[str, Any], *, as_json: bool) ->
     what is in force, and the best of them is published where it is proved better than that."""
     from spectune.traces.errors import TraceError
 
+    if kw["workers"] is not None:
+        raise TraceError("--workers replays what is searched for one request at a time; with --arrivals leave it out")
     if kw["arrivals"] is None:
         raise TraceError("--engine and --execute tune for a load: say --arrivals poisson:RATE, clients:N, recorded or a CSV")
     with open_store(ctx, create=False) as store:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -108,7 +108,7 @@ class StoredShard:
 
     url: str = field(repr=False)
     recording: str
-    ordinals: range
+    ordinals: Collection[int]
     policies: tuple[AnyPolicy, ...]
     skip_corrupted: bool = False
     path: str | None = None
@@ -162,7 +162,7 @@ class Shard:
         self._trace: ReplayTrace | None = None
         self._skipped: tuple[Skipped, ...] = ()
         with suppress(NoRequestsError):
-            self._trace, _, self._skipped = source.open()
+            self._trace, _, self._skipped, _ = source.open()
 
     def __reduce__(self) -> tuple[type[Shard], tuple[Source, LatencyProfile | None]]:
         return Shard, (self._source, self._profile)
@@ -368,18 +368,25 @@ def simulate_on(
 
 
 def stored_shards(
-    store: TraceStore, info: RecordingInfo, policies: Sequence[AnyPolicy], count: int, *, skip_corrupted: bool = False
+    store: TraceStore,
+    info: RecordingInfo,
+    policies: Sequence[AnyPolicy],
+    count: int,
+    *,
+    ordinals: Collection[int] | None = None,
+    skip_corrupted: bool = False,
 ) -> list[StoredShard]:
-    """A recording in at most ``count`` shards of as many requests each, for :class:`Shards`. Raises NoRequestsError where it has none."""
+    """A recording, or some of its requests, in at most ``count`` shards of as many requests each, for :class:`Shards`. Raises
+    NoRequestsError where it has none."""
     url = store.database.url
     if url.get_backend_name() == "sqlite":
         url = url.set(database=str(Path(str(url.database)).resolve()))
-    ordinals = sorted(store.recorded_ordinals(info.id))
-    parts = [part for part in np.array_split(np.array(ordinals), count) if len(part)]
+    chosen = sorted(store.recorded_ordinals(info.id) if ordinals is None else ordinals)
+    parts = [part for part in np.array_split(np.array(chosen), count) if len(part)]
     if not parts:
         raise NoRequestsError(f"recording {info.id} has no usable request")
     path = str(Path(store.path).resolve()) if isinstance(store, RecordingFile) else None
     whole = StoredShard(
-        url.render_as_string(hide_password=False), info.id, range(0), tuple(policies), skip_corrupted, path
+        url.render_as_string(hide_password=False), info.id, (), tuple(policies), skip_corrupted, path
     )
-    return [replace(whole, ordinals=range(int(part[0]), int(part[-1]) + 1)) for part in parts]
+    return [replace(whole, ordinals=tuple(part.tolist())) for part in parts]

@@ -35,11 +35,12 @@ class NoRequestsError(TraceError):
 
 
 class Opened(NamedTuple):
-    """A recording's trace, and the damaged chunks that were left out of it."""
+    """A recording's trace, the damaged chunks that were left out of it, and the ordinals of its requests."""
 
     trace: ReplayTrace
     info: RecordingInfo
     skipped: tuple[Skipped, ...]
+    ordinals: tuple[int, ...] = ()
 
 
 def open_trace(
@@ -95,7 +96,7 @@ def open_trace(
     forests: dict[tuple[str, str], Sequence[TreePanorama]] = {key: whole.trees(*key) for key in sorted(grown)}
     past = GAMMA_LIMIT * engine.past_end
     trace = ReplayTrace(whole.trajectories, panoramas, trees=forests, ranks=found or None, copies=copies, past=past)
-    return Opened(trace, info, loaded.skipped)
+    return Opened(trace, info, loaded.skipped, tuple(request.ordinal for request in whole.requests))
 
 
 def _copied(trajectories: Iterable[Trajectory], info: RecordingInfo) -> list[npt.NDArray[np.uint8]]:
@@ -169,7 +170,7 @@ def simulate(
 ) -> Simulated:
     """Replays a recording, or its first ``limit`` requests, under any policy. Raises as :func:`open_trace` does, and PolicyError for a
     router's shortlist that was not ranked over the recording."""
-    trace, info, skipped = open_trace(store, recording, [policy], skip_corrupted=skip_corrupted)
+    trace, info, skipped, _ = open_trace(store, recording, [policy], skip_corrupted=skip_corrupted)
     if limit:
         trace = trace.select(range(min(limit, len(trace.trajectories))))
     find = fitted(store, info.pair_id)
