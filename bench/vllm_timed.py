@@ -18,7 +18,7 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 class Timed(Scheduler):
     """Writes to the file that ``SPECTUNE_TIMED`` names: steps, seconds in them, seconds of ours in them, and of our threads."""
 
-    _ours_s, _steps, _began = 0.0, 0, 0.0
+    _ours_s, _steps, _began, _threads_s = 0.0, 0, 0.0, 0.0
 
     def _before(self, *args: Any) -> Any:
         began = time.perf_counter()
@@ -31,9 +31,11 @@ class Timed(Scheduler):
         super()._note(*args)
         now = time.perf_counter()
         self._ours_s += now - began
-        self._began, self._steps = self._began or now, self._steps + 1
+        if not self._began:  # what the threads did before was the server's start
+            self._began, self._threads_s = now, threads_s()
+        self._steps += 1
         if self._steps % EVERY == 0:
-            said = {"steps": self._steps, "ours_s": self._ours_s, "threads_s": threads_s(), "span_s": now - self._began}
+            said = {"steps": self._steps, "ours_s": self._ours_s, "threads_s": threads_s() - self._threads_s, "span_s": now - self._began}
             Path(os.environ["SPECTUNE_TIMED"]).write_text(json.dumps(said))
 
 
