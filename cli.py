@@ -47,6 +47,16 @@ def _terminate(number: int, _frame: FrameType | None) -> None:
     raise Terminated
 
 
+class _Interrupts:
+    """Ctrl-C, remembered: where it is raised inside a callback of a library, another error may come of it in its place."""
+
+    seen = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.seen = True
+        signal.default_int_handler(number, frame)
+
+
 class Door(click.Group):
     """Turns the project's errors and the system's into one line on stderr and exit code 2, Ctrl-C into 130 and SIGTERM into 143."""
 
@@ -64,6 +74,10 @@ class Door(click.Group):
         logging.getLogger("sqlalchemy.pool").setLevel(logging.CRITICAL)
         in_main = threading.current_thread() is threading.main_thread()
         before = signal.signal(signal.SIGTERM, _terminate) if in_main else None
+        interrupts = _Interrupts()
+        ours = in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if ours:
+            signal.signal(signal.SIGINT, interrupts)
         try:
             return super().invoke(ctx)
         except click.UsageError as error:
@@ -81,10 +95,14 @@ class Door(click.Group):
         except OSError as error:
             # What no command foresaw: a name that is too long, a folder that went away, a full disk.
             _refuse(ctx, f"{error.filename or 'the system'}: {error.strerror or error}")
-        except KeyboardInterrupt as stopped:
+        except (KeyboardInterrupt, RuntimeError) as stopped:
+            if not isinstance(stopped, KeyboardInterrupt) and (isinstance(stopped, click.exceptions.Exit) or not interrupts.seen):
+                raise  # click's own end of a command is a RuntimeError
             click.echo("interrupted; what was committed is kept, the same command goes on from there", err=True)
             ctx.exit(143 if isinstance(stopped, Terminated) else 130)
         finally:
+            if ours:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
             if in_main:
                 signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 

@@ -3,6 +3,7 @@ What one publishes another one follows."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import signal
@@ -12,11 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
+from click.testing import CliRunner
 from doors import Door, lines, write_workload
 from kill_driver import run_kills
 from test_hot_reload import fixed, publish, statuses, wait_for
 
+from spectune import cli
 from spectune.db import open_database
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.pair import read_pair
@@ -160,3 +164,19 @@ def test_swaps_across_two_processes(serving: Any, tiny_pair: Path, tmp_path: Pat
         *("--max-new-tokens", 400, "--outputs", tmp_path / "plain.jsonl", "--device", "cpu"),
     )
     assert lines(tmp_path / "plain.jsonl") == lines(tmp_path / "texts.jsonl")[:until]
+
+
+def test_an_interrupt_that_a_library_turns_into_another_error_is_an_interrupt() -> None:
+    @click.command("fails")
+    def fails() -> None:
+        with contextlib.suppress(KeyboardInterrupt):  # as a callback of a compiler does
+            signal.raise_signal(signal.SIGINT)
+        raise RuntimeError("no compiled object yet")
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        ended = CliRunner().invoke(cli.Door(commands=[fails]), ["fails"])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert ended.exit_code == 130
+    assert ended.stderr == "interrupted; what was committed is kept, the same command goes on from there\n"
