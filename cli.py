@@ -36,6 +36,8 @@ from spectune.optimizer.commands.tune import tune
 from spectune.traces.text import one_line
 
 DEFAULT_DB = "spectune.db"
+AGAIN_S = 0.5
+"""Seconds until a Ctrl-C that nobody heard is raised again."""
 
 
 class Terminated(KeyboardInterrupt):
@@ -48,13 +50,23 @@ def _terminate(number: int, _frame: FrameType | None) -> None:
 
 
 class _Interrupts:
-    """Ctrl-C, remembered: where it is raised inside a callback of a library, another error may come of it in its place."""
+    """Ctrl-C, raised again until it is heard: inside a callback (a weak reference's, a compiler's) Python drops it, or another
+    error comes of it."""
 
     seen = False
 
-    def __call__(self, number: int, frame: FrameType | None) -> None:
+    def __call__(self, number: int, _frame: FrameType | None) -> None:
         self.seen = True
-        signal.default_int_handler(number, frame)
+        signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
+        if number == signal.SIGINT or not self._heard():
+            raise KeyboardInterrupt
+
+    def _heard(self) -> bool:
+        """Whether what is open is being closed because of it."""
+        error = sys.exc_info()[1]
+        while error is not None and not isinstance(error, KeyboardInterrupt):
+            error = error.__context__
+        return error is not None
 
 
 class Door(click.Group):
@@ -78,6 +90,7 @@ class Door(click.Group):
         ours = in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
         if ours:
             signal.signal(signal.SIGINT, interrupts)
+            signal.signal(signal.SIGALRM, interrupts)
         try:
             return super().invoke(ctx)
         except click.UsageError as error:
@@ -95,13 +108,17 @@ class Door(click.Group):
         except OSError as error:
             # What no command foresaw: a name that is too long, a folder that went away, a full disk.
             _refuse(ctx, f"{error.filename or 'the system'}: {error.strerror or error}")
+        except click.exceptions.Exit:
+            raise
         except (KeyboardInterrupt, RuntimeError) as stopped:
-            if not isinstance(stopped, KeyboardInterrupt) and (isinstance(stopped, click.exceptions.Exit) or not interrupts.seen):
-                raise  # click's own end of a command is a RuntimeError
+            if isinstance(stopped, RuntimeError) and not interrupts.seen:
+                raise
             click.echo("interrupted; what was committed is kept, the same command goes on from there", err=True)
             ctx.exit(143 if isinstance(stopped, Terminated) else 130)
         finally:
             if ours:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
                 signal.signal(signal.SIGINT, signal.default_int_handler)
             if in_main:
                 signal.signal(signal.SIGTERM, before or signal.SIG_DFL)

@@ -166,17 +166,30 @@ def test_swaps_across_two_processes(serving: Any, tiny_pair: Path, tmp_path: Pat
     assert lines(tmp_path / "plain.jsonl") == lines(tmp_path / "texts.jsonl")[:until]
 
 
-def test_an_interrupt_that_a_library_turns_into_another_error_is_an_interrupt() -> None:
-    @click.command("fails")
-    def fails() -> None:
-        with contextlib.suppress(KeyboardInterrupt):  # as a callback of a compiler does
-            signal.raise_signal(signal.SIGINT)
-        raise RuntimeError("no compiled object yet")
+@pytest.mark.parametrize("then", ["goes on", "another error"])
+def test_an_interrupt_that_a_callback_swallows_is_heard(then: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is raised again, and no more once it is heard: what is open is closed in peace."""
+    monkeypatch.setattr(cli, "AGAIN_S", 0.05)
+    closed = []
+
+    @click.command("works")
+    def works() -> None:
+        try:
+            with contextlib.suppress(KeyboardInterrupt):  # as Python does in a weak reference's callback
+                signal.raise_signal(signal.SIGINT)
+            if then == "another error":
+                raise RuntimeError("no compiled object yet")
+            time.sleep(30)
+        finally:
+            if then == "goes on":
+                time.sleep(0.3)
+            closed.append(then)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        ended = CliRunner().invoke(cli.Door(commands=[fails]), ["fails"])
+        ended = CliRunner().invoke(cli.Door(commands=[works]), ["works"])
     finally:
         signal.signal(signal.SIGINT, before)
+    assert closed == [then]
     assert ended.exit_code == 130
     assert ended.stderr == "interrupted; what was committed is kept, the same command goes on from there\n"

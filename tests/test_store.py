@@ -89,6 +89,9 @@ def test_appending_again_changes_nothing_and_another_text_is_refused(store: Trac
         store.append_trajectory(begun.id, 0, a_trajectory(1))
     with pytest.raises(NotFoundError, match="no recording 'rec-0'"):
         store.append_trajectory("rec-0", 0, a_trajectory(0))
+    with pytest.raises(TraceError, match="already holds another trajectory at 1"):
+        store.append_trajectories(begun.id, [(1, a_trajectory(1), ()), (1, a_trajectory(2), ())])
+    assert store.recorded_ordinals(begun.id) == {0}
 
 
 def test_an_unfinished_recording_is_found_by_what_was_asked(store: TraceStore, begun: RecordingInfo) -> None:

@@ -168,24 +168,23 @@ class Server:
 
 
 _server: Server | None = None
-_trouble = ""
+_failed = False
 _candidates: tuple[int, ...] = ()
 
 
 def server() -> Server | None:
-    """This process's, begun at its first call; None in all ranks but the first, and where it cannot
-    begin, which is said once: SGLang serves on."""
-    global _server, _trouble
-    if _server is None:
+    """This process's, begun at its first call; None in all ranks but the first, and where it could
+    not begin, which is said and not tried again: SGLang serves on."""
+    global _server, _failed
+    if _server is None and not _failed:
         try:
             from sglang.srt.runtime_context import get_parallel, get_server_args
 
             if get_parallel().tp_rank == 0:
                 _server = _begun(get_server_args())
         except Exception as error:  # whatever a new version changed
-            if repr(error) != _trouble:
-                logger.warning("spectune: nothing is recorded or followed: %r", error)
-            _trouble = repr(error)
+            logger.warning("spectune: nothing is recorded or followed: %r", error)
+            _failed = True
     return _server
 
 

@@ -9,10 +9,11 @@ from spectune.runtime.costs import MeasuredRound, StepLoad, step_terms
 from spectune.runtime.profiling.fit import Prefill, Shapes
 
 TARGET_ROWS: Final = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32, 48, 64, 96, 128)
-PROMPTS: Final = (0, 16, 64, 128, 256, 512, 1024)
 FEW: Final = (1, 4, 16, 64)
 """Rows that a draft's pass reads, and passes of a round: every knot costs certainty, so there are
 few."""
+PROMPTS: Final = (0, 16, 64, 128, 256, 512, 1024)
+"""Prompt tokens of an engine's step: of one request, or of a whole batch that was admitted at once."""
 
 
 def shapes_of(

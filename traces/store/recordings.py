@@ -176,16 +176,19 @@ class Recordings(Storage):
         with self.database.write() as session:
             recording_row(session, recording, writing=True)
             added = insert_all_absent(session, TrajectoryRow, rows, "ordinal")
+            new = set(added)
             for ordinal, trajectory, steps, tokens, rounds in packed:
                 name = trajectory.request_id
-                if ordinal not in added:
+                if ordinal not in new:
                     there = session.get_one(TrajectoryRow, (recording, ordinal))
                     if there.sha256 != tokens.sha256 or there.request_id != name:
                         raise TraceError(
                             f"recording {recording} already holds another trajectory at {ordinal}: request {there.request_id!r}, "
                             f"not {name!r} as given"
                         )
-                elif steps:
+                    continue
+                new.remove(ordinal)  # the same ordinal again in one batch is held against the first
+                if steps:
                     session.add(step_row(recording, None, ordinal, name, trajectory.category, steps, chunk_values(rounds)))
         return len(added)
 
