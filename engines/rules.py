@@ -19,7 +19,7 @@ class ServingRules:
     tokens that the cache holds, 0 where that is not known. ``ahead``: steps that are scheduled before the results of those in
     execution are known. ``drafts_after``: whether a step drafts for the next one, by its own size, after it has verified, and also
     more than the request may still have; else it drafts first, what may be kept, and goes without the draft's passes at 0 tokens.
-    ``reply_s``: seconds from an answer until its client's next request is there.
+    ``reply_s``: seconds from an answer until its client's next request is there, one client after another.
     """
 
     max_num_seqs: int
@@ -39,7 +39,7 @@ class ServingRules:
 
 RULES: Mapping[str, ServingRules] = {
     # vLLM's scheduler, `Scheduler.schedule` of version 0.32. What a recording says of its server stands in the place of these defaults.
-    "vllm": ServingRules(max_num_seqs=256, max_batched_tokens=2048, max_len=4096, draft_slots=1, ahead=1, reply_s=1e-3),
+    "vllm": ServingRules(max_num_seqs=256, max_batched_tokens=2048, max_len=4096, draft_slots=1, ahead=1, reply_s=2e-3),
     "openvino": ServingRules(max_num_seqs=8, max_batched_tokens=2048, max_len=2048, drafts_after=False),
 }
 """The rules of the engines that serve many requests at once, by name."""

@@ -25,9 +25,9 @@ from spectune.optimizer.executed_load import Executed
 from spectune.optimizer.proven_load import proof_of
 from spectune.optimizer.simulate.load import Objective, Served, loads_of
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
-from spectune.optimizer.simulate.served_costs import ServedCosts, fit_served, served_steps
+from spectune.optimizer.simulate.served_costs import ServedCosts, ServedSteps, fit_served, served_steps
 from spectune.optimizer.simulate.serving import Simulated, serve
-from spectune.runtime.costs import StepCosts, StepLoad, step_costs, step_terms
+from spectune.runtime.costs import StepCosts, StepLoad, step_costs, step_seconds, step_terms
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.runtime.policies.stops import compile_stop
@@ -199,7 +199,7 @@ class Oracle:
             now = max(now, end)
             for _ in self.update(scheduled, now):
                 if clients and sent < len(every):
-                    every[sent].arrived = now + self.rules.reply_s
+                    every[sent].arrived = max(now, every[sent - 1].arrived) + self.rules.reply_s
                     sent += 1
 
 
@@ -211,7 +211,7 @@ def by_oracle(trace: ReplayTrace, policy: Policy, load: Load, rules: ServingRule
         chains = trace.chains["small"]
         begin = int(trace.offsets[trace.order[i % len(trace.order)]])
         agree = [0, *chains.agree[begin : begin + len(t.output_ids)].tolist()]
-        arrived = load.arrivals[i] if load.arrivals else 0.0
+        arrived = load.arrivals[i] if load.arrivals else i * rules.reply_s
         every.append(Asked(i, len(t.prompt_ids) - 1, len(t.output_ids) + 1, t.max_new_tokens + 1, agree, arrived))
     oracle.serve(every, 0 if load.arrivals else load.clients)
     return oracle, every
@@ -303,6 +303,22 @@ def test_costs_fitted_to_served_steps_predict_a_table_that_was_never_served(fitt
     assert abs(fitted.check["total_error"]) < 0.01
 
 
+def test_prompts_that_are_seldom_read_together_cost_what_their_tokens_do() -> None:
+    """Ten steps in two thousand read forty prompts; the smoothness of the costs does not make them cheap."""
+    rng = np.random.default_rng(0)
+    steps, count = ServedSteps([], []), 2000
+    for n in range(count):
+        batch = int(rng.integers(1, 33))
+        prompts = 2000.0 if n % 200 == 0 else float(rng.choice([0, 0, 0, 0, 20, 60, 150]))
+        load = StepLoad("", 4.0 * batch, prompts, batch, 90.0 * batch, 0)
+        steps.loads.append(load)
+        steps.seconds.append((0.005 + 0.0003 * load.rows + 0.0002 * prompts) * float(np.exp(0.15 * rng.standard_normal())))
+    costs = fit_served([steps], "pair", "cpu", "float32").of("", [0])
+    for prompts in (150.0, 500.0, 1000.0, 2000.0):
+        told = step_seconds(costs, 64.0, prompts, 16.0, 1440.0, 0.0)
+        assert told == pytest.approx(0.005 + 0.0003 * 64 + 0.0002 * prompts, rel=0.1), prompts
+
+
 def test_what_was_not_served_is_refused_with_what_to_record(fitted: ServedCosts) -> None:
     assert fitted.passes == {"small": (0, 6)}
     with pytest.raises(PolicyError, match="draft 7, 8 tokens with 'small' is not known: those recorded drafted 0 to 6"):
@@ -342,7 +358,7 @@ def test_arrivals_as_they_are_asked_for(tmp_path: Path) -> None:
     assert len(fast["poisson:8"].arrivals) == 400
     assert 400 / fast["poisson:8"].arrivals[-1] == pytest.approx(8, rel=0.2)
     np.testing.assert_allclose(fast["poisson:2"].arrivals, np.array(fast["poisson:8"].arrivals) * 4)
-    assert loads_of("recorded", requests, 5)["recorded"].arrivals[:2] == (0.0, 0.0)
+    assert loads_of("recorded", requests, 5)["recorded"].arrivals[:2] == pytest.approx((0.0, RULES.reply_s))
     file = tmp_path / "a.csv"
     moments = ("03.9799600", "05.9799600", "04.4799600")
     file.write_text("TIMESTAMP,ContextTokens\n" + "".join(f"2023-11-16 18:17:{m},1\n" for m in moments))

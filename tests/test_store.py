@@ -92,6 +92,7 @@ def test_appending_again_changes_nothing_and_another_text_is_refused(store: Trac
     with pytest.raises(TraceError, match="already holds another trajectory at 1"):
         store.append_trajectories(begun.id, [(1, a_trajectory(1), ()), (1, a_trajectory(2), ())])
     assert store.recorded_ordinals(begun.id) == {0}
+    assert store.recorded_ordinals(begun.id, after=0) == frozenset()
 
 
 def test_an_unfinished_recording_is_found_by_what_was_asked(store: TraceStore, begun: RecordingInfo) -> None:

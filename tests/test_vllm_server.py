@@ -14,7 +14,7 @@ import pytest
 
 from spectune.engines.protocol import Load, Prompt, Wanted
 from spectune.engines.vllm.execute import Sending, Vllm, body_of
-from spectune.engines.vllm.server import installed, reason_in
+from spectune.engines.vllm.server import Installed, Server, installed, reason_in
 from spectune.runtime.pair import read_pair
 from spectune.traces.errors import EngineError, PairError
 from spectune.traces.schema import Sampling
@@ -121,6 +121,15 @@ def test_the_reason_is_the_first_error_of_its_own_in_the_log() -> None:
     wrong = "(A pid=7) pydantic_core.ValidationError: 1 validation error for ModelConfig\n(A pid=7)   Value error, no such model [type=x]"
     assert reason_in(wrong) == "Value error, no such model"
     assert reason_in("") == "it wrote nothing"
+
+
+def test_a_users_own_arguments_come_last(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_pair: Path) -> None:
+    spec, found = read_pair(str(tiny_pair)), Installed("python", "0.32.0", cpu=True)
+    monkeypatch.setenv("SPECTUNE_VLLM_ARGS", "--max-num-seqs 3 --served-model-name 'a b'")
+    assert Server(found, tmp_path, spec, Wanted("none")).arguments[-4:] == ["--max-num-seqs", "3", "--served-model-name", "a b"]
+    monkeypatch.setenv("SPECTUNE_VLLM_ARGS", "--served-model-name 'a b")
+    with pytest.raises(EngineError, match=r"^SPECTUNE_VLLM_ARGS=--served-model-name 'a b: no closing quotation$"):
+        Server(found, tmp_path, spec, Wanted("none"))
 
 
 def test_a_python_without_vllm_is_said_with_what_to_install(monkeypatch: pytest.MonkeyPatch, tiny_pair: Path) -> None:

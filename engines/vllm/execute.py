@@ -68,7 +68,7 @@ class Vllm:
         self.version, self.wanted = found.version, wanted
         self._say, self._pair_id = say, spec.id
         self._executions, self._restarts = 0, 1
-        self._read: dict[str, set[int]] = {}
+        self._read: dict[str, int] = {}
         self._folder = TemporaryDirectory(prefix="spectune-vllm-")
         self.server = Server(found, Path(self._folder.name), spec, wanted)
         self._database = open_database(self.server.database)
@@ -150,9 +150,8 @@ class Vllm:
     def _new(self) -> Iterator[tuple[int, RecordedRequest]]:
         """What was recorded of this execution since the last look."""
         for info in self._store.list_recordings():
-            read = self._read.setdefault(info.id, set())
-            new = sorted(set(self._store.recorded_ordinals(info.id)) - read)
-            read.update(new)
+            new = sorted(self._store.recorded_ordinals(info.id, after=self._read.get(info.id, -1)))  # numbered by one writer, in order
+            self._read[info.id] = max(new, default=self._read.get(info.id, -1))
             for request in self._store.iterate(info.id, (), steps=True, ordinals=new):
                 run, number = NAME.findall(request.trajectory.request_id)[0]
                 if int(run) == self._executions:

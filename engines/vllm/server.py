@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -69,13 +70,14 @@ def installed() -> Installed:
 
 
 class Server:
-    """The process of a server, and its log. ``address`` is where it listens."""
+    """The process of a server, and its log. ``address`` is where it listens. What else it is started with ``SPECTUNE_VLLM_ARGS``
+    says, as a shell has it; raises EngineError for a quotation there that does not end."""
 
     def __init__(self, found: Installed, folder: Path, spec: PairSpec, wanted: Wanted) -> None:
         self.database, self.log = str(folder / "served.db"), folder / "server.log"
         (folder / "pair.json").write_text(json.dumps(spec.to_json()))
         module = "vllm.entrypoints.openai.api_server"  # wheels for CPUs have no command that works
-        self.arguments = [found.python, "-m", module, *_arguments(spec, wanted, cpu=found.cpu)]
+        self.arguments = [found.python, "-m", module, *_arguments(spec, wanted, cpu=found.cpu), *_asked()]
         self.environment = {
             **os.environ,
             **{"SPECTUNE_DB": self.database, "SPECTUNE_PAIR": str(folder / "pair.json"), "SPECTUNE_DEPLOYMENT": DEPLOYMENT},
@@ -174,6 +176,15 @@ def _arguments(spec: PairSpec, wanted: Wanted, *, cpu: bool) -> list[str]:
         config = speculative_config(wanted.draft, dict(spec.drafts).get(wanted.draft), wanted.most, wanted.max_num_seqs)
         found += ["--speculative-config", json.dumps(config)]
     return found
+
+
+def _asked() -> list[str]:
+    """What the user asks for; of an argument given twice vLLM takes the last."""
+    asked = os.environ.get("SPECTUNE_VLLM_ARGS", "")
+    try:
+        return shlex.split(asked)
+    except ValueError as error:
+        raise EngineError(f"SPECTUNE_VLLM_ARGS={asked}: {str(error).lower()}") from None
 
 
 def _length(spec: PairSpec, wanted: Wanted) -> int:

@@ -233,7 +233,7 @@ def _finish(queue: Queue, limits: Limits, state: State, found: Found, slot: int,
         if drafted < 0 or found.finished[r] >= 0:
             continue
         if _emit(queue, state, found, r, drafted, at) and queue.clients > 0 and sent < len(queue.text):
-            queue.arrived[sent] = at + limits.reply_s
+            queue.arrived[sent] = max(at, queue.arrived[sent - 1]) + limits.reply_s
             sent += 1
     for n in range(now.running):
         state.running[kept] = state.running[n]
@@ -320,7 +320,7 @@ def serve(
     text = trace.order[np.arange(count) % len(trace.order)]
     lengths = np.diff(trace.offsets) + 1  # the trace begins after the first token, which the prompt's pass yields
     prompts, budgets = trace.prompts - 1, trace.budgets + 1
-    arrived = np.array(load.arrivals) if load.arrivals else np.zeros(count)
+    arrived = np.array(load.arrivals or [rules.reply_s * n for n in range(count)])
     queue = Queue(text, arrived, 0 if load.arrivals else load.clients, trace.offsets[:-1], prompts, lengths, budgets, words)
     room = rules.max_batched_tokens - rules.draft_slots
     if room < 1:

@@ -4,7 +4,7 @@ their knots.
 Drafting, verification, the rest of a round and what precedes the rounds of a request are measured
 apart and fitted apart. Errors are relative. Seconds that a busy machine stretches are weighed down
 by Huber's weights (iteratively reweighted). A term never falls from one knot to the next, and a weak
-penalty on second differences (a P-spline's, Eilers and Marx 1996) carries it over knots that few
+penalty on changes of slope (a P-spline's, Eilers and Marx 1996) carries it over knots that few
 rounds touch.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -35,7 +36,7 @@ HUBER: Final = 1.345
 noise is normal)."""
 ITERATIONS: Final = 12
 SMOOTH: Final = 0.02
-"""Weight of the penalty on second differences, beside rounds of weight 1."""
+"""Weight of the penalty on changes of slope, beside rounds of weight 1."""
 
 
 class Prefill(NamedTuple):
@@ -82,7 +83,7 @@ def fit_terms(
         )
     rough = []
     for name, table in empty.items():
-        block = _roughness([len(k) for k in table.knots])
+        block = _roughness(table.knots)
         rough.append(np.zeros((len(block), design.shape[1])))
         rough[-1][:, begins[name] : begins[name] + len(table.seconds)] = block
     rises = block_diag(*(_rises([len(k) for k in table.knots]) for table in empty.values()))
@@ -128,20 +129,30 @@ def _rises(shape: Sequence[int]) -> FloatArray:
     return table
 
 
-def _roughness(shape: Sequence[int]) -> FloatArray:
+def _roughness(knots: Sequence[Sequence[float]]) -> FloatArray:
     """Second differences of a table along each of its axes (first ones where it has two knots),
-    [differences, size]."""
+    [differences, size]. They are differences of slopes: a line is not rough however its knots lie."""
+    shape = [len(k) for k in knots]
     size = int(np.prod(shape, initial=1))
     index, rows = np.arange(size).reshape(shape), [np.zeros((0, size))]
-    for axis, n in enumerate(shape):
-        stencil = {1: (), 2: (1.0, -1.0)}.get(n, (1.0, -2.0, 1.0))
+    for axis, places in enumerate(knots):
         lines = np.moveaxis(index, axis, 0)
-        for first in range(n - len(stencil) + 1 if stencil else 0):
+        for first, stencil in enumerate(_differences(places)):
             block = np.zeros((lines[0].size, size))
             for k, value in enumerate(stencil):
                 block[np.arange(lines[0].size), lines[first + k].ravel()] = value
             rows.append(block)
     return np.concatenate(rows)
+
+
+def _differences(places: Sequence[float]) -> list[tuple[float, ...]]:
+    """Of each three knots the weights whose sum is the difference of two slopes times their mean
+    distance: 1, -2, 1 where that is one; of two knots their difference."""
+    if len(places) == 2:
+        return [(1.0, -1.0)]
+    gaps = [b - a for a, b in pairwise(places)]
+    means = [(a + b) / 2 for a, b in pairwise(gaps)]
+    return [(m / a, -m / a - m / b, m / b) for m, (a, b) in zip(means, pairwise(gaps), strict=True)]
 
 
 def fit_profile(

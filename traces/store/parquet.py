@@ -71,10 +71,10 @@ class RecordingFile(TraceStore):
     def get_recording(self, text: str = "") -> RecordingInfo:
         return _file(self.path)[0]
 
-    def recorded_ordinals(self, recording: str = "") -> frozenset[int]:
+    def recorded_ordinals(self, recording: str = "", after: int = -1) -> frozenset[int]:
         with _understood(self.path):
             found = _file(self.path)[1].read(["ordinal", "draft"]).to_pylist()
-        return frozenset(row["ordinal"] for row in found if not row["draft"])
+        return frozenset(row["ordinal"] for row in found if not row["draft"] and row["ordinal"] > after)
 
     def rows_of(
         self,

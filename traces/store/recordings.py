@@ -213,10 +213,11 @@ class Recordings(Storage):
             **chunk_values(tokens),
         }
 
-    def recorded_ordinals(self, recording: str) -> frozenset[int]:
-        """The ordinals that hold a trajectory."""
+    def recorded_ordinals(self, recording: str, after: int = -1) -> frozenset[int]:
+        """The ordinals above ``after`` that hold a trajectory."""
+        found = select(TrajectoryRow.ordinal).where(TrajectoryRow.recording_id == recording, TrajectoryRow.ordinal > after)
         with self.database.read() as session:
-            return frozenset(session.scalars(select(TrajectoryRow.ordinal).where(TrajectoryRow.recording_id == recording)))
+            return frozenset(session.scalars(found))
 
     def put_panorama(self, recording: str, ordinal: int, panorama: ChainPanorama) -> bool:
         """Stores what a draft would propose along one trajectory, replacing a shorter or equal one.
