@@ -2,11 +2,15 @@
 
     [SPECTUNE_VLLM_PYTHON=.venv-vllm/bin/python] python bench/load.py openvino|vllm --trace FILE.csv [--passes 4] [--quick]
 
-An engine is recorded under a few policies and loads. From that is predicted, then executed in turn, ``--passes`` times, in another
-order each time: 0 to 8 tokens, no draft loaded, and the table found for low, middle and high load together, under these loads; some of
-them also under Poisson arrivals and the first arrivals of a file (a column TIMESTAMP: the Azure LLM inference traces), both scaled to a
-part of what the engine can do. On two cores a vLLM's arithmetic and all else are steadier apart: ``VLLM_CPU_OMP_THREADS_BIND=0 taskset -c
-1``. Figures go to ``bench/results/load-ENGINE.json``.
+An engine's texts are recorded once, and its costs as ``profile --engine`` does. Then are executed in turn, ``--passes`` times, in
+another order each time: 0 to 8 tokens, no draft loaded, and the table found for low, middle and high load together, under these loads;
+some of them also under Poisson arrivals and the first arrivals of a file (a column TIMESTAMP: the Azure LLM inference traces), both
+scaled to a part of what the engine can do. Costs are recorded again before each pass, as the pace of a shared machine changes: what is
+predicted is held against executions of the same hour, none of which it was fitted to. Figures go to ``bench/results/load-ENGINE.json``.
+
+On two cores a vLLM's arithmetic and all else are steadier apart: ``OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=0 taskset -c 1``. Its
+engine then waits for its worker in a loop that keeps the other core busy, and answers are up to 0.7 s late; one process for both, as
+where there is one GPU, does not: ``VLLM_ENABLE_V1_MULTIPROCESSING=0 SPECTUNE_VLLM_ARGS="--distributed-executor-backend uni"``.
 """
 
 from __future__ import annotations
@@ -30,11 +34,13 @@ from lab import demo, environment, fixed, requests, stored
 
 from spectune.engines.protocol import Load, Prompt, Running, Wanted
 from spectune.engines.start import start
+from spectune.optimizer.engine_profile import Design, serve_design
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.executed_load import served_of
 from spectune.optimizer.on_engine import execute, prompts_of, record_on
 from spectune.optimizer.record import Look, look_around
 from spectune.optimizer.simulate.load import Objective, Served, loads_of
+from spectune.optimizer.simulate.served_costs import costs_of_engine
 from spectune.optimizer.under_load import Search, UnderLoad, under_load
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
@@ -66,24 +72,23 @@ class Bench:
     part: int
 
     def record(self) -> RecordingInfo:
-        """Records the engine with the draft and without it at each load; the recording whose texts are replayed, which has them all."""
-        windows: list[dict[str, Any]] = [fixed(MOST), fixed(3), fixed(1)]
-        if OFF in self.engines:  # which else is not served without its draft
-            windows.append({"kind": "by_batch", "gamma": {"1": 2, "2": 0}})
-        policies = [(DRAFT, parse_policy({"draft": DRAFT, "window": window})) for window in windows]
-        policies.append((OFF if OFF in self.engines else DRAFT, AUTOREGRESSIVE))
-        first = self._recorded(DRAFT, policies[0][1], Load(SEATS), len(self.prompts))
-        look_around(self.store, self.pair, first.id, Look((DRAFT,), MOST))
-        for clients in CLIENTS:
-            for draft, policy in policies:
-                self._recorded(draft, policy, Load(clients), _count(Load(clients), self.part))
-        return first
-
-    def _recorded(self, draft: str, policy: Policy, load: Load, count: int) -> RecordingInfo:
-        running, asked = self.engines[draft], requests(count)
-        info = record_on(self.store, self.pair.spec, running, asked, self.prompts[:count], policy, load, self.options, fresh=True)
+        """The recording whose texts are replayed, which has them all."""
+        policy = parse_policy({"draft": DRAFT, "window": fixed(MOST)})
+        info = record_on(
+            self.store, self.pair.spec, self.engines[DRAFT], requests(len(self.prompts)), self.prompts, policy, Load(SEATS), self.options,
+            fresh=True,
+        )  # fmt: skip
+        look_around(self.store, self.pair, info.id, Look((DRAFT,), MOST))
         self.store.finish_recording(info.id)
         return info
+
+    def record_costs(self) -> None:
+        """What steps cost at this time."""
+        design = Design(self.prompts, MOST, SEATS // self.part, self.options.max_new_tokens)
+        for draft, running in self.engines.items():
+            serve_design(self.store, self.pair.spec, running, draft, design)
+        if OFF not in self.engines:  # an engine that goes without its draft at 0 tokens
+            serve_design(self.store, self.pair.spec, self.engines[DRAFT], OFF, design)
 
     def run(self, draft: str, policy: Policy, load: Load) -> Served:
         """Executes a policy under a load."""
@@ -103,7 +108,9 @@ def measured(state: Path, engine: str, trace: str, passes: int, *, quick: bool) 
             for draft in ((DRAFT, OFF) if engine == "vllm" else (DRAFT,))
         }
         bench = Bench(pair, store, engines, prompts, options, 8 if quick else 1)
-        return {"engine": engine, **_held(bench, bench.record(), trace, passes)}
+        info = bench.record()
+        bench.record_costs()
+        return {"engine": engine, **_held(bench, info, trace, passes)}
 
 
 def _held(bench: Bench, info: RecordingInfo, trace: str, passes: int) -> dict[str, Any]:
@@ -128,6 +135,7 @@ def _held(bench: Bench, info: RecordingInfo, trace: str, passes: int) -> dict[st
     runs: dict[str, list[Served]] = {}
     rng = np.random.default_rng(0)
     for n in range(passes):
+        bench.record_costs()
         for load in loads:
             own = [row["policy"] for row in rows if row["load"] == load]
             for i in rng.permutation(len(own)):
@@ -136,7 +144,8 @@ def _held(bench: Bench, info: RecordingInfo, trace: str, passes: int) -> dict[st
     for row in rows:
         served = runs[f"{row['policy']} {row['load']}"]
         row |= {"tokens_per_s": [s.tokens_per_s for s in served], "tpot_s": [s.mean_tpot_s for s in served]}
-    return {**about, **predicted(lab, trace, about, rows)}
+    told = replace(lab, costs=costs_of_engine(bench.store, info))
+    return {**about, **predicted(told, trace, about, rows)}
 
 
 def predicted(lab: UnderLoad, trace: str, about: dict[str, Any], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -222,16 +231,24 @@ def _agreement(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _regret(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The table's tokens/s as parts of each constant's, by load and over all together (geometric means), with 95% intervals of the
-    passes (Student's t of logarithms). The best constant is that of the executions themselves, whose luck speaks against the table."""
+    passes (Student's t of logarithms). The best constant is that of the executions themselves, whose luck speaks against the table;
+    ``apart``: beside the one that was the best in all other passes."""
     loads = [f"clients:{n}" for n in CLIENTS]
     logs = {(row["policy"], row["load"]): np.log(row["tokens_per_s"]) for row in rows}
     others = [name for name in dict.fromkeys(row["policy"] for row in rows) if name != "table"]
     constants = [name for name in others if name != "off"]
     best = {load: max(constants, key=lambda name: float(logs[name, load].mean())) for load in loads}
     beside = {name: [logs["table", load] - logs[name, load] for load in loads] for name in others}
+
+    def apart(n: int) -> np.ndarray:
+        passes = range(len(logs["table", loads[n]]))
+        chosen = [max(constants, key=lambda name, i=i: float(np.delete(logs[name, loads[n]], i).sum())) for i in passes]
+        return np.array([beside[name][n][i] for i, name in enumerate(chosen)])
+
     return {
         "by_load": [
-            {"load": load, "best_constant": best[load], "share": _share(beside[best[load]][n])} for n, load in enumerate(loads)
+            {"load": load, "best_constant": best[load], "share": _share(beside[best[load]][n]), "apart": _share(apart(n))}
+            for n, load in enumerate(loads)
         ],
         "together": [{"constant": name, "share": _share(np.mean(beside[name], axis=0))} for name in others],
         "off": [{"load": load, "share": _share(logs_)} for load, logs_ in zip(loads, beside.get("off", ()), strict=False)],

@@ -244,7 +244,8 @@ def _load(d: Figures) -> list[str]:
     ]
     columns = ("predicted", "off, median", "90th percentile", "executed again, median", "90th percentile", "5% and 10%, or again")
     about = (
-        f"Each policy executed {d['passes']} times in turn. Kendall's tau {d['kendall_tau']['tau']:.2f} over the "
+        f"Each policy executed {d['passes']} times in turn; predicted from steps recorded in between, in runs of their own. "
+        f"Kendall's tau {d['kendall_tau']['tau']:.2f} over the "
         f"{d['kendall_tau']['pairs']} pairs of policies under one load whose executions do not overlap."
     )
     cells = {(r["policy"], r["load"]): f"{r['predicted_tokens_per_s']:.0f} / {median(r['tokens_per_s']):.0f}" for r in d["rows"]}
@@ -255,6 +256,7 @@ def _load(d: Figures) -> list[str]:
         regret = d["regret"]
         lines += [f"The table that was found: {d['table']}. Its tokens/s, executed, as parts of the constants' (95% intervals):", ""]
         own = [(r["load"], f"{r['best_constant']}, the best executed", _interval(r["share"])) for r in regret["by_load"]]
+        own += [(r["load"], "the best in the other passes", _interval(r["apart"])) for r in regret["by_load"]]
         own += [(r["load"], "off: no draft loaded", _interval(r["share"])) for r in regret["off"]]
         own += [("all three", r["constant"], _interval(r["share"])) for r in regret["together"]]
         lines += table(("load", "constant", "the table beside it"), own)
