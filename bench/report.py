@@ -251,6 +251,8 @@ def _load(d: Figures) -> list[str]:
     cells = {(r["policy"], r["load"]): f"{r['predicted_tokens_per_s']:.0f} / {median(r['tokens_per_s']):.0f}" for r in d["rows"]}
     loads = dict.fromkeys(r["load"] for r in d["rows"])
     grid = [(policy, *(cells.get((policy, one), "") for one in loads)) for policy in dict.fromkeys(r["policy"] for r in d["rows"])]
+    if d["engine"] == "vllm":
+        about += " Worker and engine share a process (`bench/load.py` says why)."
     lines = [about, "", *table(columns, errors), *table(("tokens/s, predicted / executed", *loads), grid)]
     if d["engine"] == "vllm":  # whose tokens can follow the batch
         regret = d["regret"]
