@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -164,7 +164,7 @@ def literal_request(toy: Toy, t: Trajectory, policy: Policy, session: Session, t
             start, len(chain), len(chain) + 1, accepted, len(emitted), passes, lag, policy.draft, policy.id, depth=len(chain)
         )  # fmt: skip
         draft_s, verify_s, round_s = timer(len(prompt) + start - 1, step)
-        steps_done.append(replace(step, draft_s=draft_s, verify_s=verify_s, round_s=round_s))
+        steps_done.append(step._replace(draft_s=draft_s, verify_s=verify_s, round_s=round_s))
         session.observe(len(chain), accepted, emitted, draft_s, verify_s)
         lag = len(emitted) - min(accepted, passes - 1) if passes else lag + len(emitted)
         output += emitted
@@ -243,7 +243,7 @@ def literal(toy: Toy, trace: ReplayTrace, policy: Policy, profile: LatencyProfil
 
 
 def without_times(steps: list[list[Step]]) -> list[list[Step]]:
-    return [[replace(s, draft_s=0.0, verify_s=0.0, round_s=0.0) for s in request] for request in steps]
+    return [[s._replace(draft_s=0.0, verify_s=0.0, round_s=0.0) for s in request] for request in steps]
 
 
 @pytest.mark.parametrize("seed", range(40))

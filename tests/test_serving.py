@@ -268,7 +268,7 @@ def recorded(trace: ReplayTrace, found: Simulated, policy: Policy, at: float = 1
         ended, arrived = at + float(found.ends_s[step]), at + float(found.served.arrived_s[request])
         kept, draft, batch = min(run, drafted), "small" if drafted else "", int(found.steps[step, 0])
         done = Step(out, drafted, drafted + 1, kept, emitted, drafted, draft=draft, round_s=0.01, batch=batch)
-        steps[request].append(replace(done, arrived_s=arrived, ended_s=ended))
+        steps[request].append(done._replace(arrived_s=arrived, ended_s=ended))
     made = []
     for i, own in enumerate(steps):
         t = trace.trajectories[int(trace.order[i % len(trace.order)])]
@@ -460,7 +460,7 @@ class Simulating:
         trace, pace = trace_of(len(prompts), budget=70), float(np.exp(self.noise.normal(0, 0.002)))
         found = serve(trace, policy.draft, tables(policy, RULES), load, RULES, COSTS, members=True)
         for prompt, request in zip(prompts, recorded(trace, found, policy), strict=True):
-            steps = (replace(s, arrived_s=s.arrived_s * pace, ended_s=s.ended_s * pace) for s in request.steps)
+            steps = (s._replace(arrived_s=s.arrived_s * pace, ended_s=s.ended_s * pace) for s in request.steps)
             assert prompt.ids == tuple(request.trajectory.prompt_ids)
             yield Answered(replace(request.trajectory, request_id=prompt.id), tuple(steps))
 

@@ -77,7 +77,7 @@ any_step = st.builds(Step, *[counts] * 7, st.text(max_size=5), st.text(max_size=
 @given(st.lists(any_step, max_size=30))
 def test_any_steps_come_back_equal(steps: list[Step]) -> None:
     assert unpack_steps(pack_steps(steps)) == tuple(steps)
-    timed = [replace(s, batch=3, arrived_s=1.5, ended_s=2.0 + n) for n, s in enumerate(steps)]
+    timed = [s._replace(batch=3, arrived_s=1.5, ended_s=2.0 + n) for n, s in enumerate(steps)]
     assert unpack_steps(pack_steps(timed)) == tuple(timed)
 
 

@@ -148,17 +148,17 @@ def _check_tree(panorama: TreePanorama) -> None:
 
 def pack_steps(steps: Sequence[Step]) -> Chunk:
     """The rounds of one request. Times are kept to the nanosecond."""
-    drafts = sorted({s.draft for s in steps})
-    policies = sorted({s.policy for s in steps})
-    columns: dict[str, Column] = {name: np.array([getattr(s, name) for s in steps], dtype=np.int32) for name in _STEP_COUNTS}
-    for name in (*_STEP_TIMES, *(_LATER_TIMES if any(s.ended_s for s in steps) else ())):
-        columns[name] = np.rint(np.array([getattr(s, name) for s in steps], dtype=np.float64) * NANOSECONDS).astype(np.int64)
-    later = ["depth", "bin"] if any(s.depth != s.drafted or s.bin != NO_BIN for s in steps) else []
-    later += ["batch"] if any(s.batch != 1 for s in steps) else []
+    values = dict(zip(Step._fields, zip(*steps, strict=True), strict=True)) if steps else dict.fromkeys(Step._fields, ())
+    columns: dict[str, Column] = {name: np.array(values[name], dtype=np.int32) for name in _STEP_COUNTS}
+    for name in (*_STEP_TIMES, *(_LATER_TIMES if any(values["ended_s"]) else ())):
+        columns[name] = np.rint(np.array(values[name], dtype=np.float64) * NANOSECONDS).astype(np.int64)
+    later = ["depth", "bin"] if values["depth"] != values["drafted"] or any(b != NO_BIN for b in values["bin"]) else []
+    later += ["batch"] if any(b != 1 for b in values["batch"]) else []
     for name in later:
-        columns[name] = np.array([getattr(s, name) for s in steps], dtype=_LATER_COUNTS[name])
-    columns["draft"] = np.array([drafts.index(s.draft) for s in steps], dtype=np.uint16)
-    columns["policy"] = np.array([policies.index(s.policy) for s in steps], dtype=np.uint16)
+        columns[name] = np.array(values[name], dtype=_LATER_COUNTS[name])
+    drafts, policies = (sorted(set(values[name])) for name in ("draft", "policy"))
+    columns["draft"] = np.array([drafts.index(d) for d in values["draft"]], dtype=np.uint16)
+    columns["policy"] = np.array([policies.index(p) for p in values["policy"]], dtype=np.uint16)
     return pack(columns, {"kind": "steps", "drafts": drafts, "policies": policies})
 
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -297,8 +297,7 @@ class TreePanorama:
         return ("parent", "slot", "tokens", "logp", "gap", "count", "entropy", "top_entropy", "text_slot")
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One executed (or replayed) round.
 
     ``start``: output tokens there were when it began. ``drafted``: tokens the draft proposed. ``verified``: tokens in the

@@ -256,5 +256,5 @@ def _answered(
         sampling=sampling,
         max_new_tokens=max_new_tokens,
     )
-    steps = (replace(s, arrived_s=s.arrived_s - began, ended_s=s.ended_s - began) for s in request.steps)
+    steps = (s._replace(arrived_s=s.arrived_s - began, ended_s=s.ended_s - began) for s in request.steps)
     return Answered(trajectory, tuple(steps))

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import vllm
@@ -41,16 +41,14 @@ class _Served:
     unspent_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class _Scheduled:
+class _Scheduled(NamedTuple):
     """A step that was scheduled: when, and by whose policy."""
 
     at: float
     policy: str
 
 
-@dataclass(frozen=True)
-class _Before:
+class _Before(NamedTuple):
     """A request of a step before its result is known to it: its output tokens, the tokens drafted and those accepted."""
 
     request: Request

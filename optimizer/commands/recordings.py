@@ -100,7 +100,6 @@ def traces_show(ctx: click.Context, as_json: bool, recording: str, request_id: s
     \b
     Example:  cli.py traces show latest --request code-003
     """
-    from dataclasses import asdict
 
     from spectune.optimizer.report.tables import rows_table
     from spectune.traces.errors import TraceError
@@ -113,7 +112,7 @@ def traces_show(ctx: click.Context, as_json: bool, recording: str, request_id: s
             found = next((r for r in store.iterate(name, drafts=(), steps=True) if r.trajectory.request_id == request_id), None)
             if found is None:
                 raise TraceError(f"recording {name} has no request {request_id!r} (see `traces query --recording {name}`)")
-            steps = [asdict(s) for s in found.steps]
+            steps = [s._asdict() for s in found.steps]
             shown = (
                 "start",
                 "drafted",
