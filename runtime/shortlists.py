@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,10 @@ from spectune.runtime.policies.fr_spec import Frequencies
 from spectune.runtime.policies.router import Routing, head_hash, top_clusters
 from spectune.runtime.policies.shortlist_rule import ShortlistRule
 from spectune.traces.errors import PolicyError
+
+if TYPE_CHECKING:
+    from spectune.runtime.drafts.eagle_head import EagleHead
+    from spectune.runtime.models import CausalModel
 
 STATES_KEPT: Final = 160
 """Positions of the text whose hidden states a draft remembers; more than any round looks back."""
@@ -105,22 +109,6 @@ class OutputHead:
         return self.gathered.over(states, support.rows) if support.trimmed is None else support.trimmed.full(states)
 
 
-class ShortlistedModel(Protocol):
-    """What a shortlist needs of a draft: :class:`runtime.models.CausalModel` and :class:`runtime.drafts.eagle_head.EagleHead` are such."""
-
-    name: str
-    device: torch.device
-    vocab_size: int
-    hidden_size: int
-
-    @property
-    def output(self) -> OutputHead:
-        """The output head."""
-
-    def embedded(self, ids: Tensor) -> Tensor:
-        """Input embeddings [n, d_e] of ``ids`` int64 [n]."""
-
-
 class Shortlists:
     """A rule for one draft: which tokens each draft step evaluates, and their logits.
 
@@ -128,7 +116,7 @@ class Shortlists:
     Raises PolicyError when the artifact does not fit the draft's output head.
     """
 
-    def __init__(self, rule: ShortlistRule, model: ShortlistedModel, exact: bool) -> None:
+    def __init__(self, rule: ShortlistRule, model: CausalModel | EagleHead, exact: bool) -> None:
         self.rule, self.model, self.output, self.exact = rule, model, model.output, exact
         self.chosen: list[Support] = []
         self._supports: dict[int, Support] = {}

@@ -24,7 +24,7 @@ from spectune.runtime.policies.heterospec import kept_nodes
 from spectune.runtime.policies.sequoia import static_levels
 from spectune.runtime.sampling import Noise, filters
 from spectune.runtime.trees.device import DeviceGrowing
-from spectune.runtime.trees.draft import AnyGrowing, GrownTree, ModelDistributions, TreeContext, grow
+from spectune.runtime.trees.draft import AnyGrowing, GrownTree, ModelDistributions, grow
 from spectune.runtime.trees.grow import INFINITE, NONE, Codes, DistributionRows, Growing, Tree, TreeRule
 from spectune.runtime.verification import TargetText, verify_tree
 from spectune.traces.schema import NO_BIN, Sampling
@@ -428,7 +428,7 @@ def test_rounding_changes_no_tree(sampling: Sampling, way: str, monkeypatch: pyt
             return reference.Law(tokens, logp, gap, int(rows.entropy[0]), int(rows.top_entropy[0]))
 
         if vocab > rule.width:
-            laws = ModelDistributions(rule, reader, TreeContext(sampling, noise, True))
+            laws = ModelDistributions(rule, reader, sampling, noise, True)
             whole = not filters(sampling, vocab)
             tree = grow(rule, case.gamma, case.limit, laws, CPU, whole=whole)
             expected = replace(case, draft=draft, growth=growth, rule=rule).expected()

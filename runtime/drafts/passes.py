@@ -10,12 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from spectune.runtime.cache import SlotCache
+from spectune.runtime.cache import SlotCache, view_of
 from spectune.runtime.drafts.protocol import DraftContext, Drafted
-from spectune.runtime.models import view_of
 from spectune.runtime.sampling import filters
 from spectune.runtime.shortlists import Beam, Shortlists, Support
-from spectune.runtime.trees.draft import ModelDistributions, TreeContext, grow
+from spectune.runtime.trees.draft import ModelDistributions, grow
 
 
 class Places(NamedTuple):
@@ -28,8 +27,7 @@ class Places(NamedTuple):
 
 
 class TreeReader(ABC):
-    """A draft's passes over one tree (:class:`runtime.trees.draft.Reader`): each level in one pass,
-    nodes apart under a mask.
+    """A draft's passes over one tree: each level in one pass, nodes apart under a mask.
 
     ``ids`` are the tokens that the last pass's logits are of, int64 [size], where there are
     ``shortlists``; None: all."""
@@ -103,9 +101,7 @@ class TreeReader(ABC):
         """The next n slots behind the text; each node sees the text, its ancestors and itself."""
         first = self.length + self._placed
         slots = torch.arange(first, first + n, device=self.device)
-        mask = torch.zeros(
-            n, min(self._cache.capacity, view_of(first + n)), dtype=torch.bool, device=self.device
-        )
+        mask = torch.zeros(n, view_of(first + n), dtype=torch.bool, device=self.device)
         if parents is None or self._mask is None:
             mask[:, self._first_slot : self.length] = True
         else:
@@ -128,7 +124,7 @@ def propose_tree(
     whole = not filters(context.sampling, vocab_size) and (
         shortlists is None or shortlists.least(limit) >= rule.width
     )
-    source = ModelDistributions(rule, reader, TreeContext(context.sampling, context.noise, context.exact))
+    source = ModelDistributions(rule, reader, context.sampling, context.noise, context.exact)
     tree = grow(
         rule, depth, limit, source, reader.device, whole=whole, keep_pruned=context.keeps_pruned
     )
