@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from spectune.runtime.cache import view_of
 from spectune.runtime.cuda.pass_sizes import prepare_graphs
 from spectune.runtime.drafts.eagle import EagleDraft, Features
 from spectune.runtime.drafts.language_model import LanguageModelDraft
@@ -224,16 +225,13 @@ class ModelBackend:
     def _read_tree(self, tree: GrownTree) -> Tensor:
         """Float32 logits [1 + nodes, vocab] of the root and of a tree's nodes, which see the text
         and their ancestors."""
-        target, length, n = self.pair.target, len(self._text), len(tree.tokens)
-        ids = torch.tensor(
-            [[self._text[-1], *tree.tokens], [0, *tree.depths]], device=target.device
-        )
-        mask = np.zeros((n + 1, length + n), dtype=np.bool_)
-        mask[:, :length] = True  # the text and the root
-        mask[:, length - 1 :] |= ancestors(tree)
-        return target.tree(
-            ids[0], length - 1 + ids[1], length - 1, torch.from_numpy(mask).to(target.device)
-        )
+        target, root, n = self.pair.target, len(self._text) - 1, len(tree.tokens)
+        rows = [[self._text[-1], *tree.tokens], [0, *tree.depths], [*range(n + 1)]]
+        ids, depths, places = torch.tensor(rows, device=target.device)
+        mask = np.zeros((n + 1, view_of(root + n + 1)), dtype=np.bool_)
+        mask[:, :root] = True
+        mask[:, root : root + n + 1] = ancestors(tree)
+        return target.scattered(ids, root + depths, root + places, torch.from_numpy(mask).to(target.device))
 
     def commit(self, emitted: list[int], accepted: int, drafted: Drafted | None) -> None:
         length, path = len(self._text), self._path[:accepted]

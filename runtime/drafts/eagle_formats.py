@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from spectune.runtime.drafts.eagle_head import EagleHead, HeadNet, HeadShape
 from spectune.runtime.models import FINAL, CausalModel
-from spectune.runtime.pair import architectures, expanded, head_config, identity, is_local, translated
+from spectune.runtime.pair import architectures, expanded, head_config, is_local, translated
 from spectune.traces.errors import PairError
 
 
@@ -166,17 +166,16 @@ def load_head(path: str, *, name: str, target: CausalModel, device: torch.device
 
     Raises PairError, in one line, when it was made for another target (hidden size, vocabulary, layers), is incomplete, or does not run.
     """
-    fingerprint = identity(path)
     folder = _folder(path, name)
     with translated(f"{name}: cannot load {path}"):
-        head = _head(folder, path, name, target, device, dtype, fingerprint)
+        head = _head(folder, path, name, target, device, dtype)
         # Sizes that fit the tensors and not each other are told here, not in the first request.
         head.canonical([0, 0], torch.zeros(1, head.feature_size, device=device, dtype=dtype))
     return head
 
 
 def _head(
-    folder: Path, path: str, name: str, target: CausalModel, device: torch.device, dtype: torch.dtype, fingerprint: str
+    folder: Path, path: str, name: str, target: CausalModel, device: torch.device, dtype: torch.dtype
 ) -> EagleHead:
     config = _flat(head_config(folder), name)
     tensors = _read_tensors(folder, name)
@@ -209,7 +208,6 @@ def _head(
         net.to(device=device, dtype=dtype),
         target,
         name=name,
-        fingerprint=fingerprint,
         taps=taps,
         rotary=rotary,
         token_ids=None if token_ids is None else token_ids.to(device),

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from spectune.runtime.attention import causal_mask, slot_attention
-from spectune.runtime.cache import SlotCache, SlotLayer
-from spectune.runtime.models import CausalModel, view_of
+from spectune.runtime.cache import SlotCache, SlotLayer, view_of
+from spectune.runtime.models import CausalModel
 from spectune.runtime.shortlists import OutputHead
 
 if TYPE_CHECKING:
@@ -168,7 +168,6 @@ class EagleHead:
         target: CausalModel,
         *,
         name: str,
-        fingerprint: str,
         taps: tuple[int, ...],
         rotary: LlamaRotaryEmbedding,
         token_ids: Tensor | None = None,
@@ -177,7 +176,6 @@ class EagleHead:
         parameter = next(net.parameters())
         self.net = net.eval()
         self.name = name
-        self.fingerprint = fingerprint
         self.device, self.dtype = parameter.device, parameter.dtype
         self.vocab_size = target.vocab_size
         self.max_positions = target.max_positions
@@ -232,7 +230,7 @@ class EagleHead:
         logits: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Runs ``ids`` (int64 [n]) at given positions and slots under ``mask`` (bool [n, view], view
-        a multiple of 64 or the cache's capacity; column 0 must be False).
+        a multiple of 64; column 0 must be False).
 
         Row i of ``hidden`` belongs to the token before ``ids[i]``: with ``own`` the head's output
         there, [n, hidden_size], else target features [n, feature_size]. Returns float32 logits of
@@ -263,7 +261,7 @@ class EagleHead:
     def _scattered(
         self, ids: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor, mask: Tensor, own: bool
     ) -> Tensor:
-        self.cache.place_at(slots, mask.shape[1])
+        self.cache.place(slots, mask.shape[1])
         return self._run(ids, hidden, (self._cos[positions], self._sin[positions]), mask, own)
 
     def over(

@@ -79,7 +79,7 @@ class LanguageModelDraft:
     def _catch_up(self, text: list[int]) -> None:
         """Reads the text but for its last token."""
         ids = torch.tensor(text[self._read : -1], device=self.model.device)
-        last = self.model.read_last(ids, self._read)
+        last = self.model.read(ids, self._read)
         self._read = len(text) - 1
         self._states.put(self._read - 1, last)
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from spectune.runtime.cache import VIEW_STEP
+from spectune.runtime.cache import VIEW_STEP, view_of
 from spectune.runtime.drafts.language_model import canonical_codes
 from spectune.runtime.drafts.ngram import NgramIndex
 from spectune.runtime.loading import LoadedPair
-from spectune.runtime.models import CHUNK, CausalModel, view_of
+from spectune.runtime.models import CHUNK, CausalModel
 from spectune.runtime.near_ties import choose, near_code
 from spectune.runtime.sampling import (
     Noise,
@@ -148,9 +148,8 @@ class _Pass:
     def _continue_group(self, group: list[_Branch], logp: np.ndarray, entropy: np.ndarray, lengths: np.ndarray) -> None:
         model, base, width = self.model, len(self.text), len(group)
         device = model.device
-        view = min(model.cache.capacity, view_of(base + width * (self.gamma_max - 1)))
         starts = torch.tensor([self.prompt + b.position for b in group], device=device)
-        mask = torch.zeros(width, view, dtype=torch.bool, device=device)
+        mask = torch.zeros(width, view_of(base + width * (self.gamma_max - 1)), dtype=torch.bool, device=device)
         mask[:, :base] = torch.arange(base, device=device)[None] < starts[:, None]
         tokens = torch.tensor([b.token for b in group], device=device)
         tails = [[b.token] for b in group]

@@ -14,11 +14,12 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from spectune.runtime.cache import view_of
 from spectune.runtime.distributions import read_distributions
 from spectune.runtime.drafts.eagle import CanonicalPasses, columns
 from spectune.runtime.drafts.eagle_head import EagleHead
 from spectune.runtime.loading import LoadedPair
-from spectune.runtime.models import CHUNK, CausalModel, view_of
+from spectune.runtime.models import CHUNK, CausalModel
 from spectune.runtime.policies.document import ChainGrowth, ClassifierGrowth, Growth, StaticGrowth, TopKGrowth
 from spectune.runtime.sampling import Noise
 from spectune.runtime.trees.grow import NONE, Codes, DistributionRows, Growing, TreeRule
@@ -122,8 +123,7 @@ class _SlotPasses:
         if numbers[-1] >= self._room:
             self._grow(numbers[-1] + 1)
         slots = torch.tensor(numbers, device=self.device) + base
-        view = min(self.cached.cache.capacity, view_of(base + numbers[-1] + 1))
-        mask = torch.zeros(len(numbers), view, dtype=torch.bool, device=self.device)
+        mask = torch.zeros(len(numbers), view_of(base + numbers[-1] + 1), dtype=torch.bool, device=self.device)
         known = torch.tensor(starts, device=self.device) + self.prompt
         mask[:, :base] = torch.arange(base, device=self.device)[None] < known[:, None]
         mask[:, : self.first_slot] = False

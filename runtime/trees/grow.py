@@ -9,7 +9,7 @@ static trees (:mod:`runtime.policies.sequoia`), HeteroSpec's Phi (:mod:`runtime.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -117,7 +117,6 @@ class TreeRule:
     fitted_depth: int = 1
     alpha: int = 0
     kept: tuple[int, ...] = ()
-    key: tuple[object, ...] = field(default=(), compare=False)
 
     @property
     def stratified(self) -> bool:
