@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -29,7 +30,6 @@ from spectune.runtime.policies.plan import Plan, check_verifier
 from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.policies.prepared_chooser import AnyPlan, ChooserPlan
 from spectune.runtime.policies.prompt_features import Prompt
-from spectune.runtime.policies.shortlist_rule import ShortlistRule
 from spectune.runtime.prompts import log_perplexity
 from spectune.runtime.sampling import Noise
 from spectune.runtime.session import Sessions
@@ -47,9 +47,6 @@ from spectune.traces.schema import (
     Verifier,
     request_seed,
 )
-
-SHORTLISTS_KEPT = 8
-"""Shortlists of policies that a backend keeps ready, with the weights cut out for them."""
 
 
 class ModelBackend:
@@ -81,7 +78,7 @@ class ModelBackend:
         self._noise: Noise | None = None
         self._process: Process | None = None
         self._capacity = 0
-        self._shortlists: dict[ShortlistRule, Shortlists] = {}
+        self._shortlists: WeakKeyDictionary[Plan, Shortlists] = WeakKeyDictionary()
         self._read_ahead: tuple[DecodeRequest, str] | None = None
 
     @property
@@ -122,12 +119,8 @@ class ModelBackend:
         self._capacity = len(self._text) + request.max_new_tokens + 1
         sampled = not request.sampling.greedy
         self._noise = Noise(request.seed, target.vocab_size, target.device) if sampled else None
-        self._awake = (
-            {self._read_ahead[1]}
-            if self._read_ahead is not None and self._read_ahead[0] is request
-            else set()
-        )
-        self._read_ahead = None
+        ahead, self._read_ahead = self._read_ahead, None
+        self._awake = {ahead[1]} if ahead is not None and ahead[0] is request else set()
         self._process = self.pair.processor(len(self._text))
         target.reserve(self._capacity + NODE_LIMIT)
         prepare_graphs(
@@ -136,14 +129,10 @@ class ModelBackend:
         if len(self._text) > 1:
             target.read(torch.tensor(self._text[:-1], device=target.device), 0)
         self._features.kept = False
-        if speculates and self.draft_named(prepared.policy.draft).reads_features:
+        if speculates and self._drafts[prepared.policy.draft].reads_features:
             self._features.begin_prefilled(self._capacity, len(self._text) - 1)
         if speculates:
             self._wake(prepared.policy.draft)
-
-    def draft_named(self, name: str) -> Draft:
-        """The draft behind a name (KeyError if there is none)."""
-        return self._drafts[name]
 
     def _wake(self, name: str) -> Draft:
         """The draft behind a name, after it has read the text but for its last token where it did
@@ -158,19 +147,11 @@ class ModelBackend:
         """A policy's shortlist for the draft as it is loaded here; None: the whole vocabulary. What
         :func:`prepare_for` made aside is taken, else it is made now. Raises PolicyError when the
         artifact does not fit the draft's output head."""
-        rule, ready = prepared.shortlist, prepared.shortlists
-        if rule is None:
-            return None
-        if ready is not None and ready.model is self.pair.models[rule.draft]:
-            return ready
-        found = self._shortlists.get(rule)
-        if found is None:
-            found = self._shortlists[rule] = warmed_shortlists(self.pair, prepared, rule)
-            if (
-                len(self._shortlists) > SHORTLISTS_KEPT
-            ):  # the oldest, so that publications do not pile up
-                del self._shortlists[next(iter(self._shortlists))]
-        return found
+        if prepared.shortlist is None or prepared.shortlists is not None:
+            return prepared.shortlists
+        if prepared not in self._shortlists:
+            self._shortlists[prepared] = warmed_shortlists(self.pair, prepared)
+        return self._shortlists[prepared]
 
     def draft(self, prepared: Plan, gamma: int, limit: int | None = None) -> Drafted:
         request = self._request
@@ -261,14 +242,12 @@ class Decoder:
     """Serves requests one after another under a policy source.
 
     Windows that carry their state (Q-learning, transformers' heuristic) carry it from request to
-    request of one decoder. ``after_round`` is called by :meth:`decode` after every round; what it
-    takes is no part of the request's seconds."""
+    request of one decoder."""
 
     pair: LoadedPair
     source: PolicySource
     verifier: Verifier = "coupled"
     clock: Callable[[], float] = time.perf_counter
-    after_round: Callable[[], None] | None = None
     backend: ModelBackend = field(init=False)
     sessions: Sessions = field(init=False, default_factory=Sessions)
 
@@ -285,7 +264,14 @@ class Decoder:
     ) -> DecodeRequest:
         """Builds a request. Raises WorkloadError when prompt and budget exceed the models' context,
         or the prompt is empty."""
-        check_length(self.pair, item.id, len(prompt_ids), max_new_tokens)
+        if not prompt_ids:
+            raise WorkloadError(f"request {item.id}: the prompt has no tokens")
+        limit = self.pair.max_positions
+        if len(prompt_ids) + max_new_tokens > limit:
+            raise WorkloadError(
+                f"request {item.id}: {len(prompt_ids)} prompt tokens + {max_new_tokens} new ones exceed the context of {limit}; "
+                "shorten the prompt or lower --max-new-tokens"
+            )
         check(self.pair.settings, greedy=sampling.greedy, verifier=self.verifier)
         return DecodeRequest(
             id=item.id,
@@ -315,18 +301,13 @@ class Decoder:
         plans: list[tuple[int, AnyPlan]] = []
         output: list[int] = []
         finish: Finish | None = None
-        away = 0.0
         for item in self.rounds(request):
             if item.in_force is not None and (not plans or plans[-1][1] is not item.in_force):
                 plans.append((len(steps), item.in_force))
             steps.append(item.step)
             output.extend(item.tokens)
             finish = item.finish
-            if self.after_round is not None:
-                left = self.clock()
-                self.after_round()
-                away += self.clock() - left
-        seconds = self.clock() - began - away
+        seconds = self.clock() - began
         assert finish is not None
         return Decoded(
             Trajectory(
@@ -383,33 +364,15 @@ def prepare_for(
 
 def _made_aside(pair: LoadedPair, prepared: Plan, sampling: Sampling | None) -> Plan:
     prepare_graphs(pair, prepared, sampling)
+    return prepared if prepared.shortlist is None else replace(prepared, shortlists=warmed_shortlists(pair, prepared))
+
+
+def warmed_shortlists(pair: LoadedPair, prepared: Plan) -> Shortlists:
+    """The shortlists of a policy that has some, for a loaded pair, made ready for as many nodes as its
+    trees can have. Raises PolicyError when the artifact does not fit the draft's output head."""
     rule = prepared.shortlist
-    return (
-        prepared
-        if rule is None
-        else replace(prepared, shortlists=warmed_shortlists(pair, prepared, rule))
-    )
-
-
-def warmed_shortlists(pair: LoadedPair, prepared: Plan, rule: ShortlistRule) -> Shortlists:
-    """A policy's shortlists for a loaded pair, made ready for as many nodes as its trees can have.
-    Raises PolicyError when the artifact does not fit the draft's output head."""
+    assert rule is not None
     made = Shortlists(rule, pair.models[rule.draft], pair.exact)
     trees, steps = prepared.rules or (), range(1, prepared.policy.depth_max + 1)
     made.warm([max([1, *(tree.step_width(step) for tree in trees)]) for step in steps])
     return made
-
-
-def check_length(
-    pair: LoadedPair, request_id: str, prompt_tokens: int, max_new_tokens: int
-) -> None:
-    """Raises WorkloadError when a request has no tokens or does not fit the shortest context of the
-    pair."""
-    if prompt_tokens == 0:
-        raise WorkloadError(f"request {request_id}: the prompt has no tokens")
-    limit = pair.max_positions
-    if prompt_tokens + max_new_tokens > limit:
-        raise WorkloadError(
-            f"request {request_id}: {prompt_tokens} prompt tokens + {max_new_tokens} new ones exceed the context of {limit}; "
-            "shorten the prompt or lower --max-new-tokens"
-        )

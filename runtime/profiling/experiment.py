@@ -333,9 +333,8 @@ def _shortlists(pair: LoadedPair, name: str, gamma_max: int) -> Iterator[Cell]:
 def _shortlisted(
     pair: LoadedPair, full: Plan, rule: ShortlistRule, kind: RoundKind, size: int
 ) -> Cell:
-    return Cell(
-        replace(full, shortlist=rule, shortlists=warmed_shortlists(pair, full, rule)), kind, size
-    )
+    plan = replace(full, shortlist=rule)
+    return Cell(replace(plan, shortlists=warmed_shortlists(pair, plan)), kind, size)
 
 
 def _routing(hidden: int, embedding: int, rows: int) -> Routing:
