@@ -106,7 +106,7 @@ class OutputHead:
         if support.whole:
             logits = nn.functional.linear(states, self.weight, self.bias).float()
             return logits if self.token_ids is None else logits.index_select(1, support.rows)
-        return self.gathered.over(states, support.rows) if support.trimmed is None else support.trimmed.full(states)
+        return self.gathered.over(states, support.rows) if support.trimmed is None else support.trimmed.over(states)
 
 
 class Shortlists:
@@ -189,7 +189,7 @@ class Shortlists:
             for step, width in enumerate(widths):
                 support = self._frequent(self._size(step))
                 if support.trimmed is not None:
-                    support.trimmed.warm(width, (support.size, support.size), "all")
+                    support.trimmed.warm(width)
             return
         head, sizes = GatheredHead(self.output.weight, self.output.bias), np.sort(self.clusters.sizes[self.clusters.sizes > 0])
         for step, width in enumerate(widths):
