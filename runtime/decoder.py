@@ -18,13 +18,13 @@ from spectune.runtime.cuda.pass_sizes import prepare_graphs
 from spectune.runtime.drafts.eagle import EagleDraft, Features
 from spectune.runtime.drafts.language_model import LanguageModelDraft
 from spectune.runtime.drafts.ngram import NgramDraft
-from spectune.runtime.drafts.protocol import TREE_SLOTS, Draft, DraftContext, Drafted
+from spectune.runtime.drafts.protocol import Draft, DraftContext, Drafted
 from spectune.runtime.generation_settings import Process, check, widening
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import DecodeRequest, PolicySource, Round, Verified, decode_rounds
 from spectune.runtime.models import ids_tensor
 from spectune.runtime.policies.artifacts import Artifacts
-from spectune.runtime.policies.document import NODE_LIMIT, AnyPolicy, Policy
+from spectune.runtime.policies.document import EXPANDED_LIMIT, NODE_LIMIT, AnyPolicy, Policy
 from spectune.runtime.policies.draft_choice import TARGET, keeps_reading
 from spectune.runtime.policies.plan import Plan, check_verifier
 from spectune.runtime.policies.prepare import prepare
@@ -100,7 +100,7 @@ class ModelBackend:
             self.pair.target.reserve(capacity + NODE_LIMIT)
             nats = log_perplexity(self.pair.target, ids)
         elif reader is not None:
-            nats = self._readers[reader].begin_reading(ids, capacity + TREE_SLOTS)
+            nats = self._readers[reader].begin_reading(ids, capacity + EXPANDED_LIMIT)
             self._awake.discard(reader)
         chosen = chooser.of_prompt(
             Prompt(self.pair.text(ids), len(ids), nats), request.max_new_tokens, request.sampling
@@ -139,7 +139,7 @@ class ModelBackend:
         not follow it."""
         draft = self._drafts[name]
         if name not in self._awake:
-            draft.begin(self._text, self._capacity + TREE_SLOTS)
+            draft.begin(self._text, self._capacity + EXPANDED_LIMIT)
             self._awake.add(name)
         return draft
 

@@ -101,13 +101,6 @@ class OutputHead:
         bias = None if self.bias is None else self.bias.index_select(0, at)
         return Support(at, known, GatheredHead(self.weight.index_select(0, at), bias))
 
-    def over(self, states: Tensor, support: Support) -> Tensor:
-        """Float32 logits [n, size] of the shortlisted tokens alone, for what the head reads, [n, d]."""
-        if support.whole:
-            logits = nn.functional.linear(states, self.weight, self.bias).float()
-            return logits if self.token_ids is None else logits.index_select(1, support.rows)
-        return self.gathered.over(states, support.rows) if support.trimmed is None else support.trimmed.over(states)
-
 
 class Shortlists:
     """A rule for one draft: which tokens each draft step evaluates, and their logits.
@@ -168,15 +161,12 @@ class Shortlists:
     def _size(self, step: int) -> int:
         return min(max(self.rule.budget(step), self._always, 1), self.output.rows)
 
-    def fixed(self, step: int) -> Support:
+    def _frequent(self, step: int) -> Support:
         """The shortlist of a draft step where it does not depend on the context; the frequent tokens that the head has."""
-        return self._note(step, self._frequent(self._size(step)))
-
-    def _frequent(self, size: int) -> Support:
-        found = self._supports.get(size)
-        if found is None:
-            found = self._supports[size] = self.output.support(self._order[:size], fixed=True)
-        return found
+        size = self._size(step)
+        if size not in self._supports:
+            self._supports[size] = self.output.support(self._order[:size], fixed=True)
+        return self._supports[size]
 
     def warm(self, widths: Sequence[int]) -> None:
         """Does before the first round what the rounds would otherwise wait for: cuts out the weights of shortlists that never change, and
@@ -187,7 +177,7 @@ class Shortlists:
         """
         if not self.routed:
             for step, width in enumerate(widths):
-                support = self._frequent(self._size(step))
+                support = self._frequent(step)
                 if support.trimmed is not None:
                     support.trimmed.warm(width)
             return
@@ -196,22 +186,6 @@ class Shortlists:
             count = min(self.rule.budget(step), len(sizes))
             most = min(width * count, len(sizes))
             head.warm(width, (int(sizes[:count].sum()), int(sizes[-most:].sum())))
-
-    def of(
-        self,
-        step: int,
-        tokens: Tensor,
-        previous: Tensor | None,
-        canonical: Callable[[int], Tensor | None],
-        exists: Tensor | None = None,
-    ) -> Support:
-        """The shortlist of a draft step: the union of the clusters that the router selects for each of the beam's n nodes.
-
-        ``tokens`` int64 [n]: the nodes'; ``previous`` [n, d]: the hidden states of the tokens before them, None where there are none (zeros
-        stand for them). ``canonical`` gives the one of node i, [1, d], from a canonical pass. ``exists`` bool [n]: the nodes that count,
-        None: all; if none does, all do, since nothing reads their distributions.
-        """
-        return self.beside(lambda: None, step, tokens, previous, canonical, exists)[1]
 
     def beside(
         self,
@@ -222,13 +196,18 @@ class Shortlists:
         canonical: Callable[[int], Tensor | None],
         exists: Tensor | None = None,
     ) -> tuple[C, Support]:
-        """:meth:`of` with the draft's ``core`` beside the router (algorithm 1, lines 3 to 12): what the core returns, and the shortlist.
+        """What the draft's ``core`` returns, and the shortlist of a draft step: the union of the clusters that the router selects for each
+        of the beam's n nodes (algorithm 1, lines 3 to 12).
+
+        ``tokens`` int64 [n]: the nodes'; ``previous`` [n, d]: the hidden states of the tokens before them, None where there are none (zeros
+        stand for them). ``canonical`` gives the one of node i, [1, d], from a canonical pass, and is called after the core. ``exists``
+        bool [n]: the nodes that count, None: all; if none does, all do, since nothing reads their distributions.
 
         The router needs the current tokens and the states before them alone, so on CUDA the two overlap on two streams
-        (:func:`runtime.cuda.streams.forked`), and the host looks at the clusters behind both. ``canonical`` is called after the core.
+        (:func:`runtime.cuda.streams.forked`), and the host looks at the clusters behind both.
         """
         if not self.routed:
-            return core(), self.fixed(step)
+            return core(), self._note(step, self._frequent(step))
         count = min(self.rule.budget(step), self.clusters.count)
         cored, routed = forked(core, lambda: self._route(count, tokens, previous), self.model.device)
         nodes = range(len(tokens)) if exists is None or not bool(exists.any()) else exists.nonzero()[:, 0].tolist()
@@ -273,8 +252,12 @@ class Shortlists:
         return support
 
     def logits(self, states: Tensor, support: Support) -> Tensor:
-        """Float32 logits [n, size] of a shortlist for what the output head reads, [n, d]."""
-        return self.output.over(states, support)
+        """Float32 logits [n, size] of a shortlist's tokens alone, for what the output head reads, [n, d]."""
+        output = self.output
+        if support.whole:
+            logits = nn.functional.linear(states, output.weight, output.bias).float()
+            return logits if output.token_ids is None else logits.index_select(1, support.rows)
+        return output.gathered.over(states, support.rows) if support.trimmed is None else support.trimmed.over(states)
 
 
 class States:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from spectune.runtime.cuda.graphs import RUNGS, Kind
-from spectune.runtime.drafts.protocol import LONG_LAG, TREE_SLOTS
+from spectune.runtime.drafts.protocol import LONG_LAG
 from spectune.runtime.policies.document import (
+    EXPANDED_LIMIT,
     NODE_LIMIT,
     WIDTH_LIMIT,
     AnalyticWindow,
@@ -44,7 +45,7 @@ EVERY: Final = PassSizes(
     verify=frozenset(RUNGS),
     first=frozenset(r for r in RUNGS if r <= LONG_LAG),
     later=frozenset(r for r in RUNGS if r <= WIDTH_LIMIT),
-    drafted=TREE_SLOTS,
+    drafted=EXPANDED_LIMIT,
 )
 """What any policies can make of rounds that take turns, a round's first pass up to :data:`LONG_LAG` tokens."""
 
@@ -129,7 +130,7 @@ def prepare_graphs(
         target.graphs.hold(text, text + NODE_LIMIT)
         for model in pair.models.values():
             if model.graphs is not None:
-                model.graphs.hold(text, text + TREE_SLOTS)
+                model.graphs.hold(text, text + EXPANDED_LIMIT)
     for one in prepared.candidates:
         draft = pair.models.get(one.policy.draft)
         head = draft is not None and draft.fed(own=True) > 0

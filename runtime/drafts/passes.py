@@ -147,7 +147,7 @@ def shortlisted(
     the two overlap."""
     if shortlists.routed and len(pending) > 1:
         states = read()
-        return states, shortlists.of(step, pending[-1:], before(), canonical)
+        return shortlists.beside(lambda: states, step, pending[-1:], before(), canonical)
     return shortlists.beside(
         read, step, pending[-1:], before() if shortlists.routed else None, canonical
     )
