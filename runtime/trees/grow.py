@@ -374,11 +374,6 @@ def _grow_levels(rule: LevelRule, codes: Codes, front: Index, level: int, memory
         grow_level(rule, codes, front[b], level, tree)
 
 
-@lru_cache(maxsize=64)
-def _in_order(count: int) -> Index:
-    return np.arange(count, dtype=np.int64)[None]
-
-
 class Growing:
     """Trees while they grow on a CPU, level by level, of ``depth`` levels at most. The other members are for one tree alone."""
 
@@ -395,7 +390,7 @@ class Growing:
 
     def add(self, rows: DistributionRows) -> None:
         """Makes the next level from the distributions after the frontier's first nodes, in order."""
-        self.add_from(rows.codes(), _in_order(max(1, self.rule.frontier)))
+        self.add_from(rows.codes(), np.arange(max(1, self.rule.frontier), dtype=np.int64)[None])
 
     def undo(self) -> None:
         """Forgets the last level."""
