@@ -88,9 +88,9 @@ class PolicySource(Protocol):
         """The policy in force. A different object than last time is a swap."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class StaticSource:
-    """One policy for ever."""
+    """One policy, until its owner sets another."""
 
     prepared: AnyPlan
 

@@ -21,7 +21,7 @@ import torch
 from spectune.runtime.costs import MeasuredRound, RoundKind
 from spectune.runtime.decoder import ModelBackend, warmed_shortlists
 from spectune.runtime.loading import LoadedPair
-from spectune.runtime.loop import DecodeRequest, Round, decode_rounds
+from spectune.runtime.loop import DecodeRequest, Round, StaticSource, decode_rounds
 from spectune.runtime.policies.c2t import beta_code
 from spectune.runtime.policies.document import (
     AUTOREGRESSIVE,
@@ -86,16 +86,6 @@ class Cell(NamedTuple):
     head: int = 0
 
 
-class Blocks:
-    """A policy source whose policy is set before every block."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-
-    def current(self) -> Plan:
-        return self.plan
-
-
 def tree_policy(draft: str, width: int, levels: int, nodes: int) -> Policy:
     """EAGLE-2's tree."""
     return Policy(
@@ -149,10 +139,10 @@ class Experiment:
         wanted = sum(BLOCK * (cell.plan.policy.depth_max + 1) for cell in cells) + 1
         prompt = self.prompt(min(wanted, 4 * BLOCK * len(cells)))
         budget = min(wanted, self.pair.max_positions - len(prompt))
-        source = Blocks(cells[0].plan)
+        source = StaticSource(cells[0].plan)
         rounds = self._decoded(prompt, budget, sampling, source)
         for cell in cells:
-            source.plan = cell.plan
+            source.prepared = cell.plan
             for n, made in enumerate(islice(rounds, BLOCK)):
                 if n or made.step.lag > 2:
                     self.rounds.append(measured(made, cell, len(prompt), sampling))
@@ -161,10 +151,10 @@ class Experiment:
         """One request under one policy, whose rounds are kept apart from those to be fitted."""
         prompt = self.prompt(CHECKED_TOKENS)
         budget = min(CHECKED_TOKENS, self.pair.max_positions - len(prompt))
-        made = list(self._decoded(prompt, budget, sampling, Blocks(cell.plan)))[1:]
+        made = list(self._decoded(prompt, budget, sampling, StaticSource(cell.plan)))[1:]
         self.checked += [(number, measured(one, cell, len(prompt), sampling)) for one in made]
 
-    def _decoded(self, prompt: list[int], budget: int, sampling: Sampling, source: Blocks) -> Iterator[Round]:
+    def _decoded(self, prompt: list[int], budget: int, sampling: Sampling, source: StaticSource) -> Iterator[Round]:
         request = DecodeRequest("profile", prompt, sampling, int(self.rng.integers(1 << 31)), budget)
         return decode_rounds(self.backend, request, source, self.clock)
 

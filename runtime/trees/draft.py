@@ -58,16 +58,15 @@ class Pruned(NamedTuple):
 class GrownTree:
     """What one drafting phase grew and chose.
 
-    ``tokens``, ``parents`` (index among the kept nodes, -1: the root), ``depths`` (from 1) of the kept nodes in creation order; ``place``:
-    their places in the pool; ``slots``: where the draft cached them, -1 if it did not read them. ``levels`` kept of the growth, ``steps``
-    passes made, ``widths`` the nodes each pass read (1 for the first). ``bin`` is HeteroSpec's, ``phi`` in 1/16 nat. ``pruned`` is None
-    unless it was asked for.
+    ``tokens``, ``parents`` (index among the kept nodes, -1: the root), ``depths`` (from 1) of the kept nodes in creation order;
+    ``expanded``: which of the nodes that the draft read each is, -1 if none. ``levels`` kept of the growth, ``steps`` passes made,
+    ``widths`` the nodes each pass read (1 for the first). ``bin`` is HeteroSpec's, ``phi`` in 1/16 nat. ``pruned`` is None unless it was
+    asked for.
     """
 
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
-    place: list[int] = field(default_factory=list)
     expanded: list[int] = field(default_factory=list)
     levels: int = 0
     steps: int = 0
@@ -120,11 +119,10 @@ def grow(
     if growing.depth or dropped:
         tree = growing.tree()
         grown.pool = int(tree.size[grown.levels])
-        grown.tokens, grown.parents, grown.depths, grown.place, grown.expanded = select(
-            tree, grown.levels, grown.steps, rule.top_n_of(grown.bin)
-        )
+        kept = select(tree, grown.levels, grown.steps, rule.top_n_of(grown.bin))
+        grown.tokens, grown.parents, grown.depths, grown.expanded = kept.tokens, kept.parents, kept.depths, kept.read
         if keep_pruned:
-            grown.pruned = _pruned(tree, grown.levels + dropped, grown.place)
+            grown.pruned = _pruned(tree, grown.levels + dropped, kept.places)
     elif keep_pruned:
         grown.pruned = Pruned([], [], [])
     return grown
