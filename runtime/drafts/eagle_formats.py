@@ -178,7 +178,7 @@ def _head(
         if not isinstance(config.get(key), int):
             raise PairError(f"{name}: {folder / 'config.json'} says no {key}")
     shape, taps = _shape(config, tensors, target, eagle3, name)
-    token_ids = _token_ids(config, reader, target, shape, name)
+    token_ids = _token_ids(reader, target, shape, name)
     with torch.device("meta"):  # sizes that a configuration makes up cost nothing
         net = HeadNet(shape).requires_grad_(False)
     net.load_state_dict(_weights(reader, net), assign=True)
@@ -270,7 +270,7 @@ def _shape(
     ), taps
 
 
-def _token_ids(config: Mapping[str, Any], reader: _Reader, target: CausalModel, shape: HeadShape, name: str) -> Tensor | None:
+def _token_ids(reader: _Reader, target: CausalModel, shape: HeadShape, name: str) -> Tensor | None:
     """Target ids of the head's tokens, int64 [draft_vocab]; None where they are the same."""
     if shape.draft_vocab is None or (shape.draft_vocab == target.vocab_size and "d2t" not in reader.tensors):
         reader.tensors.pop("d2t", None)
