@@ -212,7 +212,7 @@ class CausalModel:
     ) -> Outputs | None:
         if self.graphs is None:
             return None
-        found = self.graphs.run(head, False, ids, positions, slots, mask, mask.shape[1])
+        found = self.graphs.run(head, False, ids, positions, slots, mask)
         if found is not None:
             self._tapped.rows = found.taps
         return found

@@ -50,10 +50,6 @@ class Support:
     trimmed: GatheredHead | None = None
     whole: bool = False
 
-    @property
-    def size(self) -> int:
-        return int(self.ids.shape[0])
-
 
 class OutputHead:
     """A draft's output matrix, to be evaluated over some of its rows.

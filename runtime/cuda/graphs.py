@@ -136,13 +136,12 @@ class _Inputs:
         return self._mask[: tokens * view].view(tokens, view)
 
     def fill(self, view: int, ids: Tensor, positions: Tensor, slots: Tensor, mask: Tensor, hidden: Tensor | None) -> None:
-        """Takes in a pass of n tokens. Columns of ``mask`` [n, any] beyond ``view`` are not read, missing ones are False."""
-        n, seen = ids.shape[0], min(view, mask.shape[1])
+        """Takes in a pass of n tokens. Columns of ``mask`` [n, at most view] that are missing are False."""
+        n, seen = mask.shape
         self.ids[:n], self.positions[:n], self.slots[:n] = ids, positions, slots
         own = self.mask(view)
-        own[:n, :seen] = mask[:, :seen]
-        if seen < view:
-            own[:n, seen:] = False
+        own[:n, :seen] = mask
+        own[:n, seen:] = False
         if n < own.shape[0]:
             self._numbers[:, n:] = self._idle[:, n:]
             own[n:] = self._sees[:, :view]
@@ -201,13 +200,11 @@ class PassGraphs:
         positions: Tensor,
         slots: Tensor,
         mask: Tensor,
-        reads: int,
         hidden: Tensor | None = None,
     ) -> Outputs | None:
-        """A pass of n tokens of :class:`Kind` ``head``, ``own`` that reads the first ``reads`` slots, replayed; None where its shape is not
-        captured. ``ids``, ``positions``, ``slots`` int64 [n]; ``mask`` bool [n, any], False for slots beyond ``reads`` that it covers.
-        """
-        n, table, kind, capacity = ids.shape[0], self._table, Kind(head, own), self.model.cache.capacity
+        """A pass of n tokens of :class:`Kind` ``head``, ``own`` under ``mask`` bool [n, slots that are read], replayed; None where its
+        shape is not captured. ``ids``, ``positions``, ``slots`` int64 [n]."""
+        (n, reads), table, kind, capacity = mask.shape, self._table, Kind(head, own), self.model.cache.capacity
         graph, view = None, bucket(reads, capacity)
         if n <= RUNGS[-1] and reads <= capacity and table.keys is self._keys():
             graph = table.graphs.get(Shape(_RUNG_OF[n], view, kind))

@@ -238,8 +238,7 @@ class EagleHead:
         """
         first = 0 if logits is None else len(ids) - logits
         if self.graphs is not None:
-            wanted, reads = first < len(ids), mask.shape[1]
-            found = self.graphs.run(wanted, own, ids, positions, slots, mask, reads, hidden)
+            found = self.graphs.run(first < len(ids), own, ids, positions, slots, mask, hidden)
             if found is not None:  # its outputs are static
                 return found.logits[first:].clone(), found.states.clone()
         out = self._scattered(ids, hidden, positions, slots, mask, own)
