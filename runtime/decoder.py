@@ -153,7 +153,7 @@ class ModelBackend:
             self._shortlists[prepared] = warmed_shortlists(self.pair, prepared)
         return self._shortlists[prepared]
 
-    def draft(self, prepared: Plan, gamma: int, limit: int | None = None) -> Drafted:
+    def draft(self, prepared: Plan, gamma: int, limit: int) -> Drafted:
         request = self._request
         assert request is not None
         self._drafting = self._wake(prepared.policy.draft)
@@ -167,7 +167,7 @@ class ModelBackend:
             salt=self._rounds,
             keeps_pruned=self.keeps_pruned,
         )
-        return self._drafting.propose(self._text, gamma, gamma if limit is None else limit, context)
+        return self._drafting.propose(self._text, gamma, limit, context)
 
     def _target_text(self, request: DecodeRequest) -> TargetText:
         return TargetText(

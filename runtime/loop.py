@@ -70,7 +70,7 @@ class Backend(Protocol):
     def begin(self, request: DecodeRequest, prepared: Plan) -> None:
         """Makes ready for the first round of a request (prefill)."""
 
-    def draft(self, prepared: Plan, gamma: int, limit: int | None = None) -> Drafted:
+    def draft(self, prepared: Plan, gamma: int, limit: int) -> Drafted:
         """Drafts at most ``gamma`` > 0 levels from the current end of the text; HeteroSpec may go
         on up to ``limit``."""
 
