@@ -99,13 +99,13 @@ class CausalModel:
         self._taps: tuple[int, ...] = ()
         self._hooks: list[Any] = []
         self._tapped = _Tapped()
-        self._positions = torch.zeros(1, 0, dtype=torch.long, device=self.device)
+        self._positions = torch.zeros(0, dtype=torch.long, device=self.device)
 
     def reserve(self, tokens: int) -> None:
         """Makes room for sequences of ``tokens``; forgets the cache if it must grow."""
         self.cache.reserve(tokens)
-        if self._positions.shape[-1] < self.cache.capacity:
-            self._positions = torch.arange(self.cache.capacity, device=self.device)[None]
+        if len(self._positions) < self.cache.capacity:
+            self._positions = torch.arange(self.cache.capacity, device=self.device)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -162,11 +162,11 @@ class CausalModel:
 
     def _chain(self, ids: torch.Tensor, start: int) -> torch.Tensor:
         stop = start + len(ids)
-        positions, view = self._positions[:, start:stop], view_of(stop)
-        self.cache.place(positions[0], view)
+        slots, view = self._positions[start:stop], view_of(stop)
+        self.cache.place(slots, view)
         # The first tokens of a text are all that they read: their pass is causal, and needs no mask.
-        mask = None if view == len(ids) else causal_mask(start, stop, view, self.device)[None, None]
-        return self._hidden(ids[None], positions, mask)[0]
+        mask = None if view == len(ids) else causal_mask(start, stop, view, self.device)
+        return self._hidden(ids, slots, mask)
 
     def read(self, ids: torch.Tensor, start: int) -> torch.Tensor:
         """Fills the cache with ``ids`` at ``start ..`` in chunks, without logits. Returns the last hidden state of the last token,
@@ -197,14 +197,14 @@ class CausalModel:
 
     def _scattered(self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         self.cache.place(slots, mask.shape[1])
-        return self._hidden(ids[None], positions[None], mask[None, None])[0]
+        return self._hidden(ids, positions, mask)
 
     def _replayed_chain(self, ids: torch.Tensor, start: int, head: bool) -> Outputs | None:
         """A chain by a captured pass; None where none was captured for its shape. Outputs are static: copy what is to last."""
         stop = start + len(ids)
         if self.graphs is None or stop > self.cache.capacity:
             return None  # the eager pass refuses what is too long
-        slots = self._positions[0, start:stop]
+        slots = self._positions[start:stop]
         return self._replayed(ids, slots, slots, causal_mask(start, stop, stop, self.device), head)
 
     def _replayed(
@@ -223,13 +223,13 @@ class CausalModel:
         positions: torch.Tensor,
         mask: torch.Tensor,
         layers: list[SlotLayer],
-        hidden: torch.Tensor | None = None,
-        own: bool = False,
+        hidden: torch.Tensor | None,
+        own: bool,
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """A pass of n tokens under ``mask``, bool [n, view], over ``layers`` that know where they write (:meth:`SlotCache.bound`): the last
         hidden states and those of the taps, [n, hidden_size] each. Leaves those of the last pass as they are."""
         kept, self._tapped.rows = self._tapped.rows, {}
-        states = self._hidden(ids[None], positions[None], mask[None, None], Cache(layers=layers))[0]
+        states = self._hidden(ids, positions, mask, Cache(layers=layers))
         tapped, self._tapped.rows = self._tapped.rows, kept
         return states, tapped
 
@@ -271,12 +271,16 @@ class CausalModel:
     def _hidden(
         self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None, cache: Cache | None = None
     ) -> torch.Tensor:
-        cached = self.cache.cache if cache is None else cache
+        """The last hidden states of ``ids`` int64 [n], [n, hidden_size]; ``mask`` bool [n, view], None: causal."""
         out: torch.Tensor = self._decoder(
-            input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=cached, use_cache=True
-        ).last_hidden_state
+            input_ids=ids[None],
+            position_ids=positions[None],
+            attention_mask=None if mask is None else mask[None, None],
+            past_key_values=self.cache.cache if cache is None else cache,
+            use_cache=True,
+        ).last_hidden_state[0]
         if FINAL in self._taps:
-            self._tapped.rows[FINAL] = out[0]
+            self._tapped.rows[FINAL] = out
         return out
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
