@@ -94,11 +94,8 @@ def _tree_sizes(
 
 
 def _kept(rule: TreeRule, top_n: int | None, depth: int) -> int:
-    """Nodes that are verified of ``depth`` levels whose nodes all exist; a classifier's at most."""
-    grown = sum(
-        min(rule.places(level), rule.frontier) if rule.confidence is not None else rule.places(level) for level in range(1, depth + 1)
-    )
-    return grown if top_n is None else min(grown, top_n)
+    """Nodes that are verified of ``depth`` levels whose nodes all exist."""
+    return rule.verified(depth) if top_n is None else min(rule.verified(depth), top_n)
 
 
 def _idle_rounds(policy: Policy) -> int:

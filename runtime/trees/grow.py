@@ -149,6 +149,11 @@ class TreeRule:
         """Candidates of all levels up to ``depth``."""
         return sum(self.places(level) for level in range(1, depth + 1))
 
+    def verified(self, depth: int) -> int:
+        """Nodes of ``depth`` levels that are verified where all of them exist and N leaves none out; of a classifier those expanded."""
+        places = [self.places(level) for level in range(1, depth + 1)]
+        return sum(places) if self.confidence is None else sum(min(count, self.frontier) for count in places)
+
     def step_width(self, level: int) -> int:
         """Nodes that the pass for a level reads (beside the lag for level 1, where it is 1)."""
         if level == 1:
