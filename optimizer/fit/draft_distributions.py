@@ -18,7 +18,8 @@ from spectune.runtime.drafts.eagle import columns
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.models import CHUNK
 from spectune.runtime.near_ties import near_rival
-from spectune.runtime.recording.trees import ROWS, HeadPasses, LanguageModelPasses
+from spectune.runtime.recording.passes import HeadPasses, LanguageModelPasses
+from spectune.runtime.recording.trees import ROWS
 from spectune.runtime.sampling import Noise, filters, log_distribution, scaled
 from spectune.traces.schema import NAT_SCALE, Sampling, Trajectory, TreePanorama, request_seed
 
@@ -32,7 +33,7 @@ class States(Protocol):
     def node_states(
         self, ids: Tensor, positions: Tensor, numbers: list[int], above: list[list[int]], starts: list[int]
     ) -> Tensor:
-        """After drafted nodes, [n, d]; arguments as of the passes of :mod:`runtime.recording.trees`."""
+        """After drafted nodes, [n, d]; arguments as of :class:`runtime.recording.passes.Passes`."""
 
     def canonical_before(self, length: int) -> Tensor | None:
         """After the first ``length`` - 1 tokens of the text, by a canonical pass, [1, d]; None where the draft reads nothing there."""
@@ -74,12 +75,7 @@ class _HeadStates(HeadPasses):
     def node_states(
         self, ids: Tensor, positions: Tensor, numbers: list[int], above: list[list[int]], starts: list[int]
     ) -> Tensor:
-        slots, mask = self._place(numbers, above, starts)
-        hidden = torch.stack([self._hidden[a[-1]] if a else self._root_hidden[s] for a, s in zip(above, starts, strict=True)])
-        positions = positions.clamp_max(self.head.max_positions - 1)
-        out = self.head.scattered(ids, hidden, positions, slots, mask, logits=0)[1]
-        self._hidden = torch.cat([self._hidden[: numbers[0]], out])
-        return self.head.state(out)
+        return self.head.state(self._read(ids, positions, numbers, above, starts, logits=0)[1])
 
     def canonical_before(self, length: int) -> Tensor | None:
         return self.head.state(self._canonical.output(length - 1, [])) if length > 2 else None

@@ -11,12 +11,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from spectune.runtime.cache import VIEW_STEP, view_of
 from spectune.runtime.drafts.language_model import canonical_codes
 from spectune.runtime.drafts.ngram import NgramIndex
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.models import CHUNK, CausalModel
 from spectune.runtime.near_ties import choose, near_code
+from spectune.runtime.recording.passes import LanguageModelPasses
 from spectune.runtime.sampling import Noise, entropy_of, log_distribution
 from spectune.traces.schema import (
     AGREE_NO,
@@ -56,6 +56,7 @@ class _Pass:
         self.output = trajectory.output_ids.tolist()
         self.text: list[int] = [*trajectory.prompt_ids.tolist(), *self.output]
         self.prompt = len(trajectory.prompt_ids)
+        self.passes = LanguageModelPasses(self.model, self.text, self.prompt)
         seed = request_seed(self.sampling.seed, trajectory.request_id)
         self.noise = None if self.sampling.greedy else Noise(seed, self.model.vocab_size, self.model.device)
 
@@ -90,21 +91,17 @@ class _Pass:
 
     def _on_text(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, torch.Tensor]:
         """Proposals [L + 1], codes of them and of the entropies [L + 1], and log q of the text's tokens [L]."""
-        model, total = self.model, len(self.text)
-        model.reserve(total + 1 + min(BRANCHES, len(self.output) + 1) * self.gamma_max + VIEW_STEP)
-        ids = torch.tensor(self.text, device=model.device)
-        model.read(ids[: self.prompt - 1], 0)
+        ids, read = torch.tensor(self.text, device=self.model.device), self.prompt
         proposals, logp, entropy, of_text = [], [], [], []
-        for at in range(self.prompt - 1, total, CHUNK):
-            part = ids[at : at + CHUNK]
-            logits = model.chain(part, at, logits=len(part))
-            prefixes = [self.text[: at + i + 1] for i in range(len(part))]
+        for logits in self.passes.roots():
+            prefixes = [self.text[: read + i] for i in range(len(logits))]
             tokens, log_q, codes_p, codes_h = self._decide(logits, prefixes)
             proposals.append(tokens)
             logp.append(codes_p)
             entropy.append(codes_h)
-            following = ids[at + 1 : at + 1 + len(part)]
+            following = ids[read : read + len(logits)]
             of_text.append(log_q[: len(following)].gather(-1, following[:, None])[:, 0])
+            read += len(logits)
         return torch.cat(proposals).cpu().numpy(), np.concatenate(logp), np.concatenate(entropy), torch.cat(of_text)
 
     def _decide(
@@ -129,22 +126,18 @@ class _Pass:
     ) -> None:
         """Continues branches, which leave the text after so many output tokens with these ones, by gamma_max - 1 proposals each, writing
         entry j for the one after 1 + j tokens off the text."""
-        model, base, width = self.model, len(self.text), len(outputs)
-        device = model.device
-        starts = torch.tensor(outputs, device=device) + self.prompt
-        mask = torch.zeros(width, view_of(base + width * (self.gamma_max - 1)), dtype=torch.bool, device=device)
-        mask[:, :base] = torch.arange(base, device=device)[None] < starts[:, None]
-        tokens = torch.tensor(wrong, device=device)
+        model, width = self.model, len(outputs)
+        positions = torch.tensor(outputs, device=model.device) + self.prompt
+        tokens = torch.tensor(wrong, device=model.device)
         prefixes = [[*self.text[: self.prompt + at], token] for at, token in zip(outputs, wrong, strict=True)]
-        own = torch.arange(width, device=device)
         for j in range(self.gamma_max - 1):
             # A model's last position ends a branch; a decode under the budget never gets there.
             alive = [len(prefix) <= model.max_positions for prefix in prefixes]
             if not any(alive):
                 break
-            slots = base + j * width + own
-            mask[own, slots] = True
-            logits = model.scattered(tokens, (starts + j).clamp_max(model.max_positions - 1), slots, mask)
+            numbers = list(range(j * width, (j + 1) * width))
+            above = [list(range(i, j * width, width)) for i in range(width)]
+            logits = self.passes.nodes(tokens, positions + j, numbers, above, outputs)
             tokens, _, logp[:, j], entropy[:, j] = self._decide(logits, prefixes)
             lengths[alive] = j + 1
             for prefix, token in zip(prefixes, tokens.tolist(), strict=True):

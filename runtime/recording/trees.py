@@ -8,20 +8,16 @@ start reads off the text, the next one finds read. Codes that rounding could cha
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 
-from spectune.runtime.cache import view_of
 from spectune.runtime.distributions import read_distributions
-from spectune.runtime.drafts.eagle import CanonicalPasses, columns
-from spectune.runtime.drafts.eagle_head import EagleHead
 from spectune.runtime.loading import LoadedPair
-from spectune.runtime.models import CHUNK, CausalModel
 from spectune.runtime.policies.document import ChainGrowth, ClassifierGrowth, Growth, StaticGrowth, TopKGrowth
+from spectune.runtime.recording.passes import HeadPasses, LanguageModelPasses, Passes
 from spectune.runtime.sampling import Noise
 from spectune.runtime.trees.grow import NONE, Codes, DistributionRows, Growing, TreeRule
 from spectune.traces.schema import Proposals, Sampling, Trajectory, TreePanorama, request_seed
@@ -79,142 +75,6 @@ def base_covers(width: int, depth: int, *, sampled: bool, proposals: Proposals, 
             rule = TreeRule(w, w, coupled=score == "coupled", sharpness=sharpness, by_probability=by_probability)
             found.append(Cover(cover_name(growth, sampled=sampled), rule, depth))
     return found
-
-
-class Passes(ABC):
-    """A draft's passes over a recorded text and its off-text nodes: the text's keys and values are shared under a mask, drafted nodes
-    lie behind them. ``shared``: distributions are functions of the prefix, whatever start they are drafted from."""
-
-    shared: bool
-    first_slot = 0
-
-    def __init__(self, model: CausalModel | EagleHead, text: list[int], prompt: int) -> None:
-        self.cached, self.text, self.prompt, self.device = model, text, prompt, model.device
-        self._room = 0
-
-    @abstractmethod
-    def roots(self) -> torch.Tensor:
-        """Float32 logits [L + 1, vocab] after the prompt and each output token."""
-
-    @abstractmethod
-    def nodes(
-        self, ids: torch.Tensor, positions: torch.Tensor, numbers: list[int], above: list[list[int]], starts: list[int]
-    ) -> torch.Tensor:
-        """Float32 logits after drafted nodes. ``numbers`` count off-text nodes in the order they are read; ``above[i]`` lists the drafted
-        ancestors of node i, nearest last; ``starts[i]`` is the text position they hang from."""
-
-    @abstractmethod
-    def canonical(self, start: int, path: list[int]) -> torch.Tensor:
-        """Float32 logits [vocab] after the first ``start`` output tokens and the drafted ``path``."""
-
-    def _reserve(self, nodes: int) -> None:
-        self.cached.reserve(len(self.text) + nodes)
-        self._room = self.cached.cache.capacity - len(self.text)
-
-    def _place(self, numbers: list[int], above: list[list[int]], starts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slots int64 [n] of nodes, and what they see: bool [n, view]."""
-        base = len(self.text)
-        if numbers[-1] >= self._room:
-            self._grow(numbers[-1] + 1)
-        slots = torch.tensor(numbers, device=self.device) + base
-        mask = torch.zeros(len(numbers), view_of(base + numbers[-1] + 1), dtype=torch.bool, device=self.device)
-        known = torch.tensor(starts, device=self.device) + self.prompt
-        mask[:, :base] = torch.arange(base, device=self.device)[None] < known[:, None]
-        mask[:, : self.first_slot] = False
-        rows = [i for i, a in enumerate(above) for _ in a]
-        if rows:
-            mask[torch.tensor(rows, device=self.device), torch.tensor([base + x for a in above for x in a], device=self.device)] = True
-        mask[torch.arange(len(numbers), device=self.device), slots] = True
-        return slots, mask
-
-    def _grow(self, nodes: int) -> None:
-        """More room for nodes: what is cached is carried over."""
-        cache = self.cached.cache
-        old = [(layer.keys, layer.values) for layer in cache.layers]
-        self._reserve(max(2 * self._room, nodes))
-        for layer, (keys, values) in zip(cache.layers, old, strict=True):
-            layer.lazy_initialization(keys, values)
-            layer.keys[:, :, : keys.shape[2]] = keys
-            layer.values[:, :, : values.shape[2]] = values
-
-
-class LanguageModelPasses(Passes):
-    """A language model's passes."""
-
-    shared = True
-
-    def __init__(self, model: CausalModel, text: list[int], prompt: int) -> None:
-        super().__init__(model, text, prompt)
-        self.model = model
-
-    def roots(self) -> torch.Tensor:
-        self._reserve(2048)
-        ids = torch.tensor(self.text, device=self.device)
-        self.model.read(ids[: self.prompt - 1], 0)
-        parts = []
-        for at in range(self.prompt - 1, len(self.text), CHUNK):
-            part = ids[at : at + CHUNK]
-            parts.append(self.model.chain(part, at, logits=part.shape[0]))
-        return torch.cat(parts)
-
-    def nodes(
-        self, ids: torch.Tensor, positions: torch.Tensor, numbers: list[int], above: list[list[int]], starts: list[int]
-    ) -> torch.Tensor:
-        slots, mask = self._place(numbers, above, starts)
-        return self.model.scattered(ids, positions.clamp_max(self.model.max_positions - 1), slots, mask)
-
-    def canonical(self, start: int, path: list[int]) -> torch.Tensor:
-        return self.model.canonical(self.text[: self.prompt + start] + path)
-
-
-class HeadPasses(Passes):
-    """A head's passes: the text with the target's features, drafted nodes with the head's own outputs."""
-
-    shared = False
-    first_slot = 1
-
-    def __init__(self, target: CausalModel, head: EagleHead, text: list[int], prompt: int) -> None:
-        super().__init__(head, text, prompt)
-        self.target, self.head = target, head
-        self._canonical = CanonicalPasses(target, head, text)
-        self._root_hidden = torch.zeros(0)
-        self._hidden = torch.zeros(0)
-
-    def roots(self) -> torch.Tensor:
-        head, ids = self.head, torch.tensor(self.text, device=self.device)
-        self.target.reserve(len(self.text) + 1)
-        self.target.read(ids, 0)
-        features = self.target.tapped[:, columns(self.target, head)]
-        self._reserve(2048)
-        logits, outputs = [], []
-        for at in range(1, len(self.text), CHUNK):
-            part = ids[at : at + CHUNK]
-            found, out = head.chain(part, features[at - 1 : at - 1 + part.shape[0]], at, logits=part.shape[0])
-            logits.append(found)
-            outputs.append(out)
-        # Row p - 1 belongs to token p. A prompt of one token has nothing to read: a head drafts nothing there.
-        rows, hidden = torch.cat(logits), torch.cat(outputs)
-        if self.prompt == 1:
-            rows, hidden = torch.cat([rows[:1], rows]), torch.cat([hidden[:1], hidden])
-        else:
-            rows, hidden = rows[self.prompt - 2 :], hidden[self.prompt - 2 :]
-        self._root_hidden, self._hidden = hidden, hidden.new_zeros(2048, hidden.shape[1])
-        return rows
-
-    def nodes(
-        self, ids: torch.Tensor, positions: torch.Tensor, numbers: list[int], above: list[list[int]], starts: list[int]
-    ) -> torch.Tensor:
-        slots, mask = self._place(numbers, above, starts)
-        if numbers[-1] >= self._hidden.shape[0]:
-            more = self._hidden.new_zeros(max(numbers[-1] + 1, 2 * self._hidden.shape[0]) - self._hidden.shape[0], self._hidden.shape[1])
-            self._hidden = torch.cat([self._hidden, more])
-        hidden = torch.stack([self._hidden[a[-1]] if a else self._root_hidden[s] for a, s in zip(above, starts, strict=True)])
-        logits, out = self.head.scattered(ids, hidden, positions.clamp_max(self.head.max_positions - 1), slots, mask)
-        self._hidden[numbers[0] : numbers[-1] + 1] = out
-        return logits
-
-    def canonical(self, start: int, path: list[int]) -> torch.Tensor:
-        return self._canonical.distribution(self.prompt + start, path)
 
 
 def record_tree_panorama(
@@ -280,10 +140,10 @@ class _Recorder:
         }
 
     def run(self) -> TreePanorama:
-        logits = self.passes.roots()
-        for at in range(0, self.roots, ROWS):
-            part = logits[at : at + ROWS]
-            numbers = np.arange(at, at + part.shape[0])
+        at = 0
+        for part in (rows for logits in self.passes.roots() for rows in logits.split(ROWS)):
+            numbers = np.arange(at, at + len(part))
+            at += len(part)
             self.cols["position"][numbers] = numbers
             self._store(numbers, self._distributions(part, numbers), on_text=np.ones(len(numbers), bool))
         if self.passes.shared:
