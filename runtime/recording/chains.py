@@ -16,7 +16,7 @@ from spectune.runtime.drafts.ngram import NgramIndex
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.models import CHUNK, CausalModel
 from spectune.runtime.near_ties import choose, near_code
-from spectune.runtime.recording.passes import LanguageModelPasses
+from spectune.runtime.recording.passes import LanguageModelPasses, Nodes
 from spectune.runtime.sampling import Noise, entropy_of, log_distribution
 from spectune.traces.schema import (
     AGREE_NO,
@@ -137,7 +137,7 @@ class _Pass:
                 break
             numbers = list(range(j * width, (j + 1) * width))
             above = [list(range(i, j * width, width)) for i in range(width)]
-            logits = self.passes.nodes(tokens, positions + j, numbers, above, outputs)
+            logits = self.passes.nodes(Nodes(tokens, positions + j, numbers, above, outputs))
             tokens, _, logp[:, j], entropy[:, j] = self._decide(logits, prefixes)
             lengths[alive] = j + 1
             for prefix, token in zip(prefixes, tokens.tolist(), strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
@@ -15,6 +15,17 @@ from spectune.runtime.models import CHUNK, CausalModel
 
 ROOM: Final = 2048
 """Off-text nodes that there is room for before more is made."""
+
+
+class Nodes(NamedTuple):
+    """Drafted nodes that one pass reads: ``ids`` and ``positions`` int64 [n]; ``numbers`` count off-text nodes in the order in which they
+    are read; ``above[i]`` lists the drafted ancestors of node i, nearest last; ``starts[i]`` is the text position that they hang from."""
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    numbers: list[int]
+    above: list[list[int]]
+    starts: list[int]
 
 
 class Passes(ABC):
@@ -33,11 +44,8 @@ class Passes(ABC):
         """Float32 logits [n, vocab] after the prompt and each output token, L + 1 rows in all, some at a time. Comes first."""
 
     @abstractmethod
-    def nodes(
-        self, ids: torch.Tensor, positions: torch.Tensor, numbers: list[int], above: list[list[int]], starts: list[int]
-    ) -> torch.Tensor:
-        """Float32 logits after drafted nodes. ``numbers`` count off-text nodes in the order they are read; ``above[i]`` lists the drafted
-        ancestors of node i, nearest last; ``starts[i]`` is the text position they hang from."""
+    def nodes(self, nodes: Nodes) -> torch.Tensor:
+        """Float32 logits [n, vocab] after drafted nodes."""
 
     @abstractmethod
     def canonical(self, start: int, path: list[int]) -> torch.Tensor:
@@ -47,21 +55,21 @@ class Passes(ABC):
         self.cached.reserve(len(self.text) + nodes)
         self._room = self.cached.cache.capacity - len(self.text)
 
-    def _place(self, numbers: list[int], above: list[list[int]], starts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slots int64 [n] of nodes, and what they see: bool [n, view]."""
-        base = len(self.text)
+    def _place(self, nodes: Nodes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Positions and slots int64 [n] of nodes, and what they see: bool [n, view]."""
+        numbers, base, device = nodes.numbers, len(self.text), self.device
         if numbers[-1] >= self._room:
             self._grow(numbers[-1] + 1)
-        slots = torch.tensor(numbers, device=self.device) + base
-        mask = torch.zeros(len(numbers), view_of(base + numbers[-1] + 1), dtype=torch.bool, device=self.device)
-        known = torch.tensor(starts, device=self.device) + self.prompt
-        mask[:, :base] = torch.arange(base, device=self.device)[None] < known[:, None]
+        slots = torch.tensor(numbers, device=device) + base
+        mask = torch.zeros(len(numbers), view_of(base + numbers[-1] + 1), dtype=torch.bool, device=device)
+        known = torch.tensor(nodes.starts, device=device) + self.prompt
+        mask[:, :base] = torch.arange(base, device=device)[None] < known[:, None]
         mask[:, : self.first_slot] = False
-        rows = [i for i, a in enumerate(above) for _ in a]
-        if rows:
-            mask[torch.tensor(rows, device=self.device), torch.tensor([base + x for a in above for x in a], device=self.device)] = True
-        mask[torch.arange(len(numbers), device=self.device), slots] = True
-        return slots, mask
+        seen = [(i, base + number) for i, above in enumerate(nodes.above) for number in above]
+        if seen:
+            mask[tuple(torch.tensor(seen, device=device).T)] = True
+        mask[torch.arange(len(numbers), device=device), slots] = True
+        return nodes.positions.clamp_max(self.cached.max_positions - 1), slots, mask
 
     def _grow(self, nodes: int) -> None:
         """More room for nodes: what is cached is carried over."""
@@ -91,11 +99,8 @@ class LanguageModelPasses(Passes):
             part = ids[at : at + CHUNK]
             yield self.model.chain(part, at, logits=len(part))
 
-    def nodes(
-        self, ids: torch.Tensor, positions: torch.Tensor, numbers: list[int], above: list[list[int]], starts: list[int]
-    ) -> torch.Tensor:
-        slots, mask = self._place(numbers, above, starts)
-        return self.model.scattered(ids, positions.clamp_max(self.model.max_positions - 1), slots, mask)
+    def nodes(self, nodes: Nodes) -> torch.Tensor:
+        return self.model.scattered(nodes.ids, *self._place(nodes))
 
     def canonical(self, start: int, path: list[int]) -> torch.Tensor:
         return self.model.canonical(self.text[: self.prompt + start] + path)
@@ -135,26 +140,14 @@ class HeadPasses(Passes):
         self._root_hidden, self._hidden = hidden, hidden.new_zeros(0, hidden.shape[1])
         yield rows
 
-    def nodes(
-        self, ids: torch.Tensor, positions: torch.Tensor, numbers: list[int], above: list[list[int]], starts: list[int]
-    ) -> torch.Tensor:
-        return self._read(ids, positions, numbers, above, starts)[0]
+    def nodes(self, nodes: Nodes) -> torch.Tensor:
+        return self._read(nodes)[0]
 
-    def _read(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        numbers: list[int],
-        above: list[list[int]],
-        starts: list[int],
-        logits: int | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _read(self, nodes: Nodes, logits: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits and outputs of the head after drafted nodes."""
-        slots, mask = self._place(numbers, above, starts)
-        hidden = torch.stack([self._hidden[a[-1]] if a else self._root_hidden[s] for a, s in zip(above, starts, strict=True)])
-        positions = positions.clamp_max(self.head.max_positions - 1)
-        found, out = self.head.scattered(ids, hidden, positions, slots, mask, logits=logits)
-        self._hidden = torch.cat([self._hidden[: numbers[0]], out])
+        fed = [self._hidden[a[-1]] if a else self._root_hidden[s] for a, s in zip(nodes.above, nodes.starts, strict=True)]
+        found, out = self.head.scattered(nodes.ids, torch.stack(fed), *self._place(nodes), logits=logits)
+        self._hidden = torch.cat([self._hidden[: nodes.numbers[0]], out])
         return found, out
 
     def canonical(self, start: int, path: list[int]) -> torch.Tensor:

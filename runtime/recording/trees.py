@@ -17,7 +17,7 @@ import torch
 from spectune.runtime.distributions import read_distributions
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import ChainGrowth, ClassifierGrowth, Growth, StaticGrowth, TopKGrowth
-from spectune.runtime.recording.passes import HeadPasses, LanguageModelPasses, Passes
+from spectune.runtime.recording.passes import HeadPasses, LanguageModelPasses, Nodes, Passes
 from spectune.runtime.sampling import Noise
 from spectune.runtime.trees.grow import NONE, Codes, DistributionRows, Growing, TreeRule
 from spectune.traces.schema import Proposals, Sampling, Trajectory, TreePanorama, request_seed
@@ -219,7 +219,7 @@ class _Recorder:
         positions = torch.from_numpy(c["position"][numbers].astype(np.int64) + self.prompt - 1).to(device)
         ids = torch.from_numpy(tokens.astype(np.int64)).to(device)
         self.n += count
-        logits = self.passes.nodes(ids, positions, (numbers - self._first).tolist(), above, starts)
+        logits = self.passes.nodes(Nodes(ids, positions, (numbers - self._first).tolist(), above, starts))
         self._store(numbers, self._distributions(logits, numbers), on_text)
 
     def _path(self, node: int) -> tuple[list[int], int]:
