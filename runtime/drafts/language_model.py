@@ -254,10 +254,10 @@ class LanguageModelReader(TreeReader):
         return self._shortlists.logits(states, support)
 
     def _logits(self, tokens: Tensor, parents: Tensor | None, at: Places) -> Tensor:
-        return self.model.scattered(tokens, at.positions, at.slots, at.mask)
+        return self.model.scattered(tokens, *at)
 
     def _states(self, tokens: Tensor, parents: Tensor | None, at: Places) -> Tensor:
-        states = self.model.scattered_states(tokens, at.positions, at.slots, at.mask)
+        states = self.model.scattered_states(tokens, *at)
         assert self._shortlists is not None
         if self._shortlists.routed:
             self.draft._nodes.append(states)

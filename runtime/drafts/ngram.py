@@ -51,6 +51,15 @@ class NgramIndex:
                 return token
         return None
 
+    def continuation(self, count: int) -> list[int]:
+        """At most ``count`` proposals, each after those before it."""
+        length = len(self.tokens)
+        while len(self.tokens) < length + count and (token := self.propose()) is not None:
+            self.extend([token])
+        found = self.tokens[length:]
+        self.truncate(length)
+        return found
+
 
 class NgramDraft:
     """Prompt lookup as draft. A proposal counts as certain: q = 1, entropy 0."""
@@ -67,16 +76,9 @@ class NgramDraft:
         self._read = len(text) - 1
 
     def propose(self, text: list[int], depth: int, limit: int, context: DraftContext) -> Drafted:
-        index, tokens, steps = self._index, [], 0
-        index.extend(text[len(index.tokens) :])
-        while steps < depth:
-            steps += 1
-            token = index.propose()
-            if token is None:
-                break
-            tokens.append(token)
-            index.extend([token])
-        index.truncate(len(text))
+        self._index.extend(text[len(self._index.tokens) :])
+        tokens = self._index.continuation(depth)
+        steps = min(depth, len(tokens) + 1)  # the last may have found nothing
         return Drafted(len(tokens), steps, len(text) - self._read, tokens)
 
     def commit(self, length: int, drafted: Drafted, path: list[int]) -> None:

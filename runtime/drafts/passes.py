@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,14 +15,8 @@ from spectune.runtime.sampling import filters
 from spectune.runtime.shortlists import Beam, Shortlists, Support
 from spectune.runtime.trees.draft import ModelDistributions, grow
 
-
-class Places(NamedTuple):
-    """Where n nodes stand: ``positions`` and ``slots`` int64 [n], and what each sees, ``mask`` bool
-    [n, view]."""
-
-    positions: Tensor
-    slots: Tensor
-    mask: Tensor
+Places = tuple[Tensor, Tensor, Tensor]
+"""Where n nodes stand: positions and slots, int64 [n], and what each sees, a mask bool [n, view]."""
 
 
 class TreeReader(ABC):
@@ -109,11 +102,8 @@ class TreeReader(ABC):
         mask[torch.arange(n, device=self.device), slots] = True
         self._mask = mask
         self._placed += n
-        return Places(
-            torch.full((n,), self.length + depth - 1, dtype=torch.int64, device=self.device),
-            slots,
-            mask,
-        )
+        positions = torch.full((n,), self.length + depth - 1, dtype=torch.int64, device=self.device)
+        return positions, slots, mask
 
 
 def propose_tree(

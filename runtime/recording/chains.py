@@ -170,30 +170,15 @@ def _ngram_panorama(trajectory: Trajectory, gamma_max: int) -> ChainPanorama:
     output = trajectory.output_ids.tolist()
     agree = np.zeros(len(output), dtype=np.uint8)
     lengths: list[int] = []
-
-    def branch(token: int | None) -> int:
-        """How many proposals follow ``token`` (None: from here), at most gamma_max."""
-        length = len(index.tokens)
-        if token is not None:
-            index.extend([token])
-        found = 0
-        while found < gamma_max:
-            following = index.propose()
-            if following is None:
-                break
-            index.extend([following])
-            found += 1
-        index.truncate(length)
-        return found
-
     for i, token in enumerate(output):
         proposal = index.propose()
         agree[i] = AGREE_NONE if proposal is None else AGREE_YES if proposal == token else AGREE_NO
-        if agree[i] == AGREE_NO:
-            assert proposal is not None
-            lengths.append(min(gamma_max - 1, branch(proposal)))
+        if proposal is not None and proposal != token:
+            index.extend([proposal])
+            lengths.append(len(index.continuation(gamma_max - 1)))
+            index.truncate(len(index.tokens) - 1)
         index.extend([token])
-    lengths.append(branch(None))
+    lengths.append(len(index.continuation(gamma_max)))
     zeros = np.zeros(len(output), dtype=np.uint16)
     rows = np.zeros((len(lengths), gamma_max), dtype=np.uint16)
     return ChainPanorama(
