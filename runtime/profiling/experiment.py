@@ -285,12 +285,13 @@ def _shortlists(pair: LoadedPair, name: str, gamma_max: int) -> Iterator[Cell]:
     model = pair.models[name]
     full, kind = compile_plan(policy, pair.draft_names), RoundKind.of(policy, tree=name not in pair.chain_drafts)
     vocab = np.arange(model.vocab_size)
-    ranked = np.concatenate([model.output.ids, np.setdiff1d(vocab, model.output.ids)]).astype(np.int64)
+    order = np.concatenate([model.output.ids, np.setdiff1d(vocab, model.output.ids)])
+    frequencies = Frequencies(order.astype(np.int64))
     embedding = int(model.embedded(torch.zeros(1, dtype=torch.int64, device=pair.device)).shape[-1])
     routing = replace(_routing(model.hidden_size, embedding, rows), head=model.output.hash)
     for size in sorted({max(1, rows // share) for share in SHARES}):
         fixed = FrequencyShortlist(size=size, artifact="profile")
-        yield _shortlisted(pair, full, ShortlistRule(fixed, name, frequencies=Frequencies(ranked)), kind, size)
+        yield _shortlisted(pair, full, ShortlistRule(fixed, name, frequencies=frequencies), kind, size)
         k = max(1, round(CLUSTERS * size / rows))
         routed = ClustersShortlist(k0=k, k1=k, k_min=k, artifact="profile")
         yield _shortlisted(pair, full, ShortlistRule(routed, name, routing=routing), kind._replace(routed=True), size)
