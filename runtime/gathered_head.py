@@ -72,7 +72,7 @@ class GatheredHead:
         self._every = torch.arange(self.vocab_size) if sums else torch.zeros(0, dtype=torch.int64)
         compiled = ("compiled",) if sums else ()
         kernel = ("kernel",) if kernel_runs(self.device) else ()
-        self.ways = (*compiled, *kernel, "gather", "full")
+        self.ways: tuple[str, ...] = (*compiled, *kernel, "gather", "full")
 
     def over(self, hidden: Tensor, ids: Tensor | None = None) -> Tensor:
         """Logits [n, len(ids)] of tokens ``ids`` (int64, on the head's device; ascending reads

@@ -141,7 +141,7 @@ class _Recorder:
 
     def run(self) -> TreePanorama:
         at = 0
-        for part in (rows for logits in self.passes.roots() for rows in logits.split(ROWS)):
+        for part in (rows for logits in self.passes.roots() for rows in torch.split(logits, ROWS)):
             numbers = np.arange(at, at + len(part))
             at += len(part)
             self.cols["position"][numbers] = numbers
