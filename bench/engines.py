@@ -44,7 +44,7 @@ def _of_engine(name: str, concurrencies: Sequence[int], state: Path, quick: bool
     pair, count, tokens = demo(("small", "medium")), 4 if quick else 32, 12 if quick else 96
     options = DecodeOptions(Sampling(), tokens)
     workload = requests(count)
-    prompts = prompts_of(pair.words, workload, options)
+    prompts = prompts_of(pair, workload, options)
     longest = max(len(prompt.ids) for prompt in prompts) + tokens
     store = stored(state / f"engines-{name}.db", fresh=True)
     rows: list[dict[str, Any]] = []

@@ -89,7 +89,7 @@ def random_model(wanted: argparse.Namespace, device: torch.device, dtype: torch.
         model = LlamaForCausalLM(config).to(dtype)
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(8.0)  # so that distributions are neither flat nor certain
-    return CausalModel(model, "target", f"random {seed}")
+    return CausalModel(model, "target")
 
 
 class Graphs:

@@ -99,7 +99,7 @@ class Bench:
 def measured(state: Path, engine: str, trace: str, passes: int, *, quick: bool) -> dict[str, Any]:
     """Records, searches, executes; the figures."""
     pair, options = demo((DRAFT,)), DecodeOptions(Sampling(), 12 if quick else TOKENS)
-    prompts = prompts_of(pair.words, requests(max(CLIENTS.values()) // (8 if quick else 1)), options)
+    prompts = prompts_of(pair, requests(max(CLIENTS.values()) // (8 if quick else 1)), options)
     longest = max(len(prompt.ids) for prompt in prompts) + options.max_new_tokens
     store = stored(state / f"load-{engine}.db", fresh=True)
     with ExitStack() as stack:

@@ -107,7 +107,7 @@ def mean_size(fits: Fits, policy: Policy, encoded: Encoded) -> int:
         for item in decoder.rounds(request):
             shortlists = decoder.backend.shortlists(prepared)
             assert shortlists is not None
-            sizes += [support.size for support in shortlists.chosen[: item.step.draft_steps]]
+            sizes += [len(support.ids) for support in shortlists.chosen[: item.step.draft_steps]]
     return round(float(np.mean(sizes)))
 
 

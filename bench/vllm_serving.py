@@ -182,7 +182,7 @@ def obeyed(noticed: list[tuple[float, str]], steps: list[Step]) -> tuple[list[in
 def sampled(known: dict[str, Any], alternations: int) -> dict[str, Any]:
     pair, options = demo(SAMPLED_DRAFTS), DecodeOptions(Sampling(TEMPERATURE), TOKENS)
     workload = requests(SAMPLED)
-    asked = prompts_of(pair.words, workload, options)
+    asked = prompts_of(pair, workload, options)
     rows: list[dict[str, Any]] = []
     with TemporaryDirectory() as folder:
         store = stored(Path(folder) / "sampled.db")

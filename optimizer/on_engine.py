@@ -12,13 +12,13 @@ from spectune.optimizer.execute import DecodeOptions, counts_of
 from spectune.optimizer.record import Progress
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import AnyPolicy
-from spectune.runtime.words import Words
+from spectune.runtime.words import Texts
 from spectune.traces.errors import EngineError
 from spectune.traces.schema import Outcome, RequestOutcome, Verifier, Workload, latency_json
 from spectune.traces.store import RecordingInfo, TraceStore
 
 
-def prompts_of(words: Words, workload: Workload, options: DecodeOptions) -> tuple[Prompt, ...]:
+def prompts_of(words: Texts, workload: Workload, options: DecodeOptions) -> tuple[Prompt, ...]:
     """A workload's requests as token ids."""
     return tuple(Prompt(r.id, r.category, tuple(words.encode_request(r, chat=options.chat))) for r in workload.requests)
 

@@ -1,8 +1,8 @@
 """Preallocated slot caches: keys and values written wherever the caller says, read up to a view.
 
 transformers' static cache appends at a length that it counts itself and cannot be rolled back. Ours holds no length: the
-owner sets where the next pass writes (``start``) and how many slots it reads (``view``); what a rejected draft left behind is
-masked and overwritten. Shapes never change within a view, so that a pass can be captured as a CUDA graph.
+owner sets where the next pass writes (``slots``) and how many it reads (``view``); what a rejected draft left behind is masked
+and overwritten. Shapes never change within a view, so that a pass can be captured as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -17,6 +17,11 @@ VIEW_STEP = 64
 """Views are rounded up to a multiple of this, so that few shapes occur."""
 
 
+def view_of(tokens: int) -> int:
+    """Slots that a pass over ``tokens`` cached tokens reads."""
+    return -(-tokens // VIEW_STEP) * VIEW_STEP
+
+
 class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers carries no types
     """One layer's keys and values, ``[1, kv_heads, capacity + scratch, head_dim]``, allocated at the first pass. No view holds the
     ``scratch`` slots."""
@@ -28,9 +33,8 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers carries 
         super().__init__()
         self.capacity = capacity
         self.scratch = scratch
-        self.start = 0
         self.view = capacity
-        self.slots: torch.Tensor | None = None
+        self.slots = torch.zeros(0, dtype=torch.int64)
         self.is_initialized = False
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
@@ -46,13 +50,8 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers carries 
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if self.slots is None:
-            stop = self.start + key_states.shape[2]
-            self.keys[:, :, self.start : stop] = key_states
-            self.values[:, :, self.start : stop] = value_states
-        else:
-            self.keys.index_copy_(2, self.slots, key_states)
-            self.values.index_copy_(2, self.slots, value_states)
+        self.keys.index_copy_(2, self.slots, key_states)
+        self.values.index_copy_(2, self.slots, value_states)
         return self.keys[:, :, : self.view], self.values[:, :, : self.view]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -69,10 +68,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers carries 
 
 
 class SlotCache:
-    """The layers of one model and where the next pass writes.
-
-    ``place(start, width)`` prepares a contiguous pass, ``place_at(slots, view)`` a scattered one (a tree's). ``capacity`` only grows.
-    """
+    """The layers of one model and where the next pass writes. ``capacity`` only grows, by whole views."""
 
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
@@ -83,22 +79,13 @@ class SlotCache:
 
     def reserve(self, tokens: int) -> None:
         """Makes room for ``tokens`` slots. Growing forgets what was cached: call it between requests."""
-        wanted = _round_up(tokens, 4 * VIEW_STEP)
+        wanted = -(-tokens // (4 * VIEW_STEP)) * 4 * VIEW_STEP
         if wanted > self.capacity:
             self.capacity = wanted
             self.layers = [SlotLayer(wanted, self._scratch) for _ in range(self._num_layers)]
             self.cache = Cache(layers=self.layers)
 
-    def place(self, start: int, width: int) -> int:
-        """The next pass writes slots ``start .. start + width - 1``; returns the view (slots that it reads)."""
-        if start + width > self.capacity:
-            raise IndexError(f"pass of {width} tokens at {start} exceeds the cache's {self.capacity} slots")
-        view = min(self.capacity, _round_up(start + width, VIEW_STEP))
-        for layer in self.layers:
-            layer.start, layer.view, layer.slots = start, view, None
-        return view
-
-    def place_at(self, slots: torch.Tensor, view: int) -> None:
+    def place(self, slots: torch.Tensor, view: int) -> None:
         """The next pass writes the given slots (int64 ``[width]``) and reads the first ``view``."""
         if view > self.capacity:
             raise IndexError(f"view of {view} slots exceeds the cache's {self.capacity}")
@@ -131,7 +118,3 @@ class SlotCache:
         for layer in self.layers:
             layer.keys[:, :, start:stop] = layer.keys.index_select(2, index)
             layer.values[:, :, start:stop] = layer.values.index_select(2, index)
-
-
-def _round_up(n: int, step: int) -> int:
-    return (n + step - 1) // step * step

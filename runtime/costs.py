@@ -354,35 +354,19 @@ def window_costs(
         from spectune.runtime.trees.rules import compile_tree  # torch is imported here alone
 
         rule = compile_tree(policy, sampled=sampled) if rules is None else rules[sampled]
-        levels = [rule.places(g) for g in gammas[1:]]
-        if (
-            rule.confidence is not None
-        ):  # a classifier's nodes that are not expanded are not verified either
-            levels = [min(nodes, rule.frontier) for nodes in levels]
-        most = sum(levels) if rule.top_n is None else rule.top_n
-        drafted = [min(sum(levels[:g]), most, NODE_LIMIT) for g in gammas]
+        most = NODE_LIMIT if rule.top_n is None else min(rule.top_n, NODE_LIMIT)
+        drafted = [min(rule.verified(g), most) for g in gammas]
         rows = [[rule.step_width(g) for g in gammas[2:]]]
-        passes = Passes(
-            np.array(rows, dtype=np.int64), np.zeros(1, np.int64), np.array([int(sampled)])
-        )
+        passes = Passes(np.array(rows, dtype=np.int64), np.zeros(1, np.int64), np.array([int(sampled)]))
     more = None if shortlist is None else shortlist_seconds(profile, shortlist)
-    costs = round_costs(
-        profile, kind, np.array([profile.usual_context]), passes=passes, shortlist_s=more
-    )
+    costs = round_costs(profile, kind, np.array([profile.usual_context]), passes=passes, shortlist_s=more)
     rounds = [round_seconds(costs, int(sampled), 0, 0, 1, g, drafted[g], 0)[2] for g in gammas]
     last = policy.gamma_max
     if not last:
         return WindowCosts(0.0, (rounds[0],))
-    place = 0 if costs.by_position else int(sampled)
-    first = costs.first_s[int(sampled), 1]
-    step_s = max(
-        LEAST,
-        float(
-            (costs.later_s[place, last] - costs.later_s[place, 1]) / (last - 1)
-            if last > 1
-            else first
-        ),
-    )
+    later = costs.later_s[0 if costs.by_position else int(sampled)]
+    mean_s = (later[last] - later[1]) / (last - 1) if last > 1 else costs.first_s[int(sampled), 1]
+    step_s = max(LEAST, float(mean_s))
     return WindowCosts(step_s, tuple(max(LEAST, s - g * step_s) for g, s in enumerate(rounds)))
 
 

@@ -7,28 +7,29 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from spectune.runtime.cache import view_of
 from spectune.runtime.cuda.pass_sizes import prepare_graphs
 from spectune.runtime.drafts.eagle import EagleDraft, Features
 from spectune.runtime.drafts.language_model import LanguageModelDraft
 from spectune.runtime.drafts.ngram import NgramDraft
-from spectune.runtime.drafts.protocol import TREE_SLOTS, Draft, DraftContext, Drafted
+from spectune.runtime.drafts.protocol import Draft, DraftContext, Drafted
 from spectune.runtime.generation_settings import Process, check, widening
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import DecodeRequest, PolicySource, Round, Verified, decode_rounds
 from spectune.runtime.models import ids_tensor
 from spectune.runtime.policies.artifacts import Artifacts
-from spectune.runtime.policies.document import NODE_LIMIT, AnyPolicy, Policy
+from spectune.runtime.policies.document import EXPANDED_LIMIT, NODE_LIMIT, AnyPolicy, Policy
 from spectune.runtime.policies.draft_choice import TARGET, keeps_reading
 from spectune.runtime.policies.plan import Plan, check_verifier
 from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.policies.prepared_chooser import AnyPlan, ChooserPlan
 from spectune.runtime.policies.prompt_features import Prompt
-from spectune.runtime.policies.shortlist_rule import ShortlistRule
 from spectune.runtime.prompts import log_perplexity
 from spectune.runtime.sampling import Noise
 from spectune.runtime.session import Sessions
@@ -46,9 +47,6 @@ from spectune.traces.schema import (
     Verifier,
     request_seed,
 )
-
-SHORTLISTS_KEPT = 8
-"""Shortlists of policies that a backend keeps ready, with the weights cut out for them."""
 
 
 class ModelBackend:
@@ -80,7 +78,7 @@ class ModelBackend:
         self._noise: Noise | None = None
         self._process: Process | None = None
         self._capacity = 0
-        self._shortlists: dict[ShortlistRule, Shortlists] = {}
+        self._shortlists: WeakKeyDictionary[Plan, Shortlists] = WeakKeyDictionary()
         self._read_ahead: tuple[DecodeRequest, str] | None = None
 
     @property
@@ -102,7 +100,7 @@ class ModelBackend:
             self.pair.target.reserve(capacity + NODE_LIMIT)
             nats = log_perplexity(self.pair.target, ids)
         elif reader is not None:
-            nats = self._readers[reader].begin_reading(ids, capacity + TREE_SLOTS)
+            nats = self._readers[reader].begin_reading(ids, capacity + EXPANDED_LIMIT)
             self._awake.discard(reader)
         chosen = chooser.of_prompt(
             Prompt(self.pair.text(ids), len(ids), nats), request.max_new_tokens, request.sampling
@@ -121,12 +119,8 @@ class ModelBackend:
         self._capacity = len(self._text) + request.max_new_tokens + 1
         sampled = not request.sampling.greedy
         self._noise = Noise(request.seed, target.vocab_size, target.device) if sampled else None
-        self._awake = (
-            {self._read_ahead[1]}
-            if self._read_ahead is not None and self._read_ahead[0] is request
-            else set()
-        )
-        self._read_ahead = None
+        ahead, self._read_ahead = self._read_ahead, None
+        self._awake = {ahead[1]} if ahead is not None and ahead[0] is request else set()
         self._process = self.pair.processor(len(self._text))
         target.reserve(self._capacity + NODE_LIMIT)
         prepare_graphs(
@@ -135,21 +129,17 @@ class ModelBackend:
         if len(self._text) > 1:
             target.read(torch.tensor(self._text[:-1], device=target.device), 0)
         self._features.kept = False
-        if speculates and self.draft_named(prepared.policy.draft).reads_features:
+        if speculates and self._drafts[prepared.policy.draft].reads_features:
             self._features.begin_prefilled(self._capacity, len(self._text) - 1)
         if speculates:
             self._wake(prepared.policy.draft)
-
-    def draft_named(self, name: str) -> Draft:
-        """The draft behind a name (KeyError if there is none)."""
-        return self._drafts[name]
 
     def _wake(self, name: str) -> Draft:
         """The draft behind a name, after it has read the text but for its last token where it did
         not follow it."""
         draft = self._drafts[name]
         if name not in self._awake:
-            draft.begin(self._text, self._capacity + TREE_SLOTS)
+            draft.begin(self._text, self._capacity + EXPANDED_LIMIT)
             self._awake.add(name)
         return draft
 
@@ -157,21 +147,13 @@ class ModelBackend:
         """A policy's shortlist for the draft as it is loaded here; None: the whole vocabulary. What
         :func:`prepare_for` made aside is taken, else it is made now. Raises PolicyError when the
         artifact does not fit the draft's output head."""
-        rule, ready = prepared.shortlist, prepared.shortlists
-        if rule is None:
-            return None
-        if ready is not None and ready.model is self.pair.models[rule.draft]:
-            return ready
-        found = self._shortlists.get(rule)
-        if found is None:
-            found = self._shortlists[rule] = warmed_shortlists(self.pair, prepared, rule)
-            if (
-                len(self._shortlists) > SHORTLISTS_KEPT
-            ):  # the oldest, so that publications do not pile up
-                del self._shortlists[next(iter(self._shortlists))]
-        return found
+        if prepared.shortlist is None or prepared.shortlists is not None:
+            return prepared.shortlists
+        if prepared not in self._shortlists:
+            self._shortlists[prepared] = warmed_shortlists(self.pair, prepared)
+        return self._shortlists[prepared]
 
-    def draft(self, prepared: Plan, gamma: int, limit: int | None = None) -> Drafted:
+    def draft(self, prepared: Plan, gamma: int, limit: int) -> Drafted:
         request = self._request
         assert request is not None
         self._drafting = self._wake(prepared.policy.draft)
@@ -185,7 +167,7 @@ class ModelBackend:
             salt=self._rounds,
             keeps_pruned=self.keeps_pruned,
         )
-        return self._drafting.propose(self._text, gamma, gamma if limit is None else limit, context)
+        return self._drafting.propose(self._text, gamma, limit, context)
 
     def _target_text(self, request: DecodeRequest) -> TargetText:
         return TargetText(
@@ -224,16 +206,13 @@ class ModelBackend:
     def _read_tree(self, tree: GrownTree) -> Tensor:
         """Float32 logits [1 + nodes, vocab] of the root and of a tree's nodes, which see the text
         and their ancestors."""
-        target, length, n = self.pair.target, len(self._text), len(tree.tokens)
-        ids = torch.tensor(
-            [[self._text[-1], *tree.tokens], [0, *tree.depths]], device=target.device
-        )
-        mask = np.zeros((n + 1, length + n), dtype=np.bool_)
-        mask[:, :length] = True  # the text and the root
-        mask[:, length - 1 :] |= ancestors(tree)
-        return target.tree(
-            ids[0], length - 1 + ids[1], length - 1, torch.from_numpy(mask).to(target.device)
-        )
+        target, root, n = self.pair.target, len(self._text) - 1, len(tree.tokens)
+        rows = [[self._text[-1], *tree.tokens], [0, *tree.depths], [*range(n + 1)]]
+        ids, depths, places = torch.tensor(rows, device=target.device)
+        mask = np.zeros((n + 1, view_of(root + n + 1)), dtype=np.bool_)
+        mask[:, :root] = True
+        mask[:, root : root + n + 1] = ancestors(tree)
+        return target.scattered(ids, root + depths, root + places, torch.from_numpy(mask).to(target.device))
 
     def commit(self, emitted: list[int], accepted: int, drafted: Drafted | None) -> None:
         length, path = len(self._text), self._path[:accepted]
@@ -263,14 +242,12 @@ class Decoder:
     """Serves requests one after another under a policy source.
 
     Windows that carry their state (Q-learning, transformers' heuristic) carry it from request to
-    request of one decoder. ``after_round`` is called by :meth:`decode` after every round; what it
-    takes is no part of the request's seconds."""
+    request of one decoder."""
 
     pair: LoadedPair
     source: PolicySource
     verifier: Verifier = "coupled"
     clock: Callable[[], float] = time.perf_counter
-    after_round: Callable[[], None] | None = None
     backend: ModelBackend = field(init=False)
     sessions: Sessions = field(init=False, default_factory=Sessions)
 
@@ -287,7 +264,14 @@ class Decoder:
     ) -> DecodeRequest:
         """Builds a request. Raises WorkloadError when prompt and budget exceed the models' context,
         or the prompt is empty."""
-        check_length(self.pair, item.id, len(prompt_ids), max_new_tokens)
+        if not prompt_ids:
+            raise WorkloadError(f"request {item.id}: the prompt has no tokens")
+        limit = self.pair.max_positions
+        if len(prompt_ids) + max_new_tokens > limit:
+            raise WorkloadError(
+                f"request {item.id}: {len(prompt_ids)} prompt tokens + {max_new_tokens} new ones exceed the context of {limit}; "
+                "shorten the prompt or lower --max-new-tokens"
+            )
         check(self.pair.settings, greedy=sampling.greedy, verifier=self.verifier)
         return DecodeRequest(
             id=item.id,
@@ -317,18 +301,13 @@ class Decoder:
         plans: list[tuple[int, AnyPlan]] = []
         output: list[int] = []
         finish: Finish | None = None
-        away = 0.0
         for item in self.rounds(request):
             if item.in_force is not None and (not plans or plans[-1][1] is not item.in_force):
                 plans.append((len(steps), item.in_force))
             steps.append(item.step)
             output.extend(item.tokens)
             finish = item.finish
-            if self.after_round is not None:
-                left = self.clock()
-                self.after_round()
-                away += self.clock() - left
-        seconds = self.clock() - began - away
+        seconds = self.clock() - began
         assert finish is not None
         return Decoded(
             Trajectory(
@@ -385,33 +364,15 @@ def prepare_for(
 
 def _made_aside(pair: LoadedPair, prepared: Plan, sampling: Sampling | None) -> Plan:
     prepare_graphs(pair, prepared, sampling)
+    return prepared if prepared.shortlist is None else replace(prepared, shortlists=warmed_shortlists(pair, prepared))
+
+
+def warmed_shortlists(pair: LoadedPair, prepared: Plan) -> Shortlists:
+    """The shortlists of a policy that has some, for a loaded pair, made ready for as many nodes as its
+    trees can have. Raises PolicyError when the artifact does not fit the draft's output head."""
     rule = prepared.shortlist
-    return (
-        prepared
-        if rule is None
-        else replace(prepared, shortlists=warmed_shortlists(pair, prepared, rule))
-    )
-
-
-def warmed_shortlists(pair: LoadedPair, prepared: Plan, rule: ShortlistRule) -> Shortlists:
-    """A policy's shortlists for a loaded pair, made ready for as many nodes as its trees can have.
-    Raises PolicyError when the artifact does not fit the draft's output head."""
+    assert rule is not None
     made = Shortlists(rule, pair.models[rule.draft], pair.exact)
     trees, steps = prepared.rules or (), range(1, prepared.policy.depth_max + 1)
     made.warm([max([1, *(tree.step_width(step) for tree in trees)]) for step in steps])
     return made
-
-
-def check_length(
-    pair: LoadedPair, request_id: str, prompt_tokens: int, max_new_tokens: int
-) -> None:
-    """Raises WorkloadError when a request has no tokens or does not fit the shortest context of the
-    pair."""
-    if prompt_tokens == 0:
-        raise WorkloadError(f"request {request_id}: the prompt has no tokens")
-    limit = pair.max_positions
-    if prompt_tokens + max_new_tokens > limit:
-        raise WorkloadError(
-            f"request {request_id}: {prompt_tokens} prompt tokens + {max_new_tokens} new ones exceed the context of {limit}; "
-            "shorten the prompt or lower --max-new-tokens"
-        )

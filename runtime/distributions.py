@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -69,7 +68,6 @@ def read_distributions(
         logits, noise, ids = _to_width(logits, None if noise is None else noise.index_select(-1, ids), ids, width)
     (n, vocab), device = logits.shape, logits.device
     width = min(width, vocab)
-    unread = _unread(n, width, device)
     x = scaled(logits, sampling)
     near_filter = None
     if (mask := kept(x, sampling)) is not None:
@@ -81,20 +79,20 @@ def read_distributions(
     q = x.softmax(-1) if reads_logp or entropy else None
     nats = q.gather(-1, tokens).log_().neg_() if q is not None and reads_logp else None
     logp, gap, near = _child_codes(scores, nats, reads_gap, width, sampling, exact)
-    count = torch.isfinite(scores[:, :width]).sum(-1) if mask is not None or ids is not None else unread.count
-    of_entropy = of_top = unread.rows
-    near_entropy = unread.nowhere[:, 0] if exact and (entropy or top_entropy) else None
+    count = torch.isfinite(scores[:, :width]).sum(-1) if mask is not None or ids is not None else torch.full((n,), width, device=device)
+    of_entropy = of_top = torch.zeros(n, dtype=torch.int64, device=device)
+    near_entropy = torch.zeros(n, dtype=torch.bool, device=device) if exact and (entropy or top_entropy) else None
     if entropy and q is not None:
         of_entropy, near_entropy = _entropy_code(q, near_entropy, sampling)
     if top_entropy:
         most = min(TOP_ENTROPY, vocab)
         best = scores[:, :most] if perturbed is x and scores.shape[1] >= most else best_of(x, most)[0]
         of_top, near_entropy = _entropy_code(best.softmax(-1), near_entropy, sampling)
-    if near_entropy is not None or near_filter is not None:
-        near = unread.nowhere if near is None else near
+    if near is None and (near_entropy is not None or near_filter is not None):
+        near = torch.zeros((n, width), dtype=torch.bool, device=device)
     if near is not None and near_filter is not None:
         near = (near_filter[:, None] | near) & (torch.arange(width, device=device) < count[:, None])
-    logp, gap = (unread.children if code is None else code for code in (logp, gap))
+    logp, gap = (torch.zeros_like(tokens) if code is None else code for code in (logp, gap))
     children = tokens if ids is None else ids[tokens]
     return DistributionRows(children, logp, gap, of_entropy, of_top, count, near, near_entropy)
 
@@ -189,29 +187,3 @@ def _codes_of_children(
 def _scaled(nats: torch.Tensor) -> torch.Tensor:
     """Nats in units of a code, within the codes' range: rounded down they are codes."""
     return (nats * TREE_SCALE).clamp_(_LEAST, _MOST)
-
-
-def codes(nats: torch.Tensor) -> torch.Tensor:
-    """Nats as whole numbers of 1/16 nat, rounded down, saturating; int64."""
-    return _scaled(nats).long()
-
-
-class _Unread(NamedTuple):
-    """What stands for what is not read of n distributions of k children: zeros int64 for the ``children`` [n, k] and the ``rows`` [n], the
-    ``count`` k [n], and ``nowhere`` bool [n, k] for near ties. Shared: nobody writes into them."""
-
-    children: torch.Tensor
-    rows: torch.Tensor
-    count: torch.Tensor  # type: ignore[assignment]  # hides tuple.count
-    nowhere: torch.Tensor
-
-
-@lru_cache(maxsize=256)
-def _unread(n: int, width: int, device: torch.device) -> _Unread:
-    whole = torch.int64
-    return _Unread(
-        torch.zeros((n, width), dtype=whole, device=device),
-        torch.zeros((n,), dtype=whole, device=device),
-        torch.full((n,), width, dtype=whole, device=device),
-        torch.zeros((n, width), dtype=torch.bool, device=device),
-    )

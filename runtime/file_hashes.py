@@ -88,12 +88,6 @@ def cache_folder() -> Path | None:
     return base / "spectune"
 
 
-def cache_file() -> Path | None:
-    """Where hashes outlast a process: ``file-hashes.json`` in :func:`cache_folder`."""
-    folder = cache_folder()
-    return None if folder is None else folder / "file-hashes.json"
-
-
-
-FILES = FileHashes(cache_file())
+_FOLDER = cache_folder()
+FILES = FileHashes(_FOLDER and _FOLDER / "file-hashes.json")
 """The hashes of this process."""

@@ -23,7 +23,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, cast
 
 import numba
 import numpy as np
@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spectune.runtime.cuda.kernel import gathered_logits, kernel_runs, power_of_two
-from spectune.traces.errors import PairError, PolicyError
+from spectune.traces.errors import PolicyError
 
 Sums = Callable[
     [
@@ -45,7 +45,6 @@ Sums = Callable[
     int,
 ]
 
-DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 MEASURED_SECONDS: Final = 0.02
 """Time that the fastest way is measured for, about; every way is called three times at least and
 :data:`MEASURED_CALLS` times at most, beside a first call that does not count."""
@@ -55,108 +54,64 @@ HOPELESS: Final = 2.0
 
 
 class GatheredHead:
-    """An output matrix of which shortlists are multiplied: ``weight`` [vocab, d] float32, bfloat16
-    or float16, ``bias`` [vocab].
+    """An output matrix of which shortlists are multiplied: ``weight`` [vocab, d], ``bias`` [vocab].
 
-    Hidden states are [n, d] of any float dtype, cast to the weights'; logits are float32. ``way``
-    forces one of the ways above for :meth:`over`; by default the fastest is taken. The weights are
-    shared with the model, not copied, unless their rows are not contiguous. A head is for one
-    thread at a time. Raises PairError for weights and ways that do not fit."""
+    Hidden states are [n, d] of any float dtype, cast to the weights'; logits are float32. The weights
+    are shared with the model, not copied, unless their rows are not contiguous. A head is for one
+    thread at a time."""
 
-    def __init__(
-        self, weight: Tensor, bias: Tensor | None = None, *, way: str | None = None
-    ) -> None:
-        if weight.dtype not in DTYPES:
-            raise PairError(
-                f"an output matrix must be in float32, bfloat16 or float16, not {weight.dtype}"
-            )
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight = weight.detach().contiguous()
         self.bias = None if bias is None else bias.detach().contiguous()
         self.vocab_size, self.hidden_size = self.weight.shape
         self.device, self.dtype = weight.device, weight.dtype
         self._float_bias = None if self.bias is None else self.bias.float()
-        self._fastest: dict[tuple[str, int, int], str] = {}
         self._buffer = self.weight.new_empty(0, self.hidden_size)
         sums = self.device.type == "cpu" and self.dtype == torch.float32
         self._rows = self.weight.numpy() if sums else None
         self._every = torch.arange(self.vocab_size) if sums else torch.zeros(0, dtype=torch.int64)
-        compiled, kernel = (
-            ("compiled",) if sums else (),
-            ("kernel",) if kernel_runs(self.device) else (),
-        )
-        self.ways: dict[str, tuple[str, ...]] = {
-            "over": (*compiled, *kernel, "gather", "full"),
-            "all": (*compiled, "linear"),
-        }
-        self._way = way
-        if way is not None and way not in self.ways["over"]:
-            raise PairError(
-                f"a gathered head on {self.device} in {self.dtype} has no way {way!r}; it has {', '.join(self.ways['over'])}"
-            )
+        compiled = ("compiled",) if sums else ()
+        kernel = ("kernel",) if kernel_runs(self.device) else ()
+        self.ways: tuple[str, ...] = (*compiled, *kernel, "gather", "full")
 
-    def full(self, hidden: Tensor) -> Tensor:
-        """Logits [n, vocab] of the whole vocabulary."""
-        return self._all(self._cast(hidden), self.fastest(len(hidden), self.vocab_size, "all"))
-
-    def over(self, hidden: Tensor, ids: Tensor) -> Tensor:
+    def over(self, hidden: Tensor, ids: Tensor | None = None) -> Tensor:
         """Logits [n, len(ids)] of tokens ``ids`` (int64, on the head's device; ascending reads
-        memory in order, any order is right).
+        memory in order, any order is right), the fastest way; None: of all, [n, vocab].
 
         Raises PolicyError, or what torch raises, for ids beyond the matrix; on CUDA ids are not
         checked, which would wait for it."""
-        return self._over(self._cast(hidden), ids, self._way or self.fastest(len(hidden), len(ids)))
+        way = self.fastest(len(hidden), None if ids is None else len(ids))
+        return self._over(self._cast(hidden), ids, way)
 
-    def fastest(self, rows: int, count: int, what: Literal["over", "all"] = "over") -> str:
-        """The way that is fastest for ``rows`` hidden states and ``count`` tokens; ``all``: of
-        :meth:`full`'s ways.
+    def fastest(self, rows: int, count: int | None = None) -> str:
+        """The way that is fastest for ``rows`` hidden states and ``count`` tokens (None: all).
 
         Measured on random numbers, at the next powers of two, when first asked for, and remembered
         for all heads of the same shape, dtype and device in this process. That takes tens of
         milliseconds, so ask for what will be needed before it is. Random number streams of torch
         are left alone. While a CUDA graph is captured nothing is measured, and what was not
         measured is the kernel (else ``gather``)."""
-        rows, count = power_of_two(rows), min(self.vocab_size, power_of_two(count))
-        known = self._fastest.get((what, rows, count))
-        if known is not None:
-            return known
-        ways = self.ways[what]
+        ways = self.ways if count is not None else tuple(w for w in self.ways if w in ("compiled", "full"))
         if len(ways) == 1:
             return ways[0]
-        key = (
-            what,
-            self.device,
-            self.dtype,
-            self.weight.shape,
-            torch.get_num_threads(),
-            ways,
-            rows,
-            count,
-        )
-        found = _measured.get(key)
-        if found is None:
+        rows = power_of_two(rows)
+        count = None if count is None else min(self.vocab_size, power_of_two(count))
+        key = (self.device, self.dtype, self.weight.shape, torch.get_num_threads(), ways, rows, count)
+        if key not in _measured:
             if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                return next(way for way in ("kernel", "gather", "linear") if way in ways)
-            found = _measured[key] = quickest(self._trials(what, ways, rows, count), self.device)
-        self._fastest[what, rows, count] = found
-        return found
+                return "kernel" if "kernel" in ways else "gather"
+            _measured[key] = quickest(self._trials(ways, rows, count), self.device)
+        return _measured[key]
 
-    def warm(
-        self, rows: int, counts: tuple[int, int], what: Literal["over", "all"] = "over"
-    ) -> None:
+    def warm(self, rows: int, counts: tuple[int, int] | None = None) -> None:
         """Measures every case that calls with up to ``rows`` hidden states and ``counts`` (least,
-        most) tokens can meet, and launches what is compiled at a first launch, so that no such call
-        is slow. ``what`` as in :meth:`fastest`."""
-        least, most = (min(self.vocab_size, power_of_two(count)) for count in counts)
-        sizes = sorted(
-            {
-                min(self.vocab_size, max(least, 1 << bits))
-                for bits in range(power_of_two(most).bit_length())
-            }
-        )
-        for n, count in itertools.product(
-            (1 << bits for bits in range(power_of_two(rows).bit_length())), sizes
-        ):
-            if self.fastest(n, count, what) != "kernel":
+        most) tokens (None: all) can meet, and launches what is compiled at a first launch, so that
+        no such call is slow."""
+        sizes: list[int | None] = [None]
+        if counts is not None:
+            sizes = [min(self.vocab_size, size) for size in _powers(*counts)]
+        for n, count in itertools.product(_powers(1, rows), sizes):
+            if self.fastest(n, count) != "kernel" or count is None:
                 continue
             for m, size in itertools.product(
                 {n, max(1, n - 1)}, {count, max(1, count - 1)}
@@ -164,21 +119,13 @@ class GatheredHead:
                 hidden = torch.zeros(m, self.hidden_size, dtype=self.dtype, device=self.device)
                 self.over(hidden, torch.arange(size, device=self.device))
 
-    def _trials(
-        self, what: str, ways: tuple[str, ...], rows: int, count: int
-    ) -> dict[str, Callable[[], object]]:
-        """Calls of each way on ``rows`` random hidden states and ``count`` random tokens."""
+    def _trials(self, ways: Sequence[str], rows: int, count: int | None) -> dict[str, Callable[[], object]]:
+        """Calls of each way on ``rows`` random hidden states and ``count`` random tokens (None: all)."""
         generator = torch.Generator().manual_seed(0)
-        hidden = torch.randn(rows, self.hidden_size, generator=generator).to(
-            self.device, self.dtype
-        )
-        if what == "all":
-            return {way: functools.partial(self._all, hidden, way) for way in ways}
-        ids = (
-            torch.randperm(self.vocab_size, generator=generator)[:count]
-            .sort()
-            .values.to(self.device)
-        )
+        hidden = torch.randn(rows, self.hidden_size, generator=generator).to(self.device, self.dtype)
+        ids = None
+        if count is not None:
+            ids = torch.randperm(self.vocab_size, generator=generator)[:count].sort().values.to(self.device)
         return {way: functools.partial(self._over, hidden, ids, way) for way in ways}
 
     def _cast(self, hidden: Tensor) -> Tensor:
@@ -187,26 +134,20 @@ class GatheredHead:
             return hidden.detach().to(self.dtype).contiguous()
         return hidden
 
-    def _over(self, hidden: Tensor, ids: Tensor, way: str) -> Tensor:
-        """Float32 [n, len(ids)]."""
-        if way == "kernel":
+    def _over(self, hidden: Tensor, ids: Tensor | None, way: str) -> Tensor:
+        """Float32 [n, len(ids)] (None: of all tokens)."""
+        if way == "kernel" and ids is not None:
             return gathered_logits(hidden, self.weight, ids, bias=self.bias)
         if way == "compiled":
-            out = self._sums(hidden, ids)
-        elif way == "full":
-            out = F.linear(hidden, self.weight).index_select(1, ids).float()
-        else:
+            out = self._sums(hidden, self._every if ids is None else ids)
+        elif way == "gather" and ids is not None:
             out = F.linear(hidden, self._gathered(ids)).float()
-        return out if self._float_bias is None else out.add_(self._float_bias[ids])
-
-    def _all(self, hidden: Tensor, way: str) -> Tensor:
-        """Float32 [n, vocab]."""
-        out = (
-            self._sums(hidden, self._every)
-            if way == "compiled"
-            else F.linear(hidden, self.weight).float()
-        )
-        return out if self._float_bias is None else out.add_(self._float_bias)
+        else:
+            out = F.linear(hidden, self.weight)
+            out = (out if ids is None else out.index_select(1, ids)).float()
+        if self._float_bias is None:
+            return out
+        return out.add_(self._float_bias if ids is None else self._float_bias[ids])
 
     def _gathered(self, ids: Tensor) -> Tensor:
         """Rows ``ids``. On the CPU into a buffer that grows; elsewhere torch's allocator is such a
@@ -230,9 +171,13 @@ class GatheredHead:
 
 
 # -- choosing a way --------------------------------------------------------------------------------
-# ----------------------------------
 
 _measured: dict[tuple[Any, ...], str] = {}
+
+
+def _powers(least: int, most: int) -> list[int]:
+    """What :func:`power_of_two` makes of the numbers from ``least`` to ``most``."""
+    return [1 << bits for bits in range(power_of_two(least).bit_length() - 1, power_of_two(most).bit_length())]
 
 
 def quickest(ways: Mapping[str, Callable[[], object]], device: torch.device) -> str:
@@ -263,7 +208,6 @@ def quickest(ways: Mapping[str, Callable[[], object]], device: torch.device) -> 
 
 
 # -- sums on the CPU -------------------------------------------------------------------------------
-# ----------------------------------
 
 
 def _reassociated(function: Callable[..., int]) -> Sums:

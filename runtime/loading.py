@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -16,13 +16,12 @@ from spectune.runtime.drafts.eagle_head import EagleHead
 from spectune.runtime.generation_settings import Process, Settings, processor
 from spectune.runtime.models import CausalModel, load_model, pick_device, pick_dtype
 from spectune.runtime.pair import PairSpec, check_threads, is_head, is_local, translated
-from spectune.runtime.words import Words, ends_of, same_tokenizer, tokenizer_of
+from spectune.runtime.words import Texts, check_tokenizer, ends_of, target_tokenizer
 from spectune.traces.errors import PairError
-from spectune.traces.schema import Request
 
 
 @dataclass
-class LoadedPair:
+class LoadedPair(Texts):
     """Models and tokenizer. ``exact`` says that near ties are decided canonically (float32).
 
     ``drafts`` are language models, ``heads`` EAGLE heads on the target; where there are heads, the target's ``taps`` are what they read.
@@ -76,27 +75,6 @@ class LoadedPair:
         where: torch.device = self.target.device
         return where
 
-    @property
-    def words(self) -> Words:
-        """What of the pair reads prompts and writes texts."""
-        return Words(self.tokenizer, self.eos_ids, self.max_positions)
-
-    def encode(self, text: str) -> list[int]:
-        """:meth:`Words.encode`."""
-        return self.words.encode(text)
-
-    def encode_request(self, request: Request, *, chat: bool) -> list[int]:
-        """:meth:`Words.encode_request`."""
-        return self.words.encode_request(request, chat=chat)
-
-    def text(self, ids: Collection[int]) -> str:
-        """:meth:`Words.text`."""
-        return self.words.text(ids)
-
-    def stopper(self, strings: tuple[str, ...]) -> Callable[[list[int], list[int]], int | None]:
-        """:meth:`Words.stopper`."""
-        return self.words.stopper(strings)
-
 
 SMALL = 32_000_000
 """Parameters below which one CPU thread decodes as fast as several (measured, docs/log.md): passes are too short to be shared, and
@@ -123,9 +101,7 @@ def load_pair(
     target = load_model(spec.target, name="target", device=where, dtype=kind)
     if not is_local(spec.target):
         content = spec.id  # what was fetched of a hub name is known now
-    tokenizer = tokenizer_of(spec.target)
-    if tokenizer is None:
-        raise PairError(f"target: no tokenizer at {spec.target} (tokenizer.json or the like is expected beside the weights)")
+    tokenizer = target_tokenizer(spec)
     loaded: dict[str, CausalModel] = {}
     heads: dict[str, EagleHead] = {}
     for name, path in spec.drafts:
@@ -140,7 +116,7 @@ def load_pair(
                 f"draft {name!r} has a vocabulary of {model.vocab_size} tokens, the target one of {target.vocab_size}; "
                 "a draft must share the target's tokenizer"
             )
-        same_tokenizer(name, tokenizer_of(path), tokenizer)
+        check_tokenizer(name, path, tokenizer)
         loaded[name] = model
     if threads is not None:
         torch.set_num_threads(threads)

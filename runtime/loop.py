@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from spectune.runtime.drafts.protocol import Drafted
 from spectune.runtime.policies.plan import Plan
@@ -70,7 +70,7 @@ class Backend(Protocol):
     def begin(self, request: DecodeRequest, prepared: Plan) -> None:
         """Makes ready for the first round of a request (prefill)."""
 
-    def draft(self, prepared: Plan, gamma: int, limit: int | None = None) -> Drafted:
+    def draft(self, prepared: Plan, gamma: int, limit: int) -> Drafted:
         """Drafts at most ``gamma`` > 0 levels from the current end of the text; HeteroSpec may go
         on up to ``limit``."""
 
@@ -88,9 +88,9 @@ class PolicySource(Protocol):
         """The policy in force. A different object than last time is a swap."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class StaticSource:
-    """One policy for ever."""
+    """One policy, until its owner sets another."""
 
     prepared: AnyPlan
 
@@ -115,62 +115,6 @@ class Round:
     in_force: AnyPlan | None = None
 
 
-class Phase(NamedTuple):
-    """What a phase of a round took: seconds, and canonical passes for near ties."""
-
-    seconds: float
-    canonical_passes: int
-
-
-class _Meter:
-    """Reads clock and passes between the phases of a round."""
-
-    def __init__(self, clock: Callable[[], float], backend: Backend) -> None:
-        self._clock, self._backend = clock, backend
-
-    def start(self) -> None:
-        self._began = self._at = self._clock()
-        self._passes = self._backend.canonical_passes
-
-    def phase(self) -> Phase:
-        """What was taken since the start, or the phase before."""
-        at, passes = self._clock(), self._backend.canonical_passes
-        found = Phase(at - self._at, passes - self._passes)
-        self._at, self._passes = at, passes
-        return found
-
-    @property
-    def round_s(self) -> float:
-        return self._clock() - self._began
-
-
-class _InForce:
-    """The plan in force and its session. A chooser chooses once, for the prompt, when it comes into
-    force."""
-
-    plan: Plan
-    session: Session
-
-    def __init__(
-        self, backend: Backend, request: DecodeRequest, source: PolicySource, sessions: Sessions
-    ) -> None:
-        self._backend, self._request = backend, request
-        self._source, self._sessions = source, sessions
-        self.found: AnyPlan | None = None
-
-    def look(self, output: list[int]) -> None:
-        """Takes up what the source has now."""
-        found = self._source.current()
-        if found is not self.found:
-            self.found = found
-            if isinstance(found, ChooserPlan):
-                self.plan = self._backend.choose(self._request, found)
-            else:
-                self.plan = found
-            self.session = self._sessions.of(self.plan)
-            self.session.start([*self._request.prompt_ids, *output])
-
-
 def decode_rounds(
     backend: Backend,
     request: DecodeRequest,
@@ -184,27 +128,30 @@ def decode_rounds(
     draft, verify, cut at EOS or a stop string, tell the window. Yields until the text has ended.
     Steps name the candidate that a chooser chose. ``sessions`` hold what windows carry from request
     to request."""
-    in_force = _InForce(backend, request, source, sessions or Sessions())
-    meter = _Meter(clock, backend)
+    sessions = sessions or Sessions()
     output: list[int] = []
     lag, finish = 1, None
-    in_force.look(output)
-    backend.begin(request, in_force.plan)
+    in_force = source.current()
+    plan, session = _taken_up(in_force, backend, request, sessions, output)
+    backend.begin(request, plan)
     while finish is None:
-        meter.start()
-        in_force.look(output)
-        plan, session, start = in_force.plan, in_force.session, len(output)
+        began, passes_before = clock(), backend.canonical_passes
+        if (found := source.current()) is not in_force:
+            in_force = found
+            plan, session = _taken_up(in_force, backend, request, sessions, output)
+        start = len(output)
         limit = request.max_new_tokens - start - 1  # the last token of a round is the target's own
         gamma = min(session.gamma, limit)
         drafted = backend.draft(plan, gamma, limit) if gamma > 0 else None
-        drafting = meter.phase()
+        drafted_at, passes_between = clock(), backend.canonical_passes
         verdict = backend.verify(drafted)
-        verifying = meter.phase()
+        verified_at, passes_after = clock(), backend.canonical_passes
+        draft_s, verify_s = drafted_at - began, verified_at - drafted_at
         tokens, finish = _cut(request, output, verdict.tokens)
         accepted = min(verdict.accepted, len(tokens))
         backend.commit(tokens, accepted, drafted)
         drafted = drafted or Drafted(count=0, steps=0, lag=lag)
-        session.observe(drafted.depth, accepted, tokens, drafting.seconds, verifying.seconds)
+        session.observe(drafted.depth, accepted, tokens, draft_s, verify_s)
         output.extend(tokens)
         step = Step(
             start=start,
@@ -216,18 +163,26 @@ def decode_rounds(
             lag=drafted.lag,
             draft=plan.policy.draft,
             policy=plan.policy_id,
-            draft_s=drafting.seconds if gamma > 0 else 0.0,
-            verify_s=verifying.seconds,
-            round_s=meter.round_s,
+            draft_s=draft_s if gamma > 0 else 0.0,
+            verify_s=verify_s,
+            round_s=clock() - began,
             depth=drafted.depth,
             bin=NO_BIN if drafted.tree is None else drafted.tree.bin,
         )
         lag = _lag_after(drafted, verdict, accepted, len(tokens))
         path = verdict.path[:accepted]
-        passes = drafting.canonical_passes, verifying.canonical_passes
-        yield Round(
-            step, tokens, drafted.tokens, finish, drafted.tree, path, passes, in_force.found
-        )
+        passes = passes_between - passes_before, passes_after - passes_between
+        yield Round(step, tokens, drafted.tokens, finish, drafted.tree, path, passes, in_force)
+
+
+def _taken_up(
+    found: AnyPlan, backend: Backend, request: DecodeRequest, sessions: Sessions, output: list[int]
+) -> tuple[Plan, Session]:
+    """The plan and its session of what comes into force after ``output``. A chooser chooses once, for the prompt."""
+    plan = backend.choose(request, found) if isinstance(found, ChooserPlan) else found
+    session = sessions.of(plan)
+    session.start([*request.prompt_ids, *output])
+    return plan, session
 
 
 def _lag_after(drafted: Drafted, verdict: Verified, accepted: int, emitted: int) -> int:

@@ -24,8 +24,8 @@ from transformers.utils import logging as transformers_logging
 
 from spectune.runtime import attention
 from spectune.runtime.attention import causal_mask
-from spectune.runtime.cache import VIEW_STEP, SlotCache, SlotLayer
-from spectune.runtime.pair import expanded, identity, is_local, model_config, translated
+from spectune.runtime.cache import SlotCache, SlotLayer, view_of
+from spectune.runtime.pair import expanded, is_local, model_config, translated
 from spectune.runtime.shortlists import OutputHead
 from spectune.traces.errors import PairError
 
@@ -77,7 +77,7 @@ class CausalModel:
     graphs: PassGraphs | None = None
     canonical_passes = 0
 
-    def __init__(self, model: Any, name: str, fingerprint: str) -> None:
+    def __init__(self, model: Any, name: str) -> None:
         attention.register()
         config = model.config.get_text_config()
         windows = getattr(config, "layer_types", None) or []
@@ -86,7 +86,6 @@ class CausalModel:
         model.set_attn_implementation(attention.NAME)
         self.model = model.eval().requires_grad_(False)  # so that no pass records a graph, and none needs to be told
         self.name = name
-        self.fingerprint = fingerprint
         self.device = next(model.parameters()).device
         self.dtype = next(model.parameters()).dtype
         self._lm_head = model.get_output_embeddings()
@@ -99,14 +98,14 @@ class CausalModel:
         self._decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
         self._taps: tuple[int, ...] = ()
         self._hooks: list[Any] = []
-        self._of_thread = _Tapped()
-        self._positions = torch.zeros(1, 0, dtype=torch.long, device=self.device)
+        self._tapped = _Tapped()
+        self._positions = torch.zeros(0, dtype=torch.long, device=self.device)
 
     def reserve(self, tokens: int) -> None:
         """Makes room for sequences of ``tokens``; forgets the cache if it must grow."""
         self.cache.reserve(tokens)
-        if self._positions.shape[-1] < self.cache.capacity:
-            self._positions = torch.arange(self.cache.capacity, device=self.device)[None]
+        if len(self._positions) < self.cache.capacity:
+            self._positions = torch.arange(self.cache.capacity, device=self.device)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -118,7 +117,7 @@ class CausalModel:
     def taps(self, taps: tuple[int, ...]) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._taps, self._hooks, self._tapped = tuple(taps), [], {}
+        self._taps, self._hooks, self._tapped.rows = tuple(taps), [], {}
         if self.graphs is not None:
             self.graphs.forget()
         layers = next(
@@ -130,127 +129,92 @@ class CausalModel:
             if tap < self.num_layers:
 
                 def before(module: Any, args: Any, kwargs: Any, tap: int = tap) -> None:
-                    self._tapped[tap] = (args[0] if args else kwargs["hidden_states"])[0]
-                    if tap == self._of_thread.last:
+                    self._tapped.rows[tap] = (args[0] if args else kwargs["hidden_states"])[0]
+                    if tap == self._tapped.last:
                         raise _Read
 
                 self._hooks.append(layers[tap].register_forward_pre_hook(before, with_kwargs=True))
             else:
 
                 def after(module: Any, args: Any, output: Any, tap: int = tap) -> None:
-                    self._tapped[tap] = (output[0] if isinstance(output, tuple) else output)[0]
+                    self._tapped.rows[tap] = (output[0] if isinstance(output, tuple) else output)[0]
 
                 self._hooks.append(layers[-1].register_forward_hook(after))
 
     @property
-    def _tapped(self) -> dict[int, torch.Tensor]:
-        return self._of_thread.rows
-
-    @_tapped.setter
-    def _tapped(self, rows: dict[int, torch.Tensor]) -> None:
-        self._of_thread.rows = rows
-
-    @property
     def tapped(self) -> torch.Tensor:
-        """``features`` of all taps."""
-        return self.features(self._taps)
-
-    def features(self, taps: tuple[int, ...]) -> torch.Tensor:
-        """Hidden states ``taps``, some of ``self.taps``, of the last pass (or of all tokens of the last ``read``), side by side:
+        """Hidden states of all taps of the last pass (or of all tokens of the last ``read``), side by side:
         [tokens, len(taps) * hidden_size]. The next pass replaces them; the canonical ones do not."""
-        return torch.cat([self._tapped[tap] for tap in taps], -1)
+        return torch.cat([self._tapped.rows[tap] for tap in self._taps], -1)
 
-    def chain(self, ids: torch.Tensor, start: int, *, logits: int = 0) -> torch.Tensor:
+    def chain(self, ids: torch.Tensor, start: int, *, logits: int) -> torch.Tensor:
         """Runs ``ids`` (int64 [width]) at slots and positions ``start ..``; every token sees all slots up to its own.
 
-        Returns float32 logits of the last ``logits`` tokens, ``[logits, vocab]`` (0: none, the head is not run).
+        Returns float32 logits of the last ``logits`` tokens, ``[logits, vocab]``.
         """
-        if self.graphs is not None and logits:
-            found = self._replayed_chain(ids, start, True)
-            if found is not None:
-                return found.logits[ids.shape[0] - logits :].clone()
-        hidden = self._chain(ids, start)
-        return self._head(hidden[ids.shape[0] - logits :]) if logits else hidden.new_zeros(0)
+        found, first = self._replayed_chain(ids, start, True), len(ids) - logits
+        return self._head(self._chain(ids, start)[first:]) if found is None else found.logits[first:].clone()
 
     def chain_states(self, ids: torch.Tensor, start: int) -> torch.Tensor:
         """:meth:`chain` without the head: the last hidden states of all tokens, [width, hidden_size]."""
-        found = None if self.graphs is None else self._replayed_chain(ids, start, False)
+        found = self._replayed_chain(ids, start, False)
         return self._chain(ids, start) if found is None else found.states.clone()
 
     def _chain(self, ids: torch.Tensor, start: int) -> torch.Tensor:
-        width = ids.shape[0]
-        stop = start + width
-        view = self.cache.place(start, width)
+        stop = start + len(ids)
+        slots, view = self._positions[start:stop], view_of(stop)
+        self.cache.place(slots, view)
         # The first tokens of a text are all that they read: their pass is causal, and needs no mask.
-        mask = None if view == width else causal_mask(start, stop, view, self.device)[None, None]
-        return self._hidden(ids[None], self._positions[:, start:stop], mask)[0]
+        mask = None if view == len(ids) else causal_mask(start, stop, view, self.device)
+        return self._hidden(ids, slots, mask)
 
-    def read(self, ids: torch.Tensor, start: int) -> None:
-        """Fills the cache with ``ids`` at ``start ..`` in chunks, without logits."""
-        self.read_last(ids, start)
-
-    def read_last(self, ids: torch.Tensor, start: int) -> torch.Tensor:
-        """:meth:`read`; returns the last hidden state of the last token, [1, hidden_size] ([0, hidden_size] without ``ids``)."""
+    def read(self, ids: torch.Tensor, start: int) -> torch.Tensor:
+        """Fills the cache with ``ids`` at ``start ..`` in chunks, without logits. Returns the last hidden state of the last token,
+        [1, hidden_size] ([0, hidden_size] without ``ids``)."""
         parts: list[dict[int, torch.Tensor]] = []
         last = torch.zeros(0, self.hidden_size, device=self.device, dtype=self.dtype)
         for at in range(0, ids.shape[0], CHUNK):
             last = self._chain(ids[at : at + CHUNK], start + at)[-1:]
-            parts.append(dict(self._tapped))
+            parts.append(dict(self._tapped.rows))
         if len(parts) > 1:
-            self._tapped.update({tap: torch.cat([part[tap] for part in parts]) for tap in self._tapped})
+            self._tapped.rows = {tap: torch.cat([part[tap] for part in parts]) for tap in parts[0]}
         return last
-
-    def tree(self, ids: torch.Tensor, positions: torch.Tensor, start: int, mask: torch.Tensor) -> torch.Tensor:
-        """Runs ``ids`` (int64 [width]) at slots ``start ..`` and given positions under ``mask``, bool [width, start + width].
-
-        Returns float32 logits [width, vocab].
-        """
-        width = ids.shape[0]
-        if self.graphs is not None:
-            found = self._replayed(ids, positions, self._positions[0, start : start + width], mask, True)
-            if found is not None:
-                return found.logits.clone()
-        view = self.cache.place(start, width)
-        mask = torch.nn.functional.pad(mask, (0, view - mask.shape[1]))
-        return self._head(self._hidden(ids[None], positions[None], mask[None, None])[0])
 
     def scattered(self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Runs ``ids`` (int64 [width]) at given positions and slots under ``mask`` (bool [width, view]).
 
-        ``view`` must be a multiple of 64 or the cache's capacity. Returns float32 logits ``[width, vocab]``.
+        ``view`` must be a multiple of 64. Returns float32 logits ``[width, vocab]``.
         """
-        if self.graphs is not None:
-            found = self._replayed(ids, positions, slots, mask, True)
-            if found is not None:
-                return found.logits.clone()
-        return self._head(self._scattered(ids, positions, slots, mask))
+        found = self._replayed(ids, positions, slots, mask, True)
+        return self._head(self._scattered(ids, positions, slots, mask)) if found is None else found.logits.clone()
 
     def scattered_states(
         self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
         """:meth:`scattered` without the head: the last hidden states, [width, hidden_size]."""
-        found = None if self.graphs is None else self._replayed(ids, positions, slots, mask, False)
+        found = self._replayed(ids, positions, slots, mask, False)
         return self._scattered(ids, positions, slots, mask) if found is None else found.states.clone()
 
     def _scattered(self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        self.cache.place_at(slots, mask.shape[1])
-        return self._hidden(ids[None], positions[None], mask[None, None])[0]
+        self.cache.place(slots, mask.shape[1])
+        return self._hidden(ids, positions, mask)
 
     def _replayed_chain(self, ids: torch.Tensor, start: int, head: bool) -> Outputs | None:
         """A chain by a captured pass; None where none was captured for its shape. Outputs are static: copy what is to last."""
-        stop = start + ids.shape[0]
-        if stop > self.cache.capacity:
-            return None  # the eager pass refuses it
-        slots = self._positions[0, start:stop]
+        stop = start + len(ids)
+        if self.graphs is None or stop > self.cache.capacity:
+            return None  # the eager pass refuses what is too long
+        slots = self._positions[start:stop]
         return self._replayed(ids, slots, slots, causal_mask(start, stop, stop, self.device), head)
 
     def _replayed(
         self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, mask: torch.Tensor, head: bool
     ) -> Outputs | None:
-        assert self.graphs is not None
-        found = self.graphs.run(head, False, ids, positions, slots, mask, mask.shape[1])
+        if self.graphs is None:
+            return None
+        found = self.graphs.run(head, False, ids, positions, slots, mask)
         if found is not None:
-            self._tapped = found.taps
+            self._tapped.rows = found.taps
         return found
 
     def over(
@@ -259,14 +223,14 @@ class CausalModel:
         positions: torch.Tensor,
         mask: torch.Tensor,
         layers: list[SlotLayer],
-        hidden: torch.Tensor | None = None,
-        own: bool = False,
+        hidden: torch.Tensor | None,
+        own: bool,
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """A pass of n tokens under ``mask``, bool [n, view], over ``layers`` that know where they write (:meth:`SlotCache.bound`): the last
         hidden states and those of the taps, [n, hidden_size] each. Leaves those of the last pass as they are."""
-        kept, self._tapped = self._tapped, {}
-        states = self._hidden(ids[None], positions[None], mask[None, None], Cache(layers=layers))[0]
-        tapped, self._tapped = self._tapped, kept
+        kept, self._tapped.rows = self._tapped.rows, {}
+        states = self._hidden(ids, positions, mask, Cache(layers=layers))
+        tapped, self._tapped.rows = self._tapped.rows, kept
         return states, tapped
 
     def fed(self, own: bool) -> int:
@@ -293,13 +257,13 @@ class CausalModel:
         self.canonical_passes += 1
         ids = torch.tensor([prefix], device=self.device)
         hidden = torch.zeros(1, 0, self.hidden_size)
-        kept, self._tapped, self._of_thread.last = self._tapped, {}, last
+        kept, self._tapped.rows, self._tapped.last = self._tapped.rows, {}, last
         try:
             hidden = self._decoder(input_ids=ids, use_cache=False).last_hidden_state
         except _Read:
             pass
         finally:
-            tapped, self._tapped, self._of_thread.last = self._tapped, kept, None
+            tapped, self._tapped.rows, self._tapped.last = self._tapped.rows, kept, None
         if FINAL in self._taps and last is None:
             tapped[FINAL] = hidden[0]
         return hidden[0], tapped
@@ -307,12 +271,16 @@ class CausalModel:
     def _hidden(
         self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None, cache: Cache | None = None
     ) -> torch.Tensor:
-        cached = self.cache.cache if cache is None else cache
+        """The last hidden states of ``ids`` int64 [n], [n, hidden_size]; ``mask`` bool [n, view], None: causal."""
         out: torch.Tensor = self._decoder(
-            input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=cached, use_cache=True
-        ).last_hidden_state
+            input_ids=ids[None],
+            position_ids=positions[None],
+            attention_mask=None if mask is None else mask[None, None],
+            past_key_values=self.cache.cache if cache is None else cache,
+            use_cache=True,
+        ).last_hidden_state[0]
         if FINAL in self._taps:
-            self._tapped[FINAL] = out[0]
+            self._tapped.rows[FINAL] = out
         return out
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -335,11 +303,6 @@ def ids_tensor(tokens: list[int], device: torch.device) -> torch.Tensor:
     return torch.from_numpy(np.array(tokens, dtype=np.int64)).to(device)
 
 
-def view_of(tokens: int) -> int:
-    """Slots a pass over ``tokens`` cached tokens reads: rounded up so that few shapes occur."""
-    return (tokens + VIEW_STEP - 1) // VIEW_STEP * VIEW_STEP
-
-
 MOST_LAYERS = 10_000
 """More than any model has; a configuration that says more is damaged."""
 LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
@@ -354,7 +317,6 @@ def load_model(path: str, *, name: str, device: torch.device, dtype: torch.dtype
     Raises PairError, in one line, when there is none, it is not a causal LM that runs, its configuration is not that of its weights, or
     it needs code of its own.
     """
-    content = identity(path)
     folder = expanded(path) if is_local(path) else None
     if folder is not None:
         _check_layers(model_config(folder), f"{name}: {folder / 'config.json'}")
@@ -368,7 +330,7 @@ def load_model(path: str, *, name: str, device: torch.device, dtype: torch.dtype
         missing = sorted(found["missing_keys"])
         if missing:
             raise PairError(f"{name}: the weights of {path} lack {missing[0]}, which config.json asks for ({len(missing)} such tensors)")
-        loaded = CausalModel(model.to(device), name, content)
+        loaded = CausalModel(model.to(device), name)
         loaded.canonical([0])  # shapes that do not fit each other are told here, not in the first request
     return loaded
 

@@ -264,6 +264,12 @@ def architectures(config: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(str(name).lower() for name in found) if isinstance(found, list) else ()
 
 
+def says_eagle3(config: Mapping[str, Any]) -> bool:
+    """Whether a head's configuration is one of EAGLE-3."""
+    named = any("eagle3" in name for name in architectures(config)) or config.get("speculators_model_type") == "eagle3"
+    return named or "draft_vocab_size" in config or "eagle_config" in config
+
+
 def is_head(path: str) -> bool:
     """Whether a checkpoint is an EAGLE head rather than a language model; imports no torch.
 
@@ -276,9 +282,7 @@ def is_head(path: str) -> bool:
     if not is_file(folder / "config.json"):
         return False
     config = head_config(folder)
-    if "eagle_config" in config or "draft_vocab_size" in config:
-        return True
-    if any("eagle" in name for name in architectures(config)):
+    if says_eagle3(config) or any("eagle" in name for name in architectures(config)):
         return True
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
     return any(n.removeprefix("model.") == "fc.weight" for f in files for n in _tensor_names(f))
@@ -288,8 +292,7 @@ def head_algorithm(path: str) -> str:
     """``eagle3`` or ``eagle``: what engines call a head's algorithm."""
     folder = expanded(path)
     config = head_config(folder) if (folder / "config.json").is_file() else {}
-    said = [*architectures(config), path.lower()]
-    third = "draft_vocab_size" in config or "eagle_config" in config or any("eagle3" in s or "eagle-3" in s for s in said)
+    third = says_eagle3(config) or "eagle3" in path.lower() or "eagle-3" in path.lower()
     return "eagle3" if third else "eagle"
 
 

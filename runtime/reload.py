@@ -34,8 +34,6 @@ REASON_LIMIT = 400
 """Most characters of a reason."""
 UNSAID_LIMIT = 64
 """Most acknowledgements kept for a database that does not take them; of more the newest."""
-PATIENCE_S = 5.0
-"""Seconds that leaving waits for a database that does not answer."""
 
 
 class Versioned(Protocol):
@@ -57,6 +55,8 @@ class WatchedSource(Generic[P]):
     the last look failed with. Leaving waits at most ``patience_s`` seconds for the thread; ``left`` says what it then left undone.
     """
 
+    patience_s = 5.0
+
     def __init__(
         self,
         initial: P,
@@ -66,11 +66,10 @@ class WatchedSource(Generic[P]):
         *,
         interval_s: float = 1.0,
         retry: tuple[type[Exception], ...] = (),
-        patience_s: float = PATIENCE_S,
     ) -> None:
         self._current = initial
         self._fetch, self._prepare, self._acknowledge = fetch, prepare, acknowledge
-        self._interval_s, self._retry, self.patience_s = interval_s, retry, patience_s
+        self._interval_s, self._retry = interval_s, retry
         self.seen = initial.version
         self._refusal = ""
         self._unsaid: deque[tuple[int, Status, str]] = deque(maxlen=UNSAID_LIMIT)

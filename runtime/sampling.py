@@ -107,10 +107,6 @@ class Noise:
             row = self._rows[position] = gumbel_row(stream_key(self._seed, position), self._vocab, self._device)
         return row
 
-    def rows(self, start: int, count: int) -> torch.Tensor:
-        """Float32 ``[count, vocab]`` at positions ``start ..``."""
-        return torch.stack([self.row(p) for p in range(start, start + count)])
-
     def forget_before(self, position: int) -> None:
         """Drops rows that no later round needs."""
         for old in [p for p in self._rows if p < position]:

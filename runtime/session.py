@@ -8,15 +8,14 @@ from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 from spectune.runtime.policies.plan import Plan
-from spectune.runtime.policies.windows import CompiledWindow, WindowState, advance, init_state, reset
+from spectune.runtime.policies.windows import CompiledWindow, advance, init_state, reset
 
 
 class Session:
     """A window's state, and the tokens seen so far where the window looks accepted ones up."""
 
-    def __init__(self, window: CompiledWindow, state: WindowState | None = None) -> None:
-        self.window = window
-        self.state = init_state(window) if state is None else state
+    def __init__(self, window: CompiledWindow) -> None:
+        self.window, self.state = window, init_state(window)
         self.seen: set[int] = set()
 
     def start(self, text: Sequence[int]) -> None:

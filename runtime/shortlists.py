@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,10 @@ from spectune.runtime.policies.fr_spec import Frequencies
 from spectune.runtime.policies.router import Routing, head_hash, top_clusters
 from spectune.runtime.policies.shortlist_rule import ShortlistRule
 from spectune.traces.errors import PolicyError
+
+if TYPE_CHECKING:
+    from spectune.runtime.drafts.eagle_head import EagleHead
+    from spectune.runtime.models import CausalModel
 
 STATES_KEPT: Final = 160
 """Positions of the text whose hidden states a draft remembers; more than any round looks back."""
@@ -45,10 +49,6 @@ class Support:
     ids: Tensor
     trimmed: GatheredHead | None = None
     whole: bool = False
-
-    @property
-    def size(self) -> int:
-        return int(self.ids.shape[0])
 
 
 class OutputHead:
@@ -97,29 +97,6 @@ class OutputHead:
         bias = None if self.bias is None else self.bias.index_select(0, at)
         return Support(at, known, GatheredHead(self.weight.index_select(0, at), bias))
 
-    def over(self, states: Tensor, support: Support) -> Tensor:
-        """Float32 logits [n, size] of the shortlisted tokens alone, for what the head reads, [n, d]."""
-        if support.whole:
-            logits = nn.functional.linear(states, self.weight, self.bias).float()
-            return logits if self.token_ids is None else logits.index_select(1, support.rows)
-        return self.gathered.over(states, support.rows) if support.trimmed is None else support.trimmed.full(states)
-
-
-class ShortlistedModel(Protocol):
-    """What a shortlist needs of a draft: :class:`runtime.models.CausalModel` and :class:`runtime.drafts.eagle_head.EagleHead` are such."""
-
-    name: str
-    device: torch.device
-    vocab_size: int
-    hidden_size: int
-
-    @property
-    def output(self) -> OutputHead:
-        """The output head."""
-
-    def embedded(self, ids: Tensor) -> Tensor:
-        """Input embeddings [n, d_e] of ``ids`` int64 [n]."""
-
 
 class Shortlists:
     """A rule for one draft: which tokens each draft step evaluates, and their logits.
@@ -128,7 +105,7 @@ class Shortlists:
     Raises PolicyError when the artifact does not fit the draft's output head.
     """
 
-    def __init__(self, rule: ShortlistRule, model: ShortlistedModel, exact: bool) -> None:
+    def __init__(self, rule: ShortlistRule, model: CausalModel | EagleHead, exact: bool) -> None:
         self.rule, self.model, self.output, self.exact = rule, model, model.output, exact
         self.chosen: list[Support] = []
         self._supports: dict[int, Support] = {}
@@ -180,15 +157,12 @@ class Shortlists:
     def _size(self, step: int) -> int:
         return min(max(self.rule.budget(step), self._always, 1), self.output.rows)
 
-    def fixed(self, step: int) -> Support:
+    def _frequent(self, step: int) -> Support:
         """The shortlist of a draft step where it does not depend on the context; the frequent tokens that the head has."""
-        return self._note(step, self._frequent(self._size(step)))
-
-    def _frequent(self, size: int) -> Support:
-        found = self._supports.get(size)
-        if found is None:
-            found = self._supports[size] = self.output.support(self._order[:size], fixed=True)
-        return found
+        size = self._size(step)
+        if size not in self._supports:
+            self._supports[size] = self.output.support(self._order[:size], fixed=True)
+        return self._supports[size]
 
     def warm(self, widths: Sequence[int]) -> None:
         """Does before the first round what the rounds would otherwise wait for: cuts out the weights of shortlists that never change, and
@@ -199,31 +173,15 @@ class Shortlists:
         """
         if not self.routed:
             for step, width in enumerate(widths):
-                support = self._frequent(self._size(step))
+                support = self._frequent(step)
                 if support.trimmed is not None:
-                    support.trimmed.warm(width, (support.size, support.size), "all")
+                    support.trimmed.warm(width)
             return
         head, sizes = GatheredHead(self.output.weight, self.output.bias), np.sort(self.clusters.sizes[self.clusters.sizes > 0])
         for step, width in enumerate(widths):
             count = min(self.rule.budget(step), len(sizes))
             most = min(width * count, len(sizes))
             head.warm(width, (int(sizes[:count].sum()), int(sizes[-most:].sum())))
-
-    def of(
-        self,
-        step: int,
-        tokens: Tensor,
-        previous: Tensor | None,
-        canonical: Callable[[int], Tensor | None],
-        exists: Tensor | None = None,
-    ) -> Support:
-        """The shortlist of a draft step: the union of the clusters that the router selects for each of the beam's n nodes.
-
-        ``tokens`` int64 [n]: the nodes'; ``previous`` [n, d]: the hidden states of the tokens before them, None where there are none (zeros
-        stand for them). ``canonical`` gives the one of node i, [1, d], from a canonical pass. ``exists`` bool [n]: the nodes that count,
-        None: all; if none does, all do, since nothing reads their distributions.
-        """
-        return self.beside(lambda: None, step, tokens, previous, canonical, exists)[1]
 
     def beside(
         self,
@@ -234,13 +192,18 @@ class Shortlists:
         canonical: Callable[[int], Tensor | None],
         exists: Tensor | None = None,
     ) -> tuple[C, Support]:
-        """:meth:`of` with the draft's ``core`` beside the router (algorithm 1, lines 3 to 12): what the core returns, and the shortlist.
+        """What the draft's ``core`` returns, and the shortlist of a draft step: the union of the clusters that the router selects for each
+        of the beam's n nodes (algorithm 1, lines 3 to 12).
+
+        ``tokens`` int64 [n]: the nodes'; ``previous`` [n, d]: the hidden states of the tokens before them, None where there are none (zeros
+        stand for them). ``canonical`` gives the one of node i, [1, d], from a canonical pass, and is called after the core. ``exists``
+        bool [n]: the nodes that count, None: all; if none does, all do, since nothing reads their distributions.
 
         The router needs the current tokens and the states before them alone, so on CUDA the two overlap on two streams
-        (:func:`runtime.cuda.streams.forked`), and the host looks at the clusters behind both. ``canonical`` is called after the core.
+        (:func:`runtime.cuda.streams.forked`), and the host looks at the clusters behind both.
         """
         if not self.routed:
-            return core(), self.fixed(step)
+            return core(), self._note(step, self._frequent(step))
         count = min(self.rule.budget(step), self.clusters.count)
         cored, routed = forked(core, lambda: self._route(count, tokens, previous), self.model.device)
         nodes = range(len(tokens)) if exists is None or not bool(exists.any()) else exists.nonzero()[:, 0].tolist()
@@ -285,8 +248,12 @@ class Shortlists:
         return support
 
     def logits(self, states: Tensor, support: Support) -> Tensor:
-        """Float32 logits [n, size] of a shortlist for what the output head reads, [n, d]."""
-        return self.output.over(states, support)
+        """Float32 logits [n, size] of a shortlist's tokens alone, for what the output head reads, [n, d]."""
+        output = self.output
+        if support.whole:
+            logits = nn.functional.linear(states, output.weight, output.bias).float()
+            return logits if output.token_ids is None else logits.index_select(1, support.rows)
+        return output.gathered.over(states, support.rows) if support.trimmed is None else support.trimmed.over(states)
 
 
 class States:

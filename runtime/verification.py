@@ -107,9 +107,10 @@ def verify_rejection(
     """Algorithm 1 on a chain. ``logits`` float32 [drafted + 1, vocab]; ``log_q`` one row per drafted token, empty for a draft that is
     certain (q = 1: prompt lookup). ``length`` is the text's; ``salt`` counts rounds, so that no number is used twice."""
     p = log_distribution(logits, sampling).double().exp()
-    device, vocab = logits.device, logits.shape[-1]
     for i, token in enumerate(drafted):
-        q = _point(token, vocab, device) if not log_q else log_q[i].double().exp()
+        q = log_q[i].double().exp() if log_q else torch.zeros_like(p[i])
+        if not log_q:
+            q[token] = 1.0
         if uniform(stream_key(seed, length + i, "accept", salt)) * float(q[token]) <= float(p[i, token]):
             continue
         residual = (p[i] - q).clamp_min(0)
@@ -118,12 +119,6 @@ def verify_rejection(
         return Verified(i, [*drafted[:i], _draw(residual, stream_key(seed, length + i, "residual", salt))])
     n = len(drafted)
     return Verified(n, [*drafted, _draw(p[n], stream_key(seed, length + n, "residual", salt))])
-
-
-def _point(token: int, vocab: int, device: torch.device) -> torch.Tensor:
-    q = torch.zeros(vocab, dtype=torch.float64, device=device)
-    q[token] = 1.0
-    return q
 
 
 def _draw(weights: torch.Tensor, key: int) -> int:

@@ -15,13 +15,10 @@ POSITIONS = ("max_position_embeddings", "n_positions")
 """What configurations call the longest sequence of a model."""
 
 
-@dataclass(frozen=True)
-class Words:
-    """A target's tokenizer, the tokens that end its texts, and the longest sequence that every model of its pair holds."""
+class Texts:
+    """What a pair's ``tokenizer`` reads and writes."""
 
     tokenizer: Any
-    eos_ids: frozenset[int]
-    max_positions: int
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt as the target sees it (with the tokenizer's own special tokens)."""
@@ -62,8 +59,17 @@ class Words:
         return ends_at
 
 
+@dataclass(frozen=True)
+class Words(Texts):
+    """A target's tokenizer, the tokens that end its texts, and the longest sequence that every model of its pair holds."""
+
+    tokenizer: Any
+    eos_ids: frozenset[int]
+    max_positions: int
+
+
 def check_conversations(target: str, requests: Iterable[Request], *, chat: bool) -> None:
-    """Raises WorkloadError for the conversation that :meth:`Words.encode_request` refuses. Reads the target's tokenizer, and that
+    """Raises WorkloadError for the conversation that :meth:`Texts.encode_request` refuses. Reads the target's tokenizer, and that
     only where there are conversations."""
     first = next((r for r in requests if chat and r.roles and len(r.turns) > 1), None)
     if first is not None and (found := tokenizer_of(target)) is not None and not _templated(found):
@@ -84,11 +90,9 @@ def _no_template(request: Request) -> WorkloadError:
 def load_words(spec: PairSpec) -> Words:
     """The words of a pair whose models lie in folders. Raises PairError."""
     spec.check()
-    found = tokenizer_of(spec.target)
-    if found is None:
-        raise PairError(f"target: no tokenizer at {spec.target} (tokenizer.json or the like is expected beside the weights)")
+    found = target_tokenizer(spec)
     for name, path in spec.drafts:
-        same_tokenizer(name, tokenizer_of(path), found)
+        check_tokenizer(name, path, found)
     eos = eos_of(spec.target)
     if not eos and found.eos_token_id is not None:
         eos = frozenset([int(found.eos_token_id)])
@@ -126,8 +130,17 @@ def tokenizer_of(path: str) -> Any:
         return AutoTokenizer.from_pretrained(folder if is_local(path) else path, trust_remote_code=False)
 
 
-def same_tokenizer(name: str, own: Any, target: Any) -> None:
-    """Raises PairError where a draft has another vocabulary than the target."""
+def target_tokenizer(spec: PairSpec) -> Any:
+    """The tokenizer of a pair. Raises PairError where the target has none."""
+    found = tokenizer_of(spec.target)
+    if found is None:
+        raise PairError(f"target: no tokenizer at {spec.target} (tokenizer.json or the like is expected beside the weights)")
+    return found
+
+
+def check_tokenizer(name: str, path: str, target: Any) -> None:
+    """Raises PairError where the draft at ``path`` has another vocabulary than the target."""
+    own = tokenizer_of(path)
     if own is None:
         return
     mine, theirs = own.get_vocab(), target.get_vocab()

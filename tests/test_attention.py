@@ -31,7 +31,7 @@ class Largest(TorchDispatchMode):
 
 
 def model(kind: str) -> CausalModel:
-    return CausalModel(tiny_model(kind, VOCAB, positions=LONG), "target", "t")
+    return CausalModel(tiny_model(kind, VOCAB, positions=LONG), "target")
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

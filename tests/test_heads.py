@@ -21,7 +21,7 @@ from spectune.runtime.drafts.eagle_formats import load_head
 from spectune.runtime.drafts.eagle_head import EagleHead
 from spectune.runtime.loading import load_pair
 from spectune.runtime.models import FINAL, CausalModel
-from spectune.runtime.pair import identity, is_head, read_pair
+from spectune.runtime.pair import is_head, read_pair
 from spectune.traces.errors import PairError
 from tests.pairs import make_pair, tiny_model, tokenizer
 
@@ -343,7 +343,7 @@ def plain() -> Any:
 @pytest.fixture(scope="module")
 def target() -> CausalModel:
     """The target as the runtime has it, with every tap."""
-    model = CausalModel(tiny_model("llama", VOCAB, hidden=HIDDEN, layers=LAYERS), "target", "t")
+    model = CausalModel(tiny_model("llama", VOCAB, hidden=HIDDEN, layers=LAYERS), "target")
     model.taps = (*range(LAYERS + 1), FINAL)
     return model
 
@@ -368,7 +368,6 @@ def test_every_form_computes_what_its_format_says(form: str, tmp_path: Path, pla
     assert head.taps == case.taps
     assert (head.hidden_size, head.feature_size) == (HIDDEN, len(case.taps) * HIDDEN)
     assert (head.vocab_size, head.max_positions) == (VOCAB, target.max_positions)
-    assert head.fingerprint == identity(str(tmp_path))
     ids, drafted = _ids(60), _ids(4, 1)
     wanted = reference(case, plain, ids, drafted)
     features = target.canonical_features(ids, head.taps)
@@ -519,7 +518,7 @@ def test_heads_of_another_target_are_refused(
 ) -> None:
     case = make()
     spoil(case)
-    target = CausalModel(tiny_model("llama", VOCAB, **({"hidden": HIDDEN, "layers": LAYERS} | sizes)), "target", "t")
+    target = CausalModel(tiny_model("llama", VOCAB, **({"hidden": HIDDEN, "layers": LAYERS} | sizes)), "target")
     with pytest.raises(PairError, match=words):
         _load(case, tmp_path, target)
 
@@ -553,7 +552,7 @@ def test_language_models_are_no_heads_and_telling_needs_no_torch(tmp_path: Path)
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_taps_are_the_hidden_states_of_any_architecture(kind: str) -> None:
     plain = tiny_model(kind, VOCAB, layers=4, positions=1024)
-    model = CausalModel(tiny_model(kind, VOCAB, layers=4, positions=1024), "target", "t")
+    model = CausalModel(tiny_model(kind, VOCAB, layers=4, positions=1024), "target")
     model.reserve(700)
     ids = _ids(600)
     taps = (0, 2, 4, FINAL)
@@ -564,23 +563,22 @@ def test_taps_are_the_hidden_states_of_any_architecture(kind: str) -> None:
     assert model.taps == taps
     model.read(torch.tensor(ids), 0)
     _close(model.tapped, wanted)
-    before = model.features((2, FINAL))
-    _close(before, torch.cat([states[2], states[FINAL]], -1))
+    before = model.tapped
     # The arbiter of near ties leaves what a pass has kept alone.
     _close(model.canonical_features(ids[:50], (4, 0)), torch.cat([states[4], states[0]], -1)[:50])
     model.canonical(ids[:9])
-    assert torch.equal(model.features((2, FINAL)), before)
+    assert torch.equal(model.tapped, before)
     model.chain(torch.tensor(ids[40:50]), 40, logits=1)
     _close(model.tapped, wanted[40:50])
     mask = torch.zeros(2, 64, dtype=torch.bool)
     mask[0, :51] = mask[1, :51] = True
     mask[1, 60] = True
-    model.chain(torch.tensor(ids[:50]), 0)
+    model.read(torch.tensor(ids[:50]), 0)
     model.scattered(torch.tensor(ids[50:52]), torch.tensor([50, 51]), torch.tensor([50, 60]), mask)
     _close(model.tapped, wanted[50:52])
     model.taps = ()
-    model.chain(torch.tensor(ids[:5]), 0)
-    assert not model._tapped
+    model.read(torch.tensor(ids[:5]), 0)
+    assert not model._tapped.rows
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.model.modules())
     with pytest.raises(PairError, match="no hidden state 5"):
         model.taps = (5,)

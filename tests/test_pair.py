@@ -264,6 +264,6 @@ def test_the_tiny_pair_is_the_same_wherever_it_is_made(tmp_path: Path) -> None:
 
 
 def test_words_without_models_are_those_of_the_loaded_pair(either_pair: LoadedPair) -> None:
-    alone, loaded = load_words(either_pair.spec), either_pair.words
+    alone, loaded = load_words(either_pair.spec), either_pair
     assert (alone.eos_ids, alone.max_positions) == (loaded.eos_ids, loaded.max_positions)
     assert alone.encode("def add(a, b):") == loaded.encode("def add(a, b):")

@@ -19,7 +19,7 @@ from spectune.runtime.policies.sequoia import static_levels
 from spectune.runtime.sampling import Noise
 from spectune.runtime.trees import near_ties as near_tie_trees
 from spectune.runtime.trees.device import DeviceGrowing
-from spectune.runtime.trees.draft import GrownTree, ModelDistributions, TreeContext, grow
+from spectune.runtime.trees.draft import GrownTree, ModelDistributions, grow
 from spectune.runtime.trees.grow import INFINITE, DistributionRows, Tree, TreeRule
 from spectune.runtime.trees.near_ties import OpenCodes
 from spectune.traces.schema import TREE_CODE_MAX, Sampling
@@ -171,7 +171,7 @@ class Drawn(ModelDistributions):
         noise = Noise(0, 8, CPU) if draft.perturbed else None
         sampling = Sampling(temperature=1.0, top_p=0.9) if draft.filtered else Sampling(temperature=1.0)
         self.numbered = Numbered()
-        super().__init__(rule, self.numbered, TreeContext(sampling, noise, variant is not None))
+        super().__init__(rule, self.numbered, sampling, noise, variant is not None)
         self.draft, self.variant = draft, variant
         self.settled_laws = self.unsure_laws = 0
 

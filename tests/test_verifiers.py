@@ -149,7 +149,7 @@ def tiny_pair(seed: int) -> LoadedPair:
         made = LlamaForCausalLM(config).eval()
         with torch.no_grad():
             made.lm_head.weight.mul_(15.0)
-        return CausalModel(made, name, name)
+        return CausalModel(made, name)
 
     return LoadedPair(PairSpec("tiny", "target", ()), model("target", 0), {"draft": model("draft", 1)}, None, frozenset())
 

@@ -110,7 +110,7 @@ def run(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         shares, changes = shares_of(decoded), changes_of(decoded)
         changed = changes_json(shares, changes)
         result = outcome(label_of(shares, changes), decoded)
-        texts = texts_of(pair.words, decoded)
+        texts = texts_of(pair, decoded)
         most = max(shares, key=lambda share: share.counts.emitted_tokens).policy
         data = {**outcome_json(result, most), "label": result.policy, **changed}
         failed = write_results(kw, texts, decoded)

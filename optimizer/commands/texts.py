@@ -11,11 +11,11 @@ from spectune.optimizer.commands.shared import rounds_of
 if TYPE_CHECKING:
     from spectune.engines.protocol import Answered
     from spectune.runtime.decoder import Decoded
-    from spectune.runtime.words import Words
+    from spectune.runtime.words import Texts
     from spectune.traces.errors import OutputError
 
 
-def texts_of(words: Words, served: Iterable[Decoded | Answered]) -> list[dict[str, Any]]:
+def texts_of(words: Texts, served: Iterable[Decoded | Answered]) -> list[dict[str, Any]]:
     """The rows of ``--outputs``."""
     outputs = [(d.trajectory.request_id, d.trajectory.output_ids.tolist()) for d in served]
     return [{"id": request, "token_ids": ids, "text": words.text(ids)} for request, ids in outputs]

@@ -18,7 +18,8 @@ from spectune.runtime.drafts.eagle import columns
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.models import CHUNK
 from spectune.runtime.near_ties import near_rival
-from spectune.runtime.recording.trees import ROWS, HeadPasses, LanguageModelPasses
+from spectune.runtime.recording.passes import HeadPasses, LanguageModelPasses, Nodes
+from spectune.runtime.recording.trees import ROWS
 from spectune.runtime.sampling import Noise, filters, log_distribution, scaled
 from spectune.traces.schema import NAT_SCALE, Sampling, Trajectory, TreePanorama, request_seed
 
@@ -29,10 +30,8 @@ class States(Protocol):
     def text_states(self) -> Tensor:
         """After every token of the text, [tokens, d]; zeros where the draft reads nothing."""
 
-    def node_states(
-        self, ids: Tensor, positions: Tensor, numbers: list[int], above: list[list[int]], starts: list[int]
-    ) -> Tensor:
-        """After drafted nodes, [n, d]; arguments as of the passes of :mod:`runtime.recording.trees`."""
+    def node_states(self, nodes: Nodes) -> Tensor:
+        """After drafted nodes, [n, d]."""
 
     def canonical_before(self, length: int) -> Tensor | None:
         """After the first ``length`` - 1 tokens of the text, by a canonical pass, [1, d]; None where the draft reads nothing there."""
@@ -47,11 +46,8 @@ class _LanguageModelStates(LanguageModelPasses):
         ids = torch.tensor(self.text, device=self.device)
         return torch.cat([self.model.chain_states(ids[at : at + CHUNK], at) for at in range(0, len(ids), CHUNK)])
 
-    def node_states(
-        self, ids: Tensor, positions: Tensor, numbers: list[int], above: list[list[int]], starts: list[int]
-    ) -> Tensor:
-        slots, mask = self._place(numbers, above, starts)
-        return self.model.scattered_states(ids, positions.clamp_max(self.model.max_positions - 1), slots, mask)
+    def node_states(self, nodes: Nodes) -> Tensor:
+        return self.model.scattered_states(nodes.ids, *self._place(nodes))
 
     def canonical_before(self, length: int) -> Tensor | None:
         return self.model.canonical_state(self.text[: length - 1]) if length > 1 else None
@@ -71,15 +67,8 @@ class _HeadStates(HeadPasses):
         self._root_hidden, self._hidden = out[self.prompt - 1 :], out.new_zeros(0, out.shape[1])
         return torch.cat([out[:1], head.state(out[1:])])
 
-    def node_states(
-        self, ids: Tensor, positions: Tensor, numbers: list[int], above: list[list[int]], starts: list[int]
-    ) -> Tensor:
-        slots, mask = self._place(numbers, above, starts)
-        hidden = torch.stack([self._hidden[a[-1]] if a else self._root_hidden[s] for a, s in zip(above, starts, strict=True)])
-        positions = positions.clamp_max(self.head.max_positions - 1)
-        out = self.head.scattered(ids, hidden, positions, slots, mask, logits=0)[1]
-        self._hidden = torch.cat([self._hidden[: numbers[0]], out])
-        return self.head.state(out)
+    def node_states(self, nodes: Nodes) -> Tensor:
+        return self.head.state(self._read(nodes, logits=0)[1])
 
     def canonical_before(self, length: int) -> Tensor | None:
         return self.head.state(self._canonical.output(length - 1, [])) if length > 2 else None
@@ -156,7 +145,7 @@ class ReadText:
                     where = torch.from_numpy(self.prompt - 1 + start[nodes] + depth[nodes]).to(device)
                     ids = torch.from_numpy(self._drafted[nodes]).to(device)
                     numbers = [number[int(n)] for n in nodes]
-                    parts.append(self.reader.node_states(ids, where, numbers, above, start[nodes].tolist()))
+                    parts.append(self.reader.node_states(Nodes(ids, where, numbers, above, start[nodes].tolist())))
                     row[first + nodes] = known + np.arange(len(nodes))
                     known += len(nodes)
         return torch.cat(parts)[torch.from_numpy(row[parent]).to(device)]

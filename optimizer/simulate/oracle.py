@@ -137,10 +137,10 @@ class TraceBackend:
             return AGREE_NONE, 0, 0
         return AGREE_NO, int(view.branch_logp[row, entry]), int(view.branch_entropy[row, entry])
 
-    def draft(self, prepared: Plan, gamma: int, limit: int | None = None) -> Drafted:
+    def draft(self, prepared: Plan, gamma: int, limit: int) -> Drafted:
         if self.trees is not None:
-            source, deepest = _RecordedTree(self.trees, self._at), gamma if limit is None else limit
-            tree = grow(prepared.rule(self._sampling), gamma, deepest, source, torch.device("cpu"))
+            source = _RecordedTree(self.trees, self._at)
+            tree = grow(prepared.rule(self._sampling), gamma, limit, source, torch.device("cpu"))
             return Drafted(len(tree.tokens), tree.steps, self._lag, tree.tokens, tree)
         if self.panorama is None or self.panorama.draft != prepared.policy.draft:
             raise TraceError(f"this recording has no panorama of draft {prepared.policy.draft!r}")

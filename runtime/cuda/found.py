@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import runpy
 import sys
 from importlib.machinery import PathFinder
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 
@@ -25,17 +25,13 @@ def _built_for() -> str:
     """The major version of CUDA that the installed torch was built for, as its version file says: "" is for CPUs alone, or no torch;
     "?" something else."""
     found = PathFinder.find_spec("torch")
-    if found is None or not found.submodule_search_locations:
-        return "" if found is None else "?"
-    file = Path(next(iter(found.submodule_search_locations))) / "version.py"
-    spec = spec_from_file_location("torch_version", file)
-    if spec is None or spec.loader is None or not file.is_file():
+    if found is None:
+        return ""
+    try:
+        version = runpy.run_path(str(Path(found.origin or "").parent / "version.py"))
+    except OSError:
         return "?"
-    version = module_from_spec(spec)
-    spec.loader.exec_module(version)
-    if getattr(version, "hip", None):
-        return "?"
-    return str(getattr(version, "cuda", "?") or "").partition(".")[0]
+    return "?" if version.get("hip") else str(version.get("cuda", "?") or "").partition(".")[0]
 
 
 def _shows_devices(major: int) -> bool:

@@ -21,13 +21,16 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from spectune.runtime.cache import SlotCache, SlotLayer
 from spectune.runtime.policies.document import NODE_LIMIT
+
+if TYPE_CHECKING:
+    from spectune.runtime.drafts.eagle_head import EagleHead
+    from spectune.runtime.models import CausalModel
 
 RUNGS: Final = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, NODE_LIMIT + 1)
 """Numbers of tokens that passes are captured for."""
@@ -90,30 +93,6 @@ class Recorder(Protocol):
         work. ``rehearse`` does the same work on other tensors, and may be called any number of times before."""
 
 
-class Replayed(Protocol):
-    """A model whose passes may be captured: :class:`runtime.models.CausalModel`, :class:`runtime.drafts.eagle_head.EagleHead`."""
-
-    name: str
-    device: torch.device
-    dtype: torch.dtype
-    cache: SlotCache
-    graphs: PassGraphs | None
-
-    def reserve(self, tokens: int) -> None:
-        """Makes room for sequences of ``tokens``."""
-
-    def over(
-        self, ids: Tensor, positions: Tensor, mask: Tensor, layers: list[SlotLayer], hidden: Tensor | None, own: bool
-    ) -> tuple[Tensor, dict[int, Tensor]]:
-        """A pass of n tokens, bool mask [n, view], over ``layers`` of the caller's: hidden states and taps, [n, hidden_size] each."""
-
-    def fed(self, own: bool) -> int:
-        """Width of the hidden states that a pass takes; 0: none."""
-
-    def _head(self, hidden: Tensor) -> Tensor:
-        """Float32 logits [n, vocab]."""
-
-
 class CudaRecorder:
     """Captures into CUDA graphs that share one memory pool. Replays follow each other on one stream, and what they give is copied out
     of the pool inside the graph, so no graph reads what another one overwrote. Other threads may go on decoding meanwhile."""
@@ -139,7 +118,7 @@ class _Inputs:
     """Static inputs of a rung: ``ids``, ``positions``, ``slots`` int64 [tokens], ``hidden`` [tokens, width] or None, and a mask of any
     view. They begin as tokens that do no harm."""
 
-    def __init__(self, model: Replayed, tokens: int, own: bool) -> None:
+    def __init__(self, model: CausalModel | EagleHead, tokens: int, own: bool) -> None:
         device, capacity = model.device, model.cache.capacity
         self._idle = torch.zeros(3, tokens, dtype=torch.int64, device=device)
         self._idle[2] = torch.arange(capacity, capacity + tokens, device=device)
@@ -157,13 +136,12 @@ class _Inputs:
         return self._mask[: tokens * view].view(tokens, view)
 
     def fill(self, view: int, ids: Tensor, positions: Tensor, slots: Tensor, mask: Tensor, hidden: Tensor | None) -> None:
-        """Takes in a pass of n tokens. Columns of ``mask`` [n, any] beyond ``view`` are not read, missing ones are False."""
-        n, seen = ids.shape[0], min(view, mask.shape[1])
+        """Takes in a pass of n tokens. Columns of ``mask`` [n, at most view] that are missing are False."""
+        n, seen = mask.shape
         self.ids[:n], self.positions[:n], self.slots[:n] = ids, positions, slots
         own = self.mask(view)
-        own[:n, :seen] = mask[:, :seen]
-        if seen < view:
-            own[:n, seen:] = False
+        own[:n, :seen] = mask
+        own[:n, seen:] = False
         if n < own.shape[0]:
             self._numbers[:, n:] = self._idle[:, n:]
             own[n:] = self._sees[:, :view]
@@ -193,7 +171,7 @@ class PassGraphs:
     a pass could not be captured; then no more are.
     """
 
-    def __init__(self, model: Replayed, recorder: Recorder) -> None:
+    def __init__(self, model: CausalModel | EagleHead, recorder: Recorder) -> None:
         self.model, self.reach, self.problem = model, 0, ""
         self.replayed: Counter[tuple[int, Kind]] = Counter()
         self.eager: Counter[tuple[int, Kind]] = Counter()
@@ -222,13 +200,11 @@ class PassGraphs:
         positions: Tensor,
         slots: Tensor,
         mask: Tensor,
-        reads: int,
         hidden: Tensor | None = None,
     ) -> Outputs | None:
-        """A pass of n tokens of :class:`Kind` ``head``, ``own`` that reads the first ``reads`` slots, replayed; None where its shape is not
-        captured. ``ids``, ``positions``, ``slots`` int64 [n]; ``mask`` bool [n, any], False for slots beyond ``reads`` that it covers.
-        """
-        n, table, kind, capacity = ids.shape[0], self._table, Kind(head, own), self.model.cache.capacity
+        """A pass of n tokens of :class:`Kind` ``head``, ``own`` under ``mask`` bool [n, slots that are read], replayed; None where its
+        shape is not captured. ``ids``, ``positions``, ``slots`` int64 [n]."""
+        (n, reads), table, kind, capacity = mask.shape, self._table, Kind(head, own), self.model.cache.capacity
         graph, view = None, bucket(reads, capacity)
         if n <= RUNGS[-1] and reads <= capacity and table.keys is self._keys():
             graph = table.graphs.get(Shape(_RUNG_OF[n], view, kind))
@@ -307,7 +283,7 @@ class PassGraphs:
         return Outputs(states, model._head(states) if kind.head else states.new_zeros(0), taps)
 
 
-def use_graphs(models: Iterable[Replayed], recorder: Recorder) -> None:
+def use_graphs(models: Iterable[CausalModel | EagleHead], recorder: Recorder) -> None:
     """Lets models replay what :func:`runtime.cuda.pass_sizes.prepare_graphs` captures; what their caches hold is forgotten."""
     for model in models:
         model.graphs = PassGraphs(model, recorder)

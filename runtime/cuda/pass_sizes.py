@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from spectune.runtime.cuda.graphs import RUNGS, Kind
-from spectune.runtime.drafts.protocol import LONG_LAG, TREE_SLOTS
+from spectune.runtime.drafts.protocol import LONG_LAG
 from spectune.runtime.policies.document import (
+    EXPANDED_LIMIT,
     NODE_LIMIT,
     WIDTH_LIMIT,
     AnalyticWindow,
@@ -44,7 +45,7 @@ EVERY: Final = PassSizes(
     verify=frozenset(RUNGS),
     first=frozenset(r for r in RUNGS if r <= LONG_LAG),
     later=frozenset(r for r in RUNGS if r <= WIDTH_LIMIT),
-    drafted=TREE_SLOTS,
+    drafted=EXPANDED_LIMIT,
 )
 """What any policies can make of rounds that take turns, a round's first pass up to :data:`LONG_LAG` tokens."""
 
@@ -93,11 +94,8 @@ def _tree_sizes(
 
 
 def _kept(rule: TreeRule, top_n: int | None, depth: int) -> int:
-    """Nodes that are verified of ``depth`` levels whose nodes all exist; a classifier's at most."""
-    grown = sum(
-        min(rule.places(level), rule.frontier) if rule.confidence is not None else rule.places(level) for level in range(1, depth + 1)
-    )
-    return grown if top_n is None else min(grown, top_n)
+    """Nodes that are verified of ``depth`` levels whose nodes all exist."""
+    return rule.verified(depth) if top_n is None else min(rule.verified(depth), top_n)
 
 
 def _idle_rounds(policy: Policy) -> int:
@@ -129,7 +127,7 @@ def prepare_graphs(
         target.graphs.hold(text, text + NODE_LIMIT)
         for model in pair.models.values():
             if model.graphs is not None:
-                model.graphs.hold(text, text + TREE_SLOTS)
+                model.graphs.hold(text, text + EXPANDED_LIMIT)
     for one in prepared.candidates:
         draft = pair.models.get(one.policy.draft)
         head = draft is not None and draft.fed(own=True) > 0

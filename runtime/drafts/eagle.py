@@ -55,10 +55,6 @@ class Features:
             self.rows[at : at + len(rows)] = rows
             self.count = at + len(rows)
 
-    def of(self, head: EagleHead, start: int, stop: int) -> Tensor:
-        """What ``head`` reads of tokens ``start .. stop - 1``: [stop - start, feature_size]."""
-        return self.rows[start:stop, columns(self.target, head)]
-
 
 def columns(target: CausalModel, head: EagleHead) -> Tensor:
     """Where the head's taps stand among the target's, int64 [feature_size]."""
@@ -73,7 +69,7 @@ class EagleDraft:
     reads_features = True
 
     def __init__(self, head: EagleHead, features: Features) -> None:
-        self.head, self.features = head, features
+        self.head, self.features, self.columns = head, features, columns(features.target, head)
         self._read = 1
         self._states = States()
 
@@ -85,7 +81,7 @@ class EagleDraft:
         while self._read < len(text) - 1:
             end = min(len(text) - 1, self._read + CHUNK)
             ids = torch.tensor(text[self._read : end], device=self.head.device)
-            features = self.features.of(self.head, self._read - 1, end - 1)
+            features = self.features.rows[self._read - 1 : end - 1, self.columns]
             out = self.head.read(ids, features, self._read)
             self._read = end
             self._states.put(end - 1, out[-1:])
@@ -143,7 +139,7 @@ class EagleReader(TreeReader):
     def root(self) -> Tensor:
         draft, head, at = self.draft, self.head, self.draft._read
         ids = torch.tensor(self.text[at:], device=self.device)
-        features = draft.features.of(head, at - 1, self.length - 1)
+        features = draft.features.rows[at - 1 : self.length - 1, draft.columns]
         shortlists, states = self._shortlists, draft._states
         draft._read = self.length
         if shortlists is None:

@@ -1,13 +1,14 @@
 """EAGLE heads as they are published: EAGLE-1, 2 and 3, EAGLE-3.1's norms, and the *speculators* configuration of EAGLE-3 heads.
 
-The names of the tensors are in ``_weights``. What does not fit the target or itself is refused with one line.
+The names of the tensors are those of :class:`runtime.drafts.eagle_head.HeadNet`, and in ``PARTS``. What does not fit the target or
+itself is refused with one line.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from huggingface_hub import snapshot_download
@@ -18,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from spectune.runtime.drafts.eagle_head import EagleHead, HeadNet, HeadShape
 from spectune.runtime.models import FINAL, CausalModel
-from spectune.runtime.pair import architectures, expanded, head_config, identity, is_local, translated
+from spectune.runtime.pair import expanded, head_config, is_local, says_eagle3, translated
 from spectune.traces.errors import PairError
 
 
@@ -151,43 +152,36 @@ class _Reader:
             raise PairError(f"{self.name}: tensor {key} is {list(tensor.shape)}, not {list(shape)}, as config.json would have it")
         return tensor
 
-    def linear(self, key: str, rows: int, columns: int, bias: bool) -> dict[str, Tensor]:
-        out = {"weight": self.take(f"{key}.weight", rows, columns)}
-        return out | {"bias": self.take(f"{key}.bias", rows)} if bias else out
-
-    def joined(self, keys: tuple[str, ...], rows: tuple[int, ...], columns: int, bias: bool, into: str) -> dict[str, Tensor]:
-        """Several matrices over one input, stacked."""
-        parts = [self.linear(k, r, columns, bias) for k, r in zip(keys, rows, strict=True)]
-        return {f"{into}.{kind}": torch.cat([p[kind] for p in parts]) for kind in parts[0]}
-
 
 def load_head(path: str, *, name: str, target: CausalModel, device: torch.device, dtype: torch.dtype) -> EagleHead:
     """Loads a published EAGLE-1, 2 or 3 checkpoint, a folder or a hub name, to draft for ``target``.
 
     Raises PairError, in one line, when it was made for another target (hidden size, vocabulary, layers), is incomplete, or does not run.
     """
-    fingerprint = identity(path)
-    folder = _folder(path, name)
     with translated(f"{name}: cannot load {path}"):
-        head = _head(folder, path, name, target, device, dtype, fingerprint)
+        files = ["config.json", "*.safetensors", "*.bin"]
+        folder = expanded(path) if is_local(path) else Path(snapshot_download(path, allow_patterns=files))
+        head = _head(folder, path, name, target, device, dtype)
         # Sizes that fit the tensors and not each other are told here, not in the first request.
         head.canonical([0, 0], torch.zeros(1, head.feature_size, device=device, dtype=dtype))
     return head
 
 
 def _head(
-    folder: Path, path: str, name: str, target: CausalModel, device: torch.device, dtype: torch.dtype, fingerprint: str
+    folder: Path, path: str, name: str, target: CausalModel, device: torch.device, dtype: torch.dtype
 ) -> EagleHead:
     config = _flat(head_config(folder), name)
     tensors = _read_tensors(folder, name)
     reader = _Reader(tensors, name)
-    eagle3 = _is_eagle3(config, tensors)
+    eagle3 = says_eagle3(config) or "layers.0.hidden_norm.weight" in tensors
     for key in ("hidden_size", "intermediate_size", "num_attention_heads"):
         if not isinstance(config.get(key), int):
             raise PairError(f"{name}: {folder / 'config.json'} says no {key}")
     shape, taps = _shape(config, tensors, target, eagle3, name)
-    token_ids = _token_ids(config, reader, target, shape, name)
-    weights = _weights(reader, shape)
+    token_ids = _token_ids(reader, target, shape, name)
+    with torch.device("meta"):  # sizes that a configuration makes up cost nothing
+        net = HeadNet(shape).requires_grad_(False)
+    net.load_state_dict(_weights(reader, net), assign=True)
     embed = None
     if "embed_tokens.weight" in tensors:
         embed = nn.Embedding(target.vocab_size, shape.hidden, device=device, dtype=dtype).requires_grad_(False)
@@ -202,32 +196,15 @@ def _head(
         rotary = LlamaRotaryEmbedding(rope_config(config, shape.head_dim))
     except (KeyError, TypeError, ValueError) as error:
         raise PairError(f"{name}: rope settings of {folder / 'config.json'} are not understood: {error}") from None
-    net = HeadNet(shape)
-    net.load_state_dict(weights)
-    net.requires_grad_(False)
     return EagleHead(
         net.to(device=device, dtype=dtype),
         target,
         name=name,
-        fingerprint=fingerprint,
         taps=taps,
         rotary=rotary,
         token_ids=None if token_ids is None else token_ids.to(device),
         embed=embed,
     )
-
-
-def _folder(path: str, name: str) -> Path:
-    if is_local(path):
-        return expanded(path)
-    with translated(f"{name}: cannot load {path}"):
-        return Path(snapshot_download(path, allow_patterns=["config.json", "*.safetensors", "*.bin"]))
-
-
-def _is_eagle3(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
-    named = any("eagle3" in name for name in architectures(config))
-    named = named or config.get("speculators_model_type") == "eagle3"
-    return named or "draft_vocab_size" in config or "eagle_config" in config or "layers.0.hidden_norm.weight" in tensors
 
 
 def _shape(
@@ -265,6 +242,11 @@ def _shape(
     if lm_head is None and (draft_vocab != vocab or hidden != target.hidden_size):
         raise PairError(f"{name}: the checkpoint has no tensor lm_head.weight, and the target's does not fit")
     norms = _norms(config, tensors, eagle3, name)
+    found = {0} | {int(key.split(".")[1]) for key in tensors if key.startswith("layers.") and key.split(".")[1].isdigit()}
+    layers = max(int(config.get("num_hidden_layers") or 1), *(1 + i for i in found))
+    missing = next((i for i in range(layers) if i not in found), None)
+    if missing is not None:
+        raise PairError(f"{name}: the checkpoint has no tensor layers.{missing}.self_attn.q_proj.weight")
     qkv_bias = "layers.0.self_attn.q_proj.bias" in tensors or bool(config.get("qkv_bias")) or bool(config.get("attention_bias"))
     return HeadShape(
         eagle3=eagle3,
@@ -275,7 +257,7 @@ def _shape(
         kv_heads=int(config.get("num_key_value_heads") or heads),
         head_dim=int(config.get("head_dim") or hidden // heads),
         eps=float(config.get("rms_norm_eps", 1e-6)),
-        layers=max(int(config.get("num_hidden_layers") or 1), *(1 + i for i in _layer_indices(tensors))),
+        layers=layers,
         norm_before_residual=bool(config.get("norm_before_residual")),
         norm_output=norms["norm_output"],
         norm_before_fc=norms["norm_before_fc"],
@@ -288,11 +270,7 @@ def _shape(
     ), taps
 
 
-def _layer_indices(tensors: Mapping[str, Tensor]) -> set[int]:
-    return {0, *(int(key.split(".")[1]) for key in tensors if key.startswith("layers.") and key.split(".")[1].isdigit())}
-
-
-def _token_ids(config: Mapping[str, Any], reader: _Reader, target: CausalModel, shape: HeadShape, name: str) -> Tensor | None:
+def _token_ids(reader: _Reader, target: CausalModel, shape: HeadShape, name: str) -> Tensor | None:
     """Target ids of the head's tokens, int64 [draft_vocab]; None where they are the same."""
     if shape.draft_vocab is None or (shape.draft_vocab == target.vocab_size and "d2t" not in reader.tensors):
         reader.tensors.pop("d2t", None)
@@ -305,34 +283,26 @@ def _token_ids(config: Mapping[str, Any], reader: _Reader, target: CausalModel, 
     return None if torch.equal(ids, torch.arange(target.vocab_size)) else ids
 
 
-def _weights(reader: _Reader, shape: HeadShape) -> dict[str, Tensor]:
-    """The state of a :class:`HeadNet` from a checkpoint's tensors."""
-    hidden, dim = shape.hidden, shape.head_dim
-    width = shape.fused if shape.eagle3 else 2 * hidden
-    out = {f"fc.{k}": t for k, t in reader.linear("fc", hidden, width, shape.fc_bias).items()}
-    if shape.norm_before_fc:
-        out["input_norm.weight"] = reader.take("input_norm.weight", shape.fused)
-    for i in range(shape.fc_norms):
-        out[f"fc_norm.{i}.weight"] = reader.take(f"fc_norm.{i}.weight", shape.fused // shape.fc_norms)
-    for i in range(shape.layers):
-        own = f"layers.{i}"
-        wide = shape.eagle3 and i == 0
-        attention, columns = f"{own}.self_attn", hidden * (2 if wide else 1)
-        rows = (shape.heads * dim, shape.kv_heads * dim, shape.kv_heads * dim)
-        names = (f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj")
-        out |= reader.joined(names, rows, columns, shape.qkv_bias, f"{own}.qkv")
-        for key, tensor in reader.linear(f"{attention}.o_proj", hidden, shape.heads * dim, shape.o_bias).items():
-            out[f"{own}.o_proj.{key}"] = tensor
-        sizes = (shape.intermediate, shape.intermediate)
-        out |= reader.joined((f"{own}.mlp.gate_proj", f"{own}.mlp.up_proj"), sizes, hidden, False, f"{own}.gate_up")
-        out[f"{own}.down_proj.weight"] = reader.take(f"{own}.mlp.down_proj.weight", hidden, shape.intermediate)
-        norms = ["post_attention_layernorm"]
-        norms += ["input_layernorm"] if shape.eagle3 or i else []
-        norms += ["hidden_norm"] if wide else []
-        for norm in norms:
-            out[f"{own}.{norm}.weight"] = reader.take(f"{own}.{norm}.weight", hidden)
-    if shape.eagle3:
-        out["norm.weight"] = reader.take("norm.weight", hidden)
-    if shape.draft_vocab is not None:
-        out["lm_head.weight"] = reader.take("lm_head.weight", shape.draft_vocab, hidden)
+PARTS: Final = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "o_proj": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down_proj": ("mlp.down_proj",),
+}
+"""What of a checkpoint our modules are made of, stacked; others have the same name there."""
+
+
+def _weights(reader: _Reader, net: HeadNet) -> dict[str, Tensor]:
+    """The state of ``net`` from a checkpoint's tensors."""
+    shape = net.shape
+    out: dict[str, Tensor] = {}
+    rows: dict[str, tuple[int, ...]] = {
+        "qkv": (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.kv_heads * shape.head_dim),
+        "gate_up": (shape.intermediate, shape.intermediate),
+    }
+    for key, parameter in net.state_dict().items():
+        module = key.split(".")[-2]
+        sizes, columns = rows.get(module, (parameter.shape[0],)), parameter.shape[1:]
+        names = [key.replace(module, part) for part in PARTS.get(module, (module,))]
+        out[key] = torch.cat([reader.take(name, size, *columns) for name, size in zip(names, sizes, strict=True)])
     return out

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from spectune.runtime.attention import causal_mask, slot_attention
-from spectune.runtime.cache import SlotCache, SlotLayer
-from spectune.runtime.models import CausalModel, view_of
+from spectune.runtime.cache import SlotCache, SlotLayer, view_of
+from spectune.runtime.models import CausalModel
 from spectune.runtime.shortlists import OutputHead
 
 if TYPE_CHECKING:
@@ -168,7 +168,6 @@ class EagleHead:
         target: CausalModel,
         *,
         name: str,
-        fingerprint: str,
         taps: tuple[int, ...],
         rotary: LlamaRotaryEmbedding,
         token_ids: Tensor | None = None,
@@ -177,7 +176,6 @@ class EagleHead:
         parameter = next(net.parameters())
         self.net = net.eval()
         self.name = name
-        self.fingerprint = fingerprint
         self.device, self.dtype = parameter.device, parameter.dtype
         self.vocab_size = target.vocab_size
         self.max_positions = target.max_positions
@@ -232,7 +230,7 @@ class EagleHead:
         logits: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Runs ``ids`` (int64 [n]) at given positions and slots under ``mask`` (bool [n, view], view
-        a multiple of 64 or the cache's capacity; column 0 must be False).
+        a multiple of 64; column 0 must be False).
 
         Row i of ``hidden`` belongs to the token before ``ids[i]``: with ``own`` the head's output
         there, [n, hidden_size], else target features [n, feature_size]. Returns float32 logits of
@@ -240,9 +238,7 @@ class EagleHead:
         """
         first = 0 if logits is None else len(ids) - logits
         if self.graphs is not None:
-            self._check_width(hidden, own)
-            wanted, reads = first < len(ids), mask.shape[1]
-            found = self.graphs.run(wanted, own, ids, positions, slots, mask, reads, hidden)
+            found = self.graphs.run(first < len(ids), own, ids, positions, slots, mask, hidden)
             if found is not None:  # its outputs are static
                 return found.logits[first:].clone(), found.states.clone()
         out = self._scattered(ids, hidden, positions, slots, mask, own)
@@ -263,8 +259,8 @@ class EagleHead:
     def _scattered(
         self, ids: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor, mask: Tensor, own: bool
     ) -> Tensor:
-        self.cache.place_at(slots, mask.shape[1])
-        return self._run(ids, hidden, (self._cos[positions], self._sin[positions]), mask, own)
+        self.cache.place(slots, mask.shape[1])
+        return self.over(ids, positions, mask, self.cache.layers, hidden, own)[0]
 
     def over(
         self, ids: Tensor, positions: Tensor, mask: Tensor, layers: list[SlotLayer], hidden: Tensor | None, own: bool
@@ -272,7 +268,18 @@ class EagleHead:
         """A pass of n tokens under ``mask``, bool [n, view], over ``layers`` that know where they write (:meth:`SlotCache.bound`): the
         outputs [n, hidden_size]. A head has no taps."""
         assert hidden is not None
-        return self._run(ids, hidden, (self._cos[positions], self._sin[positions]), mask, own, layers), {}
+        if hidden.shape[-1] != self.fed(own):
+            raise ValueError(
+                f"hidden states of width {hidden.shape[-1]}; the head takes {self.feature_size}, of its own {self.hidden_size}"
+            )
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            keys, values = layers[layer].update(key, value)
+            return slot_attention(self.net, query, keys, values, mask[None, None])[0]
+
+        rotary = self._cos[positions], self._sin[positions]
+        out: Tensor = self.net(self._embed(ids)[None], hidden[None], rotary, attend, own=own)
+        return out[0], {}
 
     def fed(self, own: bool) -> int:
         """Width of the hidden states that a pass takes beside its tokens."""
@@ -312,31 +319,6 @@ class EagleHead:
         for j, token in enumerate(drafted):
             hidden = run([token], hidden, count + j, True)
         return hidden
-
-    def _check_width(self, hidden: Tensor, own: bool) -> None:
-        if hidden.shape[-1] != self.fed(own):
-            raise ValueError(
-                f"hidden states of width {hidden.shape[-1]}; the head takes {self.feature_size}, of its own {self.hidden_size}"
-            )
-
-    def _run(
-        self,
-        ids: Tensor,
-        hidden: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        mask: Tensor,
-        own: bool,
-        bound: list[SlotLayer] | None = None,
-    ) -> Tensor:
-        self._check_width(hidden, own)
-        layers, attended = self.cache.layers if bound is None else bound, mask[None, None]
-
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            keys, values = layers[layer].update(key, value)
-            return slot_attention(self.net, query, keys, values, attended)[0]
-
-        out: Tensor = self.net(self._embed(ids)[None], hidden[None], rotary, attend, own=own)
-        return out[0]
 
     def state(self, out: Tensor) -> Tensor:
         """What the output matrix reads of outputs [n, hidden_size]: after EAGLE-3's norm; the outputs themselves of EAGLE-1 and 2, and

@@ -20,7 +20,7 @@ from spectune.runtime.policies.stops import (
     should_stop,
 )
 from spectune.runtime.prompts import log_perplexity
-from spectune.runtime.sampling import choose, entropy_of, gumbel_row, log_distribution, nat_code, stream_key
+from spectune.runtime.sampling import entropy_of, gumbel_row, log_distribution, nat_code, stream_key
 from spectune.runtime.shortlists import Shortlists, States, Support
 from spectune.traces.schema import Sampling
 
@@ -79,7 +79,7 @@ class LanguageModelDraft:
     def _catch_up(self, text: list[int]) -> None:
         """Reads the text but for its last token."""
         ids = torch.tensor(text[self._read : -1], device=self.model.device)
-        last = self.model.read_last(ids, self._read)
+        last = self.model.read(ids, self._read)
         self._read = len(text) - 1
         self._states.put(self._read - 1, last)
 
@@ -105,21 +105,20 @@ class LanguageModelDraft:
         pending, at = self.pending(text)
         stop, shortlists = context.plan.stop, context.shortlists
         reads = stop.kind != STOP_NONE or context.own_seed is not None
-        if not reads and not context.exact and (shortlists is None or not shortlists.routed):
-            return self._propose_blind(pending, at, len(text), depth, lag, context)
-        tokens: list[int] = []
+        # Else no token is looked at on the host: no device sync until the end.
+        looks = reads or context.exact or (shortlists is not None and shortlists.routed)
+        prefix = list(text)
+        drafted: list[Tensor] = []
         log_qs: list[Tensor] = []
         steps = joint = 0
         ended = False
         while steps < depth and not ended:
-            prefix = text + tokens
             logits, ids = self._forward(pending, at, steps, prefix, shortlists)
             at += len(pending)
-            steps += 1
             log_q = log_distribution(logits, context.sampling)[0] if reads else None
-            column = self._choose(logits, log_q, prefix, context, ids)
+            column = self._choose(logits, log_q, prefix, len(text) + steps, context, ids)
+            steps += 1
             pending = column if ids is None else ids[column]
-            token = int(pending.item())
             if stop.kind != STOP_NONE:
                 assert log_q is not None
                 codes = self._codes(log_q, int(column), prefix, context, ids)
@@ -128,29 +127,16 @@ class LanguageModelDraft:
                 ended = should_stop(stop.kind, *limits, codes[0], joint, codes[1])
                 if ended and not stop.keep_last:
                     break
-            tokens.append(token)
+            drafted.append(pending)
+            if looks:
+                prefix.append(int(pending))
             if context.own_seed is not None and log_q is not None:
                 # Outside a shortlist q is 0: ratio and residual of the rejection verifier are of
                 # what was drawn from.
                 outside = log_q.new_full((self.model.vocab_size,), -torch.inf)
                 log_qs.append(log_q if ids is None else outside.index_copy_(0, ids, log_q))
+        tokens = torch.cat(drafted).tolist() if drafted else []
         return Drafted(len(tokens), steps, lag, tokens, log_q=log_qs)
-
-    def _propose_blind(
-        self, pending: Tensor, at: int, length: int, depth: int, lag: int, context: DraftContext
-    ) -> Drafted:
-        """A full window without looking at any token on the host: no device sync until the end."""
-        drafted: list[Tensor] = []
-        for j in range(depth):
-            logits, ids = self._forward(pending, at, j, [], context.shortlists)
-            at += len(pending)
-            noise = None if context.noise is None else context.noise.row(length + j)[None]
-            if noise is not None and ids is not None:
-                noise = noise.index_select(1, ids)
-            pending = choose(logits, context.sampling, noise)
-            pending = pending if ids is None else ids[pending]
-            drafted.append(pending)
-        return Drafted(depth, depth, lag, torch.cat(drafted).tolist())
 
     def _forward(
         self, pending: Tensor, at: int, step: int, prefix: list[int], shortlists: Shortlists | None
@@ -193,22 +179,23 @@ class LanguageModelDraft:
         logits: Tensor,
         log_q: Tensor | None,
         prefix: list[int],
+        position: int,
         context: DraftContext,
         ids: Tensor | None,
     ) -> Tensor:
-        """The column of ``logits`` [1, size] that is proposed after ``prefix``, int64 [1]: coupled
-        with the target's noise, or drawn from q by a stream of its own. ``ids`` int64 [size] are
-        the tokens of a shortlist; None: columns are tokens."""
+        """The column of ``logits`` [1, size] that is proposed at ``position``, after ``prefix``, int64
+        [1]: coupled with the target's noise, or drawn from q by a stream of its own. ``ids`` int64
+        [size] are the tokens of a shortlist; None: columns are tokens."""
         model, sampling = self.model, context.sampling
         if ids is not None and ids.shape[0] == 1:
             return torch.zeros_like(ids)
         if context.own_seed is not None:
             assert log_q is not None
-            key = stream_key(context.own_seed, len(prefix), "draft", context.salt)
+            key = stream_key(context.own_seed, position, "draft", context.salt)
             own = gumbel_row(key, model.vocab_size, model.device)
             own = own if ids is None else own.index_select(0, ids)
             return (log_q + own).argmax(-1, keepdim=True)
-        noise = None if context.noise is None else context.noise.row(len(prefix))
+        noise = None if context.noise is None else context.noise.row(position)
         if noise is not None and ids is not None:
             noise = noise.index_select(0, ids)
         canonical = (lambda _: _canonical(model, prefix, ids)) if context.exact else None
@@ -267,10 +254,10 @@ class LanguageModelReader(TreeReader):
         return self._shortlists.logits(states, support)
 
     def _logits(self, tokens: Tensor, parents: Tensor | None, at: Places) -> Tensor:
-        return self.model.scattered(tokens, at.positions, at.slots, at.mask)
+        return self.model.scattered(tokens, *at)
 
     def _states(self, tokens: Tensor, parents: Tensor | None, at: Places) -> Tensor:
-        states = self.model.scattered_states(tokens, at.positions, at.slots, at.mask)
+        states = self.model.scattered_states(tokens, *at)
         assert self._shortlists is not None
         if self._shortlists.routed:
             self.draft._nodes.append(states)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
 from spectune.runtime.drafts.protocol import DraftContext, Drafted
+
+LONGEST: Final = 3
+"""Tokens of the longest n-gram that is looked up."""
 
 
 class NgramIndex:
     """Where each n-gram of a growing token sequence was last continued, with undo.
 
     A proposal is a function of the sequence alone: the token after the most recent earlier
-    occurrence of its longest suffix of ``max_n`` down to ``min_n`` tokens."""
+    occurrence of its longest suffix of up to :data:`LONGEST` tokens."""
 
-    def __init__(self, max_n: int = 3, min_n: int = 1) -> None:
-        self.max_n, self.min_n = max_n, min_n
+    def __init__(self) -> None:
         self.tokens: list[int] = []
         self._next: dict[tuple[int, ...], int] = {}
         self._undo: list[list[tuple[tuple[int, ...], int | None]]] = []
@@ -23,7 +26,7 @@ class NgramIndex:
         """Appends tokens; each becomes the continuation of the n-grams that end before it."""
         for token in tokens:
             changed: list[tuple[tuple[int, ...], int | None]] = []
-            for n in range(self.min_n, min(self.max_n, len(self.tokens)) + 1):
+            for n in range(1, min(LONGEST, len(self.tokens)) + 1):
                 gram = tuple(self.tokens[-n:])
                 changed.append((gram, self._next.get(gram)))
                 self._next[gram] = token
@@ -42,11 +45,20 @@ class NgramIndex:
 
     def propose(self) -> int | None:
         """The next token, or None when no suffix occurred before."""
-        for n in range(min(self.max_n, len(self.tokens)), self.min_n - 1, -1):
+        for n in range(min(LONGEST, len(self.tokens)), 0, -1):
             token = self._next.get(tuple(self.tokens[-n:]))
             if token is not None:
                 return token
         return None
+
+    def continuation(self, count: int) -> list[int]:
+        """At most ``count`` proposals, each after those before it."""
+        length = len(self.tokens)
+        while len(self.tokens) < length + count and (token := self.propose()) is not None:
+            self.extend([token])
+        found = self.tokens[length:]
+        self.truncate(length)
+        return found
 
 
 class NgramDraft:
@@ -64,16 +76,9 @@ class NgramDraft:
         self._read = len(text) - 1
 
     def propose(self, text: list[int], depth: int, limit: int, context: DraftContext) -> Drafted:
-        index, tokens, steps = self._index, [], 0
-        index.extend(text[len(index.tokens) :])
-        while steps < depth:
-            steps += 1
-            token = index.propose()
-            if token is None:
-                break
-            tokens.append(token)
-            index.extend([token])
-        index.truncate(len(text))
+        self._index.extend(text[len(self._index.tokens) :])
+        tokens = self._index.continuation(depth)
+        steps = min(depth, len(tokens) + 1)  # the last may have found nothing
         return Drafted(len(tokens), steps, len(text) - self._read, tokens)
 
     def commit(self, length: int, drafted: Drafted, path: list[int]) -> None:

@@ -5,31 +5,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from spectune.runtime.cache import SlotCache
+from spectune.runtime.cache import SlotCache, view_of
 from spectune.runtime.drafts.protocol import DraftContext, Drafted
-from spectune.runtime.models import view_of
 from spectune.runtime.sampling import filters
 from spectune.runtime.shortlists import Beam, Shortlists, Support
-from spectune.runtime.trees.draft import ModelDistributions, TreeContext, grow
+from spectune.runtime.trees.draft import ModelDistributions, grow
 
-
-class Places(NamedTuple):
-    """Where n nodes stand: ``positions`` and ``slots`` int64 [n], and what each sees, ``mask`` bool
-    [n, view]."""
-
-    positions: Tensor
-    slots: Tensor
-    mask: Tensor
+Places = tuple[Tensor, Tensor, Tensor]
+"""Where n nodes stand: positions and slots, int64 [n], and what each sees, a mask bool [n, view]."""
 
 
 class TreeReader(ABC):
-    """A draft's passes over one tree (:class:`runtime.trees.draft.Reader`): each level in one pass,
-    nodes apart under a mask.
+    """A draft's passes over one tree: each level in one pass, nodes apart under a mask.
 
     ``ids`` are the tokens that the last pass's logits are of, int64 [size], where there are
     ``shortlists``; None: all."""
@@ -103,9 +94,7 @@ class TreeReader(ABC):
         """The next n slots behind the text; each node sees the text, its ancestors and itself."""
         first = self.length + self._placed
         slots = torch.arange(first, first + n, device=self.device)
-        mask = torch.zeros(
-            n, min(self._cache.capacity, view_of(first + n)), dtype=torch.bool, device=self.device
-        )
+        mask = torch.zeros(n, view_of(first + n), dtype=torch.bool, device=self.device)
         if parents is None or self._mask is None:
             mask[:, self._first_slot : self.length] = True
         else:
@@ -113,11 +102,8 @@ class TreeReader(ABC):
         mask[torch.arange(n, device=self.device), slots] = True
         self._mask = mask
         self._placed += n
-        return Places(
-            torch.full((n,), self.length + depth - 1, dtype=torch.int64, device=self.device),
-            slots,
-            mask,
-        )
+        positions = torch.full((n,), self.length + depth - 1, dtype=torch.int64, device=self.device)
+        return positions, slots, mask
 
 
 def propose_tree(
@@ -128,7 +114,7 @@ def propose_tree(
     whole = not filters(context.sampling, vocab_size) and (
         shortlists is None or shortlists.least(limit) >= rule.width
     )
-    source = ModelDistributions(rule, reader, TreeContext(context.sampling, context.noise, context.exact))
+    source = ModelDistributions(rule, reader, context.sampling, context.noise, context.exact)
     tree = grow(
         rule, depth, limit, source, reader.device, whole=whole, keep_pruned=context.keeps_pruned
     )
@@ -151,7 +137,7 @@ def shortlisted(
     the two overlap."""
     if shortlists.routed and len(pending) > 1:
         states = read()
-        return states, shortlists.of(step, pending[-1:], before(), canonical)
+        return shortlists.beside(lambda: states, step, pending[-1:], before(), canonical)
     return shortlists.beside(
         read, step, pending[-1:], before() if shortlists.routed else None, canonical
     )

@@ -10,8 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
 
-from spectune.runtime.policies.document import EXPANDED_LIMIT
-
 if TYPE_CHECKING:
     import torch
 
@@ -21,8 +19,6 @@ if TYPE_CHECKING:
     from spectune.runtime.trees.draft import GrownTree
     from spectune.traces.schema import Sampling
 
-TREE_SLOTS: Final = EXPANDED_LIMIT
-"""Slots that a draft keeps beyond the text for the nodes of a tree."""
 LONG_LAG: Final = 64
 """Tokens to read above which they are read apart from the first proposal's pass."""
 

@@ -21,7 +21,7 @@ import torch
 from spectune.runtime.costs import MeasuredRound, RoundKind
 from spectune.runtime.decoder import ModelBackend, warmed_shortlists
 from spectune.runtime.loading import LoadedPair
-from spectune.runtime.loop import DecodeRequest, Round, decode_rounds
+from spectune.runtime.loop import DecodeRequest, Round, StaticSource, decode_rounds
 from spectune.runtime.policies.c2t import beta_code
 from spectune.runtime.policies.document import (
     AUTOREGRESSIVE,
@@ -53,6 +53,8 @@ CHECKS: Final = 3
 CHECKED_TOKENS: Final = 12
 """Requests of each policy to check with in a sweep and at each temperature, and their tokens."""
 SAMPLINGS: Final = (Sampling(), Sampling(temperature=1.0))
+GAMMAS: Final = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64)
+"""Lengths of the chains that are measured, beside the longest."""
 TREES: Final = (
     (1, 4, 4),
     (2, 2, 2),
@@ -73,7 +75,6 @@ SHARES: Final = (64, 16, 4, 1)
 """Sizes of shortlists, as parts of the draft's output head."""
 CLUSTERS: Final = 64
 ROUTER_HIDDEN: Final = 128
-Clock = Callable[[], float]
 
 
 class Cell(NamedTuple):
@@ -83,16 +84,6 @@ class Cell(NamedTuple):
     plan: Plan
     kind: RoundKind
     head: int = 0
-
-
-class Blocks:
-    """A policy source whose policy is set before every block."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-
-    def current(self) -> Plan:
-        return self.plan
 
 
 def tree_policy(draft: str, width: int, levels: int, nodes: int) -> Policy:
@@ -114,7 +105,7 @@ class Experiment:
     contexts: Sequence[int]
     texts: Sequence[Sequence[int]]
     seed: int = 0
-    clock: Clock = time.perf_counter
+    clock: Callable[[], float] = time.perf_counter
     rounds: list[MeasuredRound] = field(default_factory=list)
     prefills: list[Prefill] = field(default_factory=list)
     checked: list[tuple[int, MeasuredRound]] = field(default_factory=list)
@@ -148,12 +139,10 @@ class Experiment:
         wanted = sum(BLOCK * (cell.plan.policy.depth_max + 1) for cell in cells) + 1
         prompt = self.prompt(min(wanted, 4 * BLOCK * len(cells)))
         budget = min(wanted, self.pair.max_positions - len(prompt))
-        seed = int(self.rng.integers(1 << 31))
-        request = DecodeRequest("profile", prompt, sampling, seed, budget)
-        source = Blocks(cells[0].plan)
-        rounds = decode_rounds(self.backend, request, source, self.clock)
+        source = StaticSource(cells[0].plan)
+        rounds = self._decoded(prompt, budget, sampling, source)
         for cell in cells:
-            source.plan = cell.plan
+            source.prepared = cell.plan
             for n, made in enumerate(islice(rounds, BLOCK)):
                 if n or made.step.lag > 2:
                     self.rounds.append(measured(made, cell, len(prompt), sampling))
@@ -162,11 +151,12 @@ class Experiment:
         """One request under one policy, whose rounds are kept apart from those to be fitted."""
         prompt = self.prompt(CHECKED_TOKENS)
         budget = min(CHECKED_TOKENS, self.pair.max_positions - len(prompt))
-        seed = int(self.rng.integers(1 << 31))
-        request = DecodeRequest("check", prompt, sampling, seed, budget)
-        source = Blocks(cell.plan)
-        made = list(decode_rounds(self.backend, request, source, self.clock))[1:]
+        made = list(self._decoded(prompt, budget, sampling, StaticSource(cell.plan)))[1:]
         self.checked += [(number, measured(one, cell, len(prompt), sampling)) for one in made]
+
+    def _decoded(self, prompt: list[int], budget: int, sampling: Sampling, source: StaticSource) -> Iterator[Round]:
+        request = DecodeRequest("profile", prompt, sampling, int(self.rng.integers(1 << 31)), budget)
+        return decode_rounds(self.backend, request, source, self.clock)
 
     def prefill(self, draft: str, rows: int) -> None:
         """What precedes the rounds of a request of which ``rows`` tokens are read, by ``draft``
@@ -214,26 +204,19 @@ def cells_of(pair: LoadedPair, gamma_max: int, *, trees: bool) -> dict[str, list
     """What is measured of each draft: chains of every length and stop, trees of every growth,
     shortlists of every size, and none."""
     found = {}
+    plain = Cell(compile_plan(AUTOREGRESSIVE, pair.draft_names), RoundKind())
     for name in pair.draft_names:
-        head = name not in pair.chain_drafts
-        cells = [] if head else _chains(pair, name, gamma_max)
+        cells = _chains(pair, name, gamma_max) if name in pair.chain_drafts else []
         if trees and name != "ngram":
             cells += [*_trees(pair, name), *_shortlists(pair, name, gamma_max)]
-        plain = Cell(compile_plan(AUTOREGRESSIVE, pair.draft_names), RoundKind())
-        found[name] = [*cells, *[plain] * 3] if cells else []
-    return {name: cells for name, cells in found.items() if cells}
-
-
-def gammas(gamma_max: int) -> list[int]:
-    """The lengths of chains measured."""
-    return sorted(
-        {g for g in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64) if g < gamma_max}
-        | {gamma_max}
-    )
+        if cells:
+            found[name] = [*cells, *[plain] * 3]
+    return found
 
 
 def _chains(pair: LoadedPair, name: str, gamma_max: int) -> list[Cell]:
-    policies = [Policy(draft=name, window=FixedWindow(gamma=g)) for g in gammas(gamma_max)]
+    gammas = [*(g for g in GAMMAS if g < gamma_max), gamma_max]
+    policies = [Policy(draft=name, window=FixedWindow(gamma=g)) for g in gammas]
     if name != "ngram":
         window = FixedWindow(gamma=min(6, gamma_max))
         stops = (
@@ -272,18 +255,14 @@ def _trees(pair: LoadedPair, name: str) -> list[Cell]:
     shape = (4, 256, 1024)
     joint = np.rint(65535 * np.exp(-np.arange(shape[2]) / TREE_SCALE)).astype(np.int32)
     confidence = torch.from_numpy(np.broadcast_to(joint, shape).copy())
-    changes: dict[str, dict[str, Any]] = {
-        "classifier": {"confidence": confidence, "beta_code": beta_code(0.1), "top_n": None},
-        "stratify": {"kept": (24,)},
-    }
-    for block, change in changes.items():
-        greedy, sampled = plain.rules
+    classifier = {"confidence": confidence, "beta_code": beta_code(0.1), "top_n": None}
+    changes: list[tuple[RoundKind, dict[str, Any]]] = [
+        (RoundKind(name, "classifier"), classifier),
+        (RoundKind(name, "top_k", blocks=(f"stratify/{name}",)), {"kept": (24,)}),
+    ]
+    greedy, sampled = plain.rules
+    for kind, change in changes:
         made = replace(plain, rules=(replace(greedy, **change), replace(sampled, **change)))
-        kind = (
-            RoundKind(name, "classifier")
-            if block == "classifier"
-            else RoundKind(name, "top_k", blocks=(f"stratify/{name}",))
-        )
         cells += [Cell(made, kind, rows)] * 2
     return cells
 
@@ -302,40 +281,25 @@ def _shortlists(pair: LoadedPair, name: str, gamma_max: int) -> Iterator[Cell]:
     rows = head_rows(pair, name)
     if not rows:
         return
-    policy, head = (
-        Policy(draft=name, window=FixedWindow(gamma=min(6, gamma_max))),
-        name not in pair.chain_drafts,
-    )
+    policy = Policy(draft=name, window=FixedWindow(gamma=min(6, gamma_max)))
     model = pair.models[name]
-    full, kind = compile_plan(policy, pair.draft_names), RoundKind.of(policy, tree=head)
+    full, kind = compile_plan(policy, pair.draft_names), RoundKind.of(policy, tree=name not in pair.chain_drafts)
     vocab = np.arange(model.vocab_size)
-    frequencies = Frequencies(
-        np.concatenate([model.output.ids, np.setdiff1d(vocab, model.output.ids)]).astype(np.int64)
-    )
+    order = np.concatenate([model.output.ids, np.setdiff1d(vocab, model.output.ids)])
+    frequencies = Frequencies(order.astype(np.int64))
     embedding = int(model.embedded(torch.zeros(1, dtype=torch.int64, device=pair.device)).shape[-1])
     routing = replace(_routing(model.hidden_size, embedding, rows), head=model.output.hash)
     for size in sorted({max(1, rows // share) for share in SHARES}):
         fixed = FrequencyShortlist(size=size, artifact="profile")
-        yield _shortlisted(
-            pair, full, ShortlistRule(fixed, name, frequencies=frequencies), kind, size
-        )
+        yield _shortlisted(pair, full, ShortlistRule(fixed, name, frequencies=frequencies), kind, size)
         k = max(1, round(CLUSTERS * size / rows))
         routed = ClustersShortlist(k0=k, k1=k, k_min=k, artifact="profile")
-        yield _shortlisted(
-            pair,
-            full,
-            ShortlistRule(routed, name, routing=routing),
-            kind._replace(routed=True),
-            size,
-        )
+        yield _shortlisted(pair, full, ShortlistRule(routed, name, routing=routing), kind._replace(routed=True), size)
 
 
-def _shortlisted(
-    pair: LoadedPair, full: Plan, rule: ShortlistRule, kind: RoundKind, size: int
-) -> Cell:
-    return Cell(
-        replace(full, shortlist=rule, shortlists=warmed_shortlists(pair, full, rule)), kind, size
-    )
+def _shortlisted(pair: LoadedPair, full: Plan, rule: ShortlistRule, kind: RoundKind, size: int) -> Cell:
+    plan = replace(full, shortlist=rule)
+    return Cell(replace(plan, shortlists=warmed_shortlists(pair, plan)), kind, size)
 
 
 def _routing(hidden: int, embedding: int, rows: int) -> Routing:

@@ -10,6 +10,7 @@ rounds touch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -61,39 +62,31 @@ def fit_terms(
     used = {name: shape for name, shape in shapes.items() if name in named}
     if not used:
         return {}
-    empty = {
-        name: CostTable((0.0,) * _size(knots), axes, knots) for name, (axes, knots) in used.items()
-    }
-    begins = dict(
-        zip(used, np.cumsum([0, *(len(t.seconds) for t in empty.values())]).tolist(), strict=False)
-    )
-    design = np.zeros((len(loads), sum(len(t.seconds) for t in empty.values())))
+    empty: dict[str, CostTable] = {}
+    places: dict[str, slice] = {}
+    size = 0
+    for name, (axes, knots) in used.items():
+        values = math.prod(len(k) for k in knots)
+        empty[name] = CostTable((0.0,) * values, axes, knots)
+        places[name] = slice(size, size + values)
+        size += values
+    design = np.zeros((len(loads), size))
     shares: dict[str, list[tuple[float, ...]]] = {name: [] for name in used}
     for i, load in enumerate(loads):
         for name, *where in load:
             if name in used:
                 shares[name].append((i, *where))
+    rough = []
     for name, table in empty.items():
         i, count, rows, context, passes, batch = np.array(shares[name]).T
         weights = table.weights({"rows": rows, "context": context, "passes": passes, "batch": batch})
-        np.add.at(
-            design[:, begins[name] : begins[name] + len(table.seconds)],
-            i.astype(np.int64),
-            count[:, None] * weights,
-        )
-    rough = []
-    for name, table in empty.items():
+        np.add.at(design[:, places[name]], i.astype(np.int64), count[:, None] * weights)
         block = _roughness(table.knots)
-        rough.append(np.zeros((len(block), design.shape[1])))
-        rough[-1][:, begins[name] : begins[name] + len(table.seconds)] = block
+        rough.append(np.zeros((len(block), size)))
+        rough[-1][:, places[name]] = block
     rises = block_diag(*(_rises([len(k) for k in table.knots]) for table in empty.values()))
     found = rises @ _huber(design @ rises, np.array(seconds), np.concatenate(rough) @ rises)
-    return {
-        name: CostTable(
-            tuple(found[begins[name] : begins[name] + len(t.seconds)].tolist()), t.axes, t.knots
-        )
-        for name, t in empty.items()
-    }
+    return {name: replace(table, seconds=tuple(found[places[name]].tolist())) for name, table in empty.items()}
 
 
 def _huber(design: FloatArray, y: FloatArray, rough: FloatArray) -> FloatArray:
@@ -114,10 +107,6 @@ def _huber(design: FloatArray, y: FloatArray, rough: FloatArray) -> FloatArray:
         spread = max(1e-9, 1.4826 * float(np.median(residual)))
         weights = np.minimum(1.0, HUBER * spread / np.maximum(residual, 1e-12))
     return np.asarray(x / unit)
-
-
-def _size(knots: tuple[tuple[float, ...], ...]) -> int:
-    return int(np.prod([len(k) for k in knots], initial=1))
 
 
 def _rises(shape: Sequence[int]) -> FloatArray:
@@ -178,9 +167,7 @@ def fit_profile(
         [max(1e-7, r.round_s - r.draft_s - r.verify_s) for r in plain],
     )
     terms |= _near_ties(terms, rounds, shapes["target"][1][1])
-    return LatencyProfile(
-        profile.pair_id, profile.device, profile.dtype, terms, profile.environment, profile.check
-    )
+    return replace(profile, terms=terms)
 
 
 def fit_steps(profile: LatencyProfile, shapes: Shapes, loads: Sequence[StepLoad], seconds: Sequence[float]) -> LatencyProfile:
@@ -216,14 +203,9 @@ def _near_ties(
         table = terms.get(f"prefill/{reader}")
         if table is not None:
             passes, distributions = np.sum(found, axis=0).tolist()
-            made[name] = _over_contexts(
-                passes / distributions * table.at(rows=np.array(contexts)), contexts
-            )
+            seconds = passes / distributions * table.at(rows=np.array(contexts))
+            made[name] = CostTable(tuple(seconds.tolist()), ("context",), (tuple(contexts),))
     return made
-
-
-def _over_contexts(seconds: FloatArray, contexts: Sequence[float]) -> CostTable:
-    return CostTable(tuple(seconds.tolist()), ("context",), (tuple(contexts),))
 
 
 def refit_scale(

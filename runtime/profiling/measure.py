@@ -169,12 +169,9 @@ def _checked_cells(pair: LoadedPair, gamma_max: int, *, trees: bool) -> list[Cel
         )
     for name in pair.models if trees else ():
         policies += [tree_policy(name, *shape) for shape in CHECKED_TREES]
-    kinds = [
-        RoundKind.of(p, tree=p.is_tree or p.draft not in (*pair.chain_drafts, "none"))
-        for p in policies
-    ]
+    chains = (*pair.chain_drafts, "none")
     return [
-        Cell(compile_plan(p, pair.draft_names), kind) for p, kind in zip(policies, kinds, strict=True)
+        Cell(compile_plan(p, pair.draft_names), RoundKind.of(p, tree=p.is_tree or p.draft not in chains)) for p in policies
     ]
 
 

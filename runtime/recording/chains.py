@@ -8,22 +8,16 @@ choices and codes that rounding could change are decided by the same canonical p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 
-from spectune.runtime.cache import VIEW_STEP
 from spectune.runtime.drafts.language_model import canonical_codes
 from spectune.runtime.drafts.ngram import NgramIndex
 from spectune.runtime.loading import LoadedPair
-from spectune.runtime.models import CHUNK, CausalModel, view_of
+from spectune.runtime.models import CHUNK, CausalModel
 from spectune.runtime.near_ties import choose, near_code
-from spectune.runtime.sampling import (
-    Noise,
-    entropy_of,
-    log_distribution,
-)
+from spectune.runtime.recording.passes import LanguageModelPasses, Nodes
+from spectune.runtime.sampling import Noise, entropy_of, log_distribution
 from spectune.traces.schema import (
     AGREE_NO,
     AGREE_NONE,
@@ -39,14 +33,6 @@ from spectune.traces.schema import (
 
 BRANCHES = 128
 """Branches continued together; more are continued in groups, so that masks stay small."""
-
-
-@dataclass(frozen=True)
-class _Branch:
-    """A place where the draft leaves the text: the position of its first token off it, that token."""
-
-    position: int
-    token: int
 
 
 def record_panorama(pair: LoadedPair, trajectory: Trajectory, draft: str, gamma_max: int) -> ChainPanorama:
@@ -70,21 +56,22 @@ class _Pass:
         self.output = trajectory.output_ids.tolist()
         self.text: list[int] = [*trajectory.prompt_ids.tolist(), *self.output]
         self.prompt = len(trajectory.prompt_ids)
+        self.passes = LanguageModelPasses(self.model, self.text, self.prompt)
         seed = request_seed(self.sampling.seed, trajectory.request_id)
         self.noise = None if self.sampling.greedy else Noise(seed, self.model.vocab_size, self.model.device)
 
     def run(self) -> ChainPanorama:
         count = len(self.output)
         proposals, logp, entropy, log_q_text = self._on_text()
-        text = torch.tensor(self.output, device=self.model.device)
-        agree = (proposals[:count] == text).cpu().numpy()
-        positions = np.flatnonzero(~agree)
-        wrong = proposals.cpu().numpy()
-        branches = [_Branch(int(i), int(wrong[i])) for i in positions] + [_Branch(count, int(wrong[count]))]
-        rows_logp = np.zeros((len(branches), self.gamma_max), dtype=np.uint16)
+        agree = proposals[:count] == np.array(self.output)
+        starts = np.append(np.flatnonzero(~agree), count)  # where the draft leaves the text, and behind its end
+        rows_logp = np.zeros((len(starts), self.gamma_max), dtype=np.uint16)
         rows_entropy = np.zeros_like(rows_logp)
-        lengths = np.zeros(len(branches), dtype=np.uint8)
-        self._continue(branches, rows_logp, rows_entropy, lengths)
+        lengths = np.zeros(len(starts), dtype=np.uint8)
+        for first in range(0, len(starts), BRANCHES):
+            rows = slice(first, first + BRANCHES)
+            some = starts[rows]
+            self._continue(some.tolist(), proposals[some].tolist(), rows_logp[rows], rows_entropy[rows], lengths[rows])
         # The last row's first entry is the proposal right after the text; its continuation follows.
         rows_logp[-1, 1:] = rows_logp[-1, :-1]
         rows_entropy[-1, 1:] = rows_entropy[-1, :-1]
@@ -102,31 +89,27 @@ class _Pass:
             branch_len=lengths,
         )
 
-    def _on_text(self) -> tuple[torch.Tensor, np.ndarray, np.ndarray, torch.Tensor]:
+    def _on_text(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, torch.Tensor]:
         """Proposals [L + 1], codes of them and of the entropies [L + 1], and log q of the text's tokens [L]."""
-        model, total = self.model, len(self.text)
-        model.reserve(total + 1 + min(BRANCHES, len(self.output) + 1) * self.gamma_max + VIEW_STEP)
-        ids = torch.tensor(self.text, device=model.device)
-        model.read(ids[: self.prompt - 1], 0)
+        ids, read = torch.tensor(self.text, device=self.model.device), self.prompt
         proposals, logp, entropy, of_text = [], [], [], []
-        for at in range(self.prompt - 1, total, CHUNK):
-            part = ids[at : at + CHUNK]
-            logits = model.chain(part, at, logits=part.shape[0])
-            prefixes = [self.text[: at + i + 1] for i in range(part.shape[0])]
-            tokens, log_q, codes_p, codes_h = self._decide(logits, [len(p) for p in prefixes], prefixes)
+        for logits in self.passes.roots():
+            prefixes = [self.text[: read + i] for i in range(len(logits))]
+            tokens, log_q, codes_p, codes_h = self._decide(logits, prefixes)
             proposals.append(tokens)
             logp.append(codes_p)
             entropy.append(codes_h)
-            following = ids[at + 1 : at + 1 + part.shape[0]]
-            of_text.append(log_q[: following.shape[0]].gather(-1, following[:, None])[:, 0])
-        return torch.cat(proposals), np.concatenate(logp), np.concatenate(entropy), torch.cat(of_text)
+            following = ids[read : read + len(logits)]
+            of_text.append(log_q[: len(following)].gather(-1, following[:, None])[:, 0])
+            read += len(logits)
+        return torch.cat(proposals).cpu().numpy(), np.concatenate(logp), np.concatenate(entropy), torch.cat(of_text)
 
     def _decide(
-        self, logits: torch.Tensor, positions: list[int], prefixes: list[list[int]]
+        self, logits: torch.Tensor, prefixes: list[list[int]]
     ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray, np.ndarray]:
         """Proposals and codes of rows of logits, each row decided as decoding would decide it."""
         model, sampling = self.model, self.sampling
-        noise = None if self.noise is None else torch.stack([self.noise.row(p) for p in positions])
+        noise = None if self.noise is None else torch.stack([self.noise.row(len(p)) for p in prefixes])
         canonical = (lambda row: model.canonical(prefixes[row])) if self.exact else None
         tokens = choose(logits, sampling, noise, canonical)
         log_q = log_distribution(logits, sampling)
@@ -138,39 +121,27 @@ class _Pass:
                 codes_p[row], codes_h[row] = canonical_codes(model, prefixes[row], int(tokens[row]), sampling)
         return tokens, log_q, codes_p, codes_h
 
-    def _continue(self, branches: list[_Branch], logp: np.ndarray, entropy: np.ndarray, lengths: np.ndarray) -> None:
-        """Continues every branch by gamma_max - 1 proposals, writing entry j for the one after 1 + j tokens off the text."""
-        for first in range(0, len(branches), BRANCHES):
-            group = branches[first : first + BRANCHES]
-            rows = slice(first, first + len(group))
-            self._continue_group(group, logp[rows], entropy[rows], lengths[rows])
-
-    def _continue_group(self, group: list[_Branch], logp: np.ndarray, entropy: np.ndarray, lengths: np.ndarray) -> None:
-        model, base, width = self.model, len(self.text), len(group)
-        device = model.device
-        view = min(model.cache.capacity, view_of(base + width * (self.gamma_max - 1)))
-        starts = torch.tensor([self.prompt + b.position for b in group], device=device)
-        mask = torch.zeros(width, view, dtype=torch.bool, device=device)
-        mask[:, :base] = torch.arange(base, device=device)[None] < starts[:, None]
-        tokens = torch.tensor([b.token for b in group], device=device)
-        tails = [[b.token] for b in group]
-        own = torch.arange(width, device=device)
+    def _continue(
+        self, outputs: list[int], wrong: list[int], logp: np.ndarray, entropy: np.ndarray, lengths: np.ndarray
+    ) -> None:
+        """Continues branches, which leave the text after so many output tokens with these ones, by gamma_max - 1 proposals each, writing
+        entry j for the one after 1 + j tokens off the text."""
+        model, width = self.model, len(outputs)
+        positions = torch.tensor(outputs, device=model.device) + self.prompt
+        tokens = torch.tensor(wrong, device=model.device)
+        prefixes = [[*self.text[: self.prompt + at], token] for at, token in zip(outputs, wrong, strict=True)]
         for j in range(self.gamma_max - 1):
-            positions = starts + j
             # A model's last position ends a branch; a decode under the budget never gets there.
-            alive = [int(p) < model.max_positions for p in positions.tolist()]
+            alive = [len(prefix) <= model.max_positions for prefix in prefixes]
             if not any(alive):
                 break
-            slots = base + j * width + own
-            mask[own, slots] = True
-            logits = model.scattered(tokens, positions.clamp_max(model.max_positions - 1), slots, mask)
-            prefixes = [self.text[: self.prompt + b.position] + tails[i] for i, b in enumerate(group)]
-            tokens, _, codes_p, codes_h = self._decide(logits, [len(p) for p in prefixes], prefixes)
-            logp[:, j], entropy[:, j] = codes_p, codes_h
-            for i, token in enumerate(tokens.tolist()):
-                tails[i].append(token)
-                if alive[i]:
-                    lengths[i] = j + 1
+            numbers = list(range(j * width, (j + 1) * width))
+            above = [list(range(i, j * width, width)) for i in range(width)]
+            logits = self.passes.nodes(Nodes(tokens, positions + j, numbers, above, outputs))
+            tokens, _, logp[:, j], entropy[:, j] = self._decide(logits, prefixes)
+            lengths[alive] = j + 1
+            for prefix, token in zip(prefixes, tokens.tolist(), strict=True):
+                prefix.append(token)
 
     def _accept(self, agree: np.ndarray, log_q_text: torch.Tensor) -> np.ndarray:
         """min(1, q(x) / p(x)) of the text's tokens, in 1/65535."""
@@ -183,9 +154,9 @@ class _Pass:
         ratios = []
         for at in range(self.prompt - 1, total - 1, CHUNK):
             part = ids[at : min(at + CHUNK, total - 1)]
-            log_p = log_distribution(target.chain(part, at, logits=part.shape[0]), self.sampling)
-            of_text = log_p.gather(-1, ids[at + 1 : at + 1 + part.shape[0]][:, None])[:, 0]
-            ratios.append((log_q_text[at - self.prompt + 1 :][: part.shape[0]] - of_text).exp().clamp(0, 1))
+            log_p = log_distribution(target.chain(part, at, logits=len(part)), self.sampling)
+            of_text = log_p.gather(-1, ids[at + 1 : at + 1 + len(part)][:, None])[:, 0]
+            ratios.append((log_q_text[at - self.prompt + 1 :][: len(part)] - of_text).exp().clamp(0, 1))
         return (torch.cat(ratios) * PROB_SCALE).round().cpu().numpy().astype(np.uint16)
 
 
@@ -199,30 +170,15 @@ def _ngram_panorama(trajectory: Trajectory, gamma_max: int) -> ChainPanorama:
     output = trajectory.output_ids.tolist()
     agree = np.zeros(len(output), dtype=np.uint8)
     lengths: list[int] = []
-
-    def branch(token: int | None) -> int:
-        """How many proposals follow ``token`` (None: from here), at most gamma_max."""
-        length = len(index.tokens)
-        if token is not None:
-            index.extend([token])
-        found = 0
-        while found < gamma_max:
-            following = index.propose()
-            if following is None:
-                break
-            index.extend([following])
-            found += 1
-        index.truncate(length)
-        return found
-
     for i, token in enumerate(output):
         proposal = index.propose()
         agree[i] = AGREE_NONE if proposal is None else AGREE_YES if proposal == token else AGREE_NO
-        if agree[i] == AGREE_NO:
-            assert proposal is not None
-            lengths.append(min(gamma_max - 1, branch(proposal)))
+        if proposal is not None and proposal != token:
+            index.extend([proposal])
+            lengths.append(len(index.continuation(gamma_max - 1)))
+            index.truncate(len(index.tokens) - 1)
         index.extend([token])
-    lengths.append(branch(None))
+    lengths.append(len(index.continuation(gamma_max)))
     zeros = np.zeros(len(output), dtype=np.uint16)
     rows = np.zeros((len(lengths), gamma_max), dtype=np.uint16)
     return ChainPanorama(

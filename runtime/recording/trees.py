@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 
 from spectune.runtime.distributions import read_distributions
-from spectune.runtime.drafts.eagle import CanonicalPasses, columns
-from spectune.runtime.drafts.eagle_head import EagleHead
 from spectune.runtime.loading import LoadedPair
-from spectune.runtime.models import CHUNK, CausalModel, view_of
 from spectune.runtime.policies.document import ChainGrowth, ClassifierGrowth, Growth, StaticGrowth, TopKGrowth
+from spectune.runtime.recording.passes import HeadPasses, LanguageModelPasses, Nodes, Passes
 from spectune.runtime.sampling import Noise
 from spectune.runtime.trees.grow import NONE, Codes, DistributionRows, Growing, TreeRule
 from spectune.traces.schema import Proposals, Sampling, Trajectory, TreePanorama, request_seed
@@ -33,11 +31,12 @@ SHARPNESSES = (1.5, 3.0)
 """Sharpnesses of the coupled score that every recording covers."""
 
 
-class Cover:
-    """One growth whose every distribution is to be recorded, to its ``depth``: its name, and its rule."""
+class Cover(NamedTuple):
+    """One growth whose every distribution is to be recorded, to its ``depth``."""
 
-    def __init__(self, name: str, rule: TreeRule, depth: int) -> None:
-        self.name, self.rule, self.depth = name, rule, depth
+    name: str
+    rule: TreeRule
+    depth: int
 
 
 def cover_name(growth: Growth, *, sampled: bool) -> str:
@@ -63,164 +62,19 @@ def base_covers(width: int, depth: int, *, sampled: bool, proposals: Proposals, 
     """EAGLE-2's growth at every width up to ``width``: ranked by probability where that is the default score, and by the coupled score
     at each of ``SHARPNESSES``; chains to ``chain_depth`` if that is deeper."""
     by_probability = proposals == "probability"
-    found = [
-        Cover(
-            cover_name(TopKGrowth(width=1, proposals=proposals), sampled=sampled),
-            TreeRule(width=1, frontier=1, by_probability=by_probability),
-            max(depth, chain_depth),
-        )
-    ]
-    scores: list[float | None] = [] if sampled and not by_probability else [None]
-    scores += [] if by_probability else list(SHARPNESSES)
+    growth, rule = TopKGrowth(width=1, proposals=proposals), TreeRule(width=1, frontier=1, by_probability=by_probability)
+    found = [Cover(cover_name(growth, sampled=sampled), rule, max(depth, chain_depth))]
+    scores: list[tuple[Literal["probability", "coupled"], float]] = []
+    if by_probability or not sampled:
+        scores.append(("probability", SHARPNESSES[0]))
+    if not by_probability:
+        scores += [("coupled", sharpness) for sharpness in SHARPNESSES]
     for w in range(2, width + 1):
-        for sharpness in scores:
-            if sharpness is None:
-                growth = TopKGrowth(width=w, score="probability", proposals=proposals)
-                rule = TreeRule(width=w, frontier=w, by_probability=by_probability)
-            else:
-                growth = TopKGrowth(width=w, score="coupled", sharpness=sharpness, proposals=proposals)
-                rule = TreeRule(width=w, frontier=w, coupled=True, sharpness=sharpness)
+        for score, sharpness in scores:
+            growth = TopKGrowth(width=w, score=score, sharpness=sharpness, proposals=proposals)
+            rule = TreeRule(w, w, coupled=score == "coupled", sharpness=sharpness, by_probability=by_probability)
             found.append(Cover(cover_name(growth, sampled=sampled), rule, depth))
     return found
-
-
-class _Passes(Protocol):
-    """A draft's passes over a recorded text and its off-text nodes."""
-
-    shared: bool
-    device: torch.device
-
-    def roots(self) -> torch.Tensor:
-        """Float32 logits [L + 1, vocab] after the prompt and each output token; in chunks if long."""
-
-    def nodes(
-        self, ids: torch.Tensor, positions: torch.Tensor, numbers: list[int], above: list[list[int]], starts: list[int]
-    ) -> torch.Tensor:
-        """Float32 logits after drafted nodes. ``numbers`` count off-text nodes in the order they are read; ``above[i]`` lists the drafted
-        ancestors of node i, nearest last; ``starts[i]`` is the text position they hang from."""
-
-    def canonical(self, start: int, path: list[int]) -> torch.Tensor:
-        """Float32 logits [vocab] after the first ``start`` output tokens and the drafted ``path``."""
-
-
-class _SlotPasses:
-    """The text's keys and values are shared under a mask, drafted nodes lie behind them."""
-
-    first_slot = 0
-
-    def __init__(self, model: CausalModel | EagleHead, text: list[int], prompt: int) -> None:
-        self.cached, self.text, self.prompt, self.device = model, text, prompt, model.device
-        self._room = 0
-
-    def _reserve(self, nodes: int) -> None:
-        self.cached.reserve(len(self.text) + nodes)
-        self._room = self.cached.cache.capacity - len(self.text)
-
-    def _place(self, numbers: list[int], above: list[list[int]], starts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slots int64 [n] of nodes, and what they see: bool [n, view]."""
-        base = len(self.text)
-        if numbers[-1] >= self._room:
-            self._grow(numbers[-1] + 1)
-        slots = torch.tensor(numbers, device=self.device) + base
-        view = min(self.cached.cache.capacity, view_of(base + numbers[-1] + 1))
-        mask = torch.zeros(len(numbers), view, dtype=torch.bool, device=self.device)
-        known = torch.tensor(starts, device=self.device) + self.prompt
-        mask[:, :base] = torch.arange(base, device=self.device)[None] < known[:, None]
-        mask[:, : self.first_slot] = False
-        rows = [i for i, a in enumerate(above) for _ in a]
-        if rows:
-            mask[torch.tensor(rows, device=self.device), torch.tensor([base + x for a in above for x in a], device=self.device)] = True
-        mask[torch.arange(len(numbers), device=self.device), slots] = True
-        return slots, mask
-
-    def _grow(self, nodes: int) -> None:
-        """More room for nodes: what is cached is carried over."""
-        cache = self.cached.cache
-        old = [(layer.keys, layer.values) for layer in cache.layers]
-        self._reserve(max(2 * self._room, nodes))
-        for layer, (keys, values) in zip(cache.layers, old, strict=True):
-            layer.lazy_initialization(keys, values)
-            layer.keys[:, :, : keys.shape[2]] = keys
-            layer.values[:, :, : values.shape[2]] = values
-
-
-class LanguageModelPasses(_SlotPasses):
-    """A language model's passes: its distributions are functions of the prefix."""
-
-    shared = True
-
-    def __init__(self, model: CausalModel, text: list[int], prompt: int) -> None:
-        super().__init__(model, text, prompt)
-        self.model = model
-
-    def roots(self) -> torch.Tensor:
-        self._reserve(2048)
-        ids = torch.tensor(self.text, device=self.device)
-        self.model.read(ids[: self.prompt - 1], 0)
-        parts = []
-        for at in range(self.prompt - 1, len(self.text), CHUNK):
-            part = ids[at : at + CHUNK]
-            parts.append(self.model.chain(part, at, logits=part.shape[0]))
-        return torch.cat(parts)
-
-    def nodes(
-        self, ids: torch.Tensor, positions: torch.Tensor, numbers: list[int], above: list[list[int]], starts: list[int]
-    ) -> torch.Tensor:
-        slots, mask = self._place(numbers, above, starts)
-        return self.model.scattered(ids, positions.clamp_max(self.model.max_positions - 1), slots, mask)
-
-    def canonical(self, start: int, path: list[int]) -> torch.Tensor:
-        return self.model.canonical(self.text[: self.prompt + start] + path)
-
-
-class HeadPasses(_SlotPasses):
-    """A head's passes: the text with the target's features, drafted nodes with the head's own outputs."""
-
-    shared = False
-    first_slot = 1
-
-    def __init__(self, target: CausalModel, head: EagleHead, text: list[int], prompt: int) -> None:
-        super().__init__(head, text, prompt)
-        self.target, self.head = target, head
-        self._canonical = CanonicalPasses(target, head, text)
-        self._root_hidden = torch.zeros(0)
-        self._hidden = torch.zeros(0)
-
-    def roots(self) -> torch.Tensor:
-        head, ids = self.head, torch.tensor(self.text, device=self.device)
-        self.target.reserve(len(self.text) + 1)
-        self.target.read(ids, 0)
-        features = self.target.tapped[:, columns(self.target, head)]
-        self._reserve(2048)
-        logits, outputs = [], []
-        for at in range(1, len(self.text), CHUNK):
-            part = ids[at : at + CHUNK]
-            found, out = head.chain(part, features[at - 1 : at - 1 + part.shape[0]], at, logits=part.shape[0])
-            logits.append(found)
-            outputs.append(out)
-        # Row p - 1 belongs to token p. A prompt of one token has nothing to read: a head drafts nothing there.
-        rows, hidden = torch.cat(logits), torch.cat(outputs)
-        if self.prompt == 1:
-            rows, hidden = torch.cat([rows[:1], rows]), torch.cat([hidden[:1], hidden])
-        else:
-            rows, hidden = rows[self.prompt - 2 :], hidden[self.prompt - 2 :]
-        self._root_hidden, self._hidden = hidden, hidden.new_zeros(2048, hidden.shape[1])
-        return rows
-
-    def nodes(
-        self, ids: torch.Tensor, positions: torch.Tensor, numbers: list[int], above: list[list[int]], starts: list[int]
-    ) -> torch.Tensor:
-        slots, mask = self._place(numbers, above, starts)
-        if numbers[-1] >= self._hidden.shape[0]:
-            more = self._hidden.new_zeros(max(numbers[-1] + 1, 2 * self._hidden.shape[0]) - self._hidden.shape[0], self._hidden.shape[1])
-            self._hidden = torch.cat([self._hidden, more])
-        hidden = torch.stack([self._hidden[a[-1]] if a else self._root_hidden[s] for a, s in zip(above, starts, strict=True)])
-        logits, out = self.head.scattered(ids, hidden, positions.clamp_max(self.head.max_positions - 1), slots, mask)
-        self._hidden[numbers[0] : numbers[-1] + 1] = out
-        return logits
-
-    def canonical(self, start: int, path: list[int]) -> torch.Tensor:
-        return self._canonical.distribution(self.prompt + start, path)
 
 
 def record_tree_panorama(
@@ -257,14 +111,17 @@ class _Recorder:
         self.prompt = len(trajectory.prompt_ids)
         self.exact = pair.exact
         text = [*trajectory.prompt_ids.tolist(), *self.output]
-        self.passes: _Passes = passes_of(pair, draft, text, self.prompt)
+        self.passes: Passes
+        if draft in pair.heads:
+            self.passes = HeadPasses(pair.target, pair.heads[draft], text, self.prompt)
+        else:
+            self.passes = LanguageModelPasses(pair.drafts[draft], text, self.prompt)
         sampled = not self.sampling.greedy
         target = pair.target
         self.noise = Noise(request_seed(self.sampling.seed, trajectory.request_id), target.vocab_size, target.device) if sampled else None
         self.covers = [*base_covers(width, depth, sampled=sampled, proposals=proposals, chain_depth=chain_depth), *covers]
-        self.limit = min(m for m in (target.max_positions, pair.max_positions))
-        length = len(self.output)
-        self.roots = length + 1
+        self.limit = pair.max_positions
+        self.roots = len(self.output) + 1
         capacity = self.roots * 16
         self.n = self._first = self.roots
         k = width
@@ -283,16 +140,21 @@ class _Recorder:
         }
 
     def run(self) -> TreePanorama:
-        logits = self.passes.roots()
-        for at in range(0, self.roots, ROWS):
-            part = logits[at : at + ROWS]
-            numbers = np.arange(at, at + part.shape[0])
+        at = 0
+        for part in (rows for logits in self.passes.roots() for rows in torch.split(logits, ROWS)):
+            numbers = np.arange(at, at + len(part))
+            at += len(part)
             self.cols["position"][numbers] = numbers
-            self._store(numbers, self._distributions(part, numbers, None), on_text=np.ones(len(numbers), bool))
+            self._store(numbers, self._distributions(part, numbers), on_text=np.ones(len(numbers), bool))
         if self.passes.shared:
             rows = np.flatnonzero(self.cols["text_slot"][: self.roots - 1] != OFF_TEXT)
             self.cols["child"][rows, self.cols["text_slot"][rows]] = rows + 1
-        self._grow_all()
+        # Starts that share no nodes are taken a few at a time, so that what a pass sees stays short.
+        starts = np.arange(len(self.output))
+        group = max(1, len(starts)) if self.passes.shared else GROUP
+        for at in range(0, len(starts), group):
+            self._first = self.n
+            self._grow(starts[at : at + group])
         n, c = self.n, self.cols
         off = slice(self.roots, n)
         return TreePanorama(
@@ -307,15 +169,7 @@ class _Recorder:
             **{name: c[name][:n].copy() for name in ("tokens", "logp", "gap", "count", "entropy", "top_entropy", "text_slot")},
         )
 
-    def _grow_all(self) -> None:
-        """Grows from every start. Starts that share no nodes are taken a few at a time, so that what a pass sees stays short."""
-        starts = np.arange(len(self.output))
-        group = max(1, len(starts)) if self.passes.shared else GROUP
-        for at in range(0, len(starts), group):
-            self._first = self.n
-            self._grow_some(starts[at : at + group])
-
-    def _grow_some(self, starts: np.ndarray) -> None:
+    def _grow(self, starts: np.ndarray) -> None:
         """Runs every cover over some starts, level by level, reading what none has read."""
         budget = np.minimum(self.trajectory.max_new_tokens - starts - 1, self.limit - self.prompt - starts)
         growing = [(c, Growing(c.rule, c.depth, len(starts))) for c in self.covers]
@@ -358,26 +212,25 @@ class _Recorder:
         on_text = (c["text_slot"][parents] == slots) & (c["text_slot"][parents] != OFF_TEXT)
         above, starts = [], []
         for number in numbers.tolist():
-            chain, at = self._above(number)
-            above.append([x - self._first for x in chain])
-            starts.append(at)
+            path, start = self._path(number)
+            above.append([x - self._first for x in path[:-1]])
+            starts.append(start)
         device = self.passes.device
         positions = torch.from_numpy(c["position"][numbers].astype(np.int64) + self.prompt - 1).to(device)
         ids = torch.from_numpy(tokens.astype(np.int64)).to(device)
         self.n += count
-        logits = self.passes.nodes(ids, positions, (numbers - self._first).tolist(), above, starts)
-        self._store(numbers, self._distributions(logits, numbers, starts), on_text)
+        logits = self.passes.nodes(Nodes(ids, positions, (numbers - self._first).tolist(), above, starts))
+        self._store(numbers, self._distributions(logits, numbers), on_text)
 
-    def _above(self, node: int) -> tuple[list[int], int]:
-        """The drafted ancestors of a node, root side first, and the start they hang from."""
-        chain: list[int] = []
-        at = int(self.cols["parent"][node])
-        while at >= self.roots:
-            chain.append(at)
-            at = int(self.cols["parent"][at])
-        return chain[::-1], at
+    def _path(self, node: int) -> tuple[list[int], int]:
+        """The drafted nodes down to a node, itself included, and the start they hang from."""
+        path: list[int] = []
+        while node >= self.roots:
+            path.append(node)
+            node = int(self.cols["parent"][node])
+        return path[::-1], node
 
-    def _distributions(self, logits: torch.Tensor, numbers: np.ndarray, starts: list[int] | None) -> DistributionRows:
+    def _distributions(self, logits: torch.Tensor, numbers: np.ndarray) -> DistributionRows:
         noise = None
         positions = (self.cols["position"][numbers] + self.prompt).tolist()
         if self.noise is not None:
@@ -387,14 +240,9 @@ class _Recorder:
         if rows.unsure is None or rows.unsure_entropy is None:
             return rows
         for i in (rows.unsure.any(1) | rows.unsure_entropy).nonzero()[:, 0].tolist():
-            number = int(numbers[i])
-            path: list[int] = []
-            start = number
-            while start >= self.roots:
-                above = int(self.cols["parent"][start])
-                path.append(int(self.cols["tokens"][above, self.cols["slot"][start]]))
-                start = above
-            one = self._rows(self.passes.canonical(start, path[::-1])[None], None if noise is None else noise[i], False)
+            path, start = self._path(int(numbers[i]))
+            tokens = self.cols["tokens"][self.cols["parent"][path], self.cols["slot"][path]].tolist()
+            one = self._rows(self.passes.canonical(start, tokens)[None], None if noise is None else noise[i], False)
             for name in ("tokens", "logp", "gap", "entropy", "top_entropy", "count"):
                 getattr(rows, name)[i] = getattr(one, name)[0]
         return rows
@@ -429,10 +277,3 @@ class _Recorder:
         for name, column in self.cols.items():
             fill = {"text_slot": OFF_TEXT, "parent": -1, "child": -1}.get(name, 0)
             self.cols[name] = np.concatenate([column, np.full((more, *column.shape[1:]), fill, column.dtype)])
-
-
-def passes_of(pair: LoadedPair, draft: str, text: list[int], prompt: int) -> _Passes:
-    """The passes behind a draft's name."""
-    if draft in pair.heads:
-        return HeadPasses(pair.target, pair.heads[draft], text, prompt)
-    return LanguageModelPasses(pair.drafts[draft], text, prompt)

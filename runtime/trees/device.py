@@ -35,8 +35,8 @@ class _Level(NamedTuple):
 
 
 class DeviceGrowing:
-    """What :class:`runtime.trees.grow.Growing` is, for one tree on any device. ``complete`` promises that every distribution has
-    ``rule.width`` children, which saves waiting to find out."""
+    """What :class:`runtime.trees.grow.Growing` is, member by member, for one tree on any device. ``complete`` promises that every
+    distribution has ``rule.width`` children, which saves waiting to find out."""
 
     def __init__(self, rule: TreeRule, device: torch.device, complete: bool) -> None:
         self.rule, self.device, self.complete = rule, device, complete
@@ -44,7 +44,6 @@ class DeviceGrowing:
         self._levels: list[_Level] = []
 
     def add(self, rows: DistributionRows) -> None:
-        """Makes the next level from the distributions after the frontier's first nodes, in order."""
         rule, k = self.rule, self.rule.width
         del self._levels[self.depth :]
         cost, q_cost, phi, places = self._frontier()
@@ -113,12 +112,10 @@ class DeviceGrowing:
         return (CONFIDENCE_SCALE - confidence).masked_fill((confidence <= self.rule.beta_code) | (cost >= INFINITE), INFINITE)
 
     def undo(self) -> None:
-        """Forgets the last level."""
         self.depth -= 1
 
     @property
     def width(self) -> int:
-        """Nodes that the next pass reads; a static tree reads its places, whether or not there is a node."""
         place = self._levels[self.depth - 1].place
         if self.rule.static or (self.complete and self.rule.confidence is None):
             return len(place)
@@ -126,16 +123,13 @@ class DeviceGrowing:
 
     @property
     def stops(self) -> bool:
-        """Whether the last level triggers the rule's stop."""
         return bool(self.rule.stops(self._levels[self.depth - 1].stop.cpu().numpy()))
 
     @property
     def phi(self) -> int:
-        """Phi of the path with the highest final-token confidence after the last level (HeteroSpec, section 4.1), in 1/16 nat."""
         return int(self._levels[self.depth - 1].level_phi)
 
     def following(self, width: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """:meth:`runtime.trees.grow.Growing.following`."""
         last = self._levels[self.depth - 1]
         place = last.place[:width]
         begin = sum(len(x.cost) for x in self._levels[: self.depth - 1])

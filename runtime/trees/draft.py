@@ -7,7 +7,7 @@ early end and HeteroSpec's extension. A model's passes stand behind it when deco
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,9 @@ from spectune.runtime.trees.device import DeviceGrowing, growing_on
 from spectune.runtime.trees.grow import ROOT, DistributionRows, Growing, Tree, TreeRule, select
 from spectune.runtime.trees.near_ties import undecided_nodes
 from spectune.traces.schema import NO_BIN, Sampling
+
+if TYPE_CHECKING:
+    from spectune.runtime.drafts.passes import TreeReader
 
 AnyGrowing = Growing | DeviceGrowing
 """A tree while it grows, compiled or by tensor operations."""
@@ -55,16 +58,15 @@ class Pruned(NamedTuple):
 class GrownTree:
     """What one drafting phase grew and chose.
 
-    ``tokens``, ``parents`` (index among the kept nodes, -1: the root), ``depths`` (from 1) of the kept nodes in creation order; ``place``:
-    their places in the pool; ``slots``: where the draft cached them, -1 if it did not read them. ``levels`` kept of the growth, ``steps``
-    passes made, ``widths`` the nodes each pass read (1 for the first). ``bin`` is HeteroSpec's, ``phi`` in 1/16 nat. ``pruned`` is None
-    unless it was asked for.
+    ``tokens``, ``parents`` (index among the kept nodes, -1: the root), ``depths`` (from 1) of the kept nodes in creation order;
+    ``expanded``: which of the nodes that the draft read each is, -1 if none. ``levels`` kept of the growth, ``steps`` passes made,
+    ``widths`` the nodes each pass read (1 for the first). ``bin`` is HeteroSpec's, ``phi`` in 1/16 nat. ``pruned`` is None unless it was
+    asked for.
     """
 
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
-    place: list[int] = field(default_factory=list)
     expanded: list[int] = field(default_factory=list)
     levels: int = 0
     steps: int = 0
@@ -117,11 +119,10 @@ def grow(
     if growing.depth or dropped:
         tree = growing.tree()
         grown.pool = int(tree.size[grown.levels])
-        grown.tokens, grown.parents, grown.depths, grown.place, grown.expanded = select(
-            tree, grown.levels, grown.steps, rule.top_n_of(grown.bin)
-        )
+        kept = select(tree, grown.levels, grown.steps, rule.top_n_of(grown.bin))
+        grown.tokens, grown.parents, grown.depths, grown.expanded = kept.tokens, kept.parents, kept.depths, kept.read
         if keep_pruned:
-            grown.pruned = _pruned(tree, grown.levels + dropped, grown.place)
+            grown.pruned = _pruned(tree, grown.levels + dropped, kept.places)
     elif keep_pruned:
         grown.pruned = Pruned([], [], [])
     return grown
@@ -154,41 +155,11 @@ def ancestors(tree: GrownTree) -> npt.NDArray[np.bool_]:
     return found
 
 
-@dataclass(frozen=True)
-class TreeContext:
-    """What drafting a tree may read of the request."""
-
-    sampling: Sampling
-    noise: Noise | None
-    exact: bool
-
-
-class Reader(Protocol):
-    """A draft's passes over a tree, for :class:`ModelDistributions`."""
-
-    device: torch.device
-    length: int
-    ids: torch.Tensor | None
-    """The tokens that the last pass's logits are of, int64 [size], where the draft has a shortlist; None: all, [vocab]."""
-
-    def root(self) -> torch.Tensor:
-        """Float32 logits [1, vocab or size] after the text; reads what the draft has not read of it."""
-
-    def level(
-        self, tokens: torch.Tensor, parents: torch.Tensor | None, depth: int, exists: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Float32 logits [n, vocab or size] after n tokens at ``depth``, children of the nodes that pass depth - 1 read in these places
-        (None: of the root). ``exists`` bool [n]: the tokens that are nodes of the tree; None: all."""
-
-    def canonical(self, path: list[int]) -> torch.Tensor:
-        """Float32 logits [vocab or size] after the text and ``path``: one answer whatever the batch."""
-
-
 class ModelDistributions:
     """Distributions from a draft's passes; near ties that could change what is drafted are decided by the canonical pass."""
 
-    def __init__(self, rule: TreeRule, reader: Reader, context: TreeContext) -> None:
-        self.rule, self.reader, self.context = rule, reader, context
+    def __init__(self, rule: TreeRule, reader: TreeReader, sampling: Sampling, noise: Noise | None, exact: bool) -> None:
+        self.rule, self.reader, self.sampling, self.noise, self.exact = rule, reader, sampling, noise, exact
         self.rows: list[DistributionRows] = []
         self._ids: list[torch.Tensor | None] = []
         reader.ids = None  # no pass was made
@@ -202,12 +173,11 @@ class ModelDistributions:
 
     def _distributions(self, logits: torch.Tensor, depth: int, exact: bool) -> DistributionRows:
         """Codes of distributions whose children stand at ``depth``."""
-        context = self.context
-        noise = None if context.noise is None else context.noise.row(self.reader.length + depth - 1)
-        return read_distributions(logits, context.sampling, noise, self.rule.width, exact=exact, ids=self.reader.ids, **self._reading)
+        noise = None if self.noise is None else self.noise.row(self.reader.length + depth - 1)
+        return read_distributions(logits, self.sampling, noise, self.rule.width, exact=exact, ids=self.reader.ids, **self._reading)
 
     def root(self) -> DistributionRows:
-        self.rows = [self._distributions(self.reader.root(), 1, self.context.exact)]
+        self.rows = [self._distributions(self.reader.root(), 1, self.exact)]
         self._ids = [self.reader.ids]
         return self.rows[0]
 
@@ -216,14 +186,13 @@ class ModelDistributions:
         tokens, parents, exists = growing.following(width)
         # A static tree reads its places whether or not there is a node; shortlists are for nodes.
         logits = self.reader.level(tokens, parents, depth, exists if self.rule.static else None)
-        self.rows.append(self._distributions(logits, depth + 1, self.context.exact))
+        self.rows.append(self._distributions(logits, depth + 1, self.exact))
         self._ids.append(self.reader.ids)
         return self.rows[-1]
 
     def decide_near_ties(self, growing: AnyGrowing, *, reads_phi: bool) -> None:
-        sampling = self.context.sampling
-        perturbed = self.context.noise is not None and not self.rule.by_probability
-        filtered = not sampling.greedy and (sampling.top_p < 1.0 or sampling.top_k > 0)
+        perturbed = self.noise is not None and not self.rule.by_probability
+        filtered = not self.sampling.greedy and (self.sampling.top_p < 1.0 or self.sampling.top_k > 0)
         while nodes := undecided_nodes(
             self.rule, growing.tree, self.rows, perturbed=perturbed, filtered=filtered, reads_phi=reads_phi
         ):

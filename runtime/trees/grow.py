@@ -9,7 +9,7 @@ static trees (:mod:`runtime.policies.sequoia`), HeteroSpec's Phi (:mod:`runtime.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -117,7 +117,6 @@ class TreeRule:
     fitted_depth: int = 1
     alpha: int = 0
     kept: tuple[int, ...] = ()
-    key: tuple[object, ...] = field(default=(), compare=False)
 
     @property
     def stratified(self) -> bool:
@@ -149,6 +148,11 @@ class TreeRule:
     def pool(self, depth: int) -> int:
         """Candidates of all levels up to ``depth``."""
         return sum(self.places(level) for level in range(1, depth + 1))
+
+    def verified(self, depth: int) -> int:
+        """Nodes of ``depth`` levels that are verified where all of them exist and N leaves none out; of a classifier those expanded."""
+        places = [self.places(level) for level in range(1, depth + 1)]
+        return sum(places) if self.confidence is None else sum(min(count, self.frontier) for count in places)
 
     def step_width(self, level: int) -> int:
         """Nodes that the pass for a level reads (beside the lag for level 1, where it is 1)."""
@@ -375,11 +379,6 @@ def _grow_levels(rule: LevelRule, codes: Codes, front: Index, level: int, memory
         grow_level(rule, codes, front[b], level, tree)
 
 
-@lru_cache(maxsize=64)
-def _in_order(count: int) -> Index:
-    return np.arange(count, dtype=np.int64)[None]
-
-
 class Growing:
     """Trees while they grow on a CPU, level by level, of ``depth`` levels at most. The other members are for one tree alone."""
 
@@ -396,7 +395,7 @@ class Growing:
 
     def add(self, rows: DistributionRows) -> None:
         """Makes the next level from the distributions after the frontier's first nodes, in order."""
-        self.add_from(rows.codes(), _in_order(max(1, self.rule.frontier)))
+        self.add_from(rows.codes(), np.arange(max(1, self.rule.frontier), dtype=np.int64)[None])
 
     def undo(self) -> None:
         """Forgets the last level."""

@@ -1,0 +1,154 @@
+"""A draft's passes over a recorded text, and over what it drafts from its starts."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+import torch
+
+from spectune.runtime.cache import view_of
+from spectune.runtime.drafts.eagle import CanonicalPasses, columns
+from spectune.runtime.drafts.eagle_head import EagleHead
+from spectune.runtime.models import CHUNK, CausalModel
+
+ROOM: Final = 2048
+"""Off-text nodes that there is room for before more is made."""
+
+
+class Nodes(NamedTuple):
+    """Drafted nodes that one pass reads: ``ids`` and ``positions`` int64 [n]; ``numbers`` count off-text nodes in the order in which they
+    are read; ``above[i]`` lists the drafted ancestors of node i, nearest last; ``starts[i]`` is the text position that they hang from."""
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    numbers: list[int]
+    above: list[list[int]]
+    starts: list[int]
+
+
+class Passes(ABC):
+    """A draft's passes over a recorded text and its off-text nodes: the text's keys and values are shared under a mask, drafted nodes
+    lie behind them. ``shared``: distributions are functions of the prefix, whatever start they are drafted from."""
+
+    shared: bool
+    first_slot = 0
+
+    def __init__(self, model: CausalModel | EagleHead, text: list[int], prompt: int) -> None:
+        self.cached, self.text, self.prompt, self.device = model, text, prompt, model.device
+        self._room = 0
+
+    @abstractmethod
+    def roots(self) -> Iterator[torch.Tensor]:
+        """Float32 logits [n, vocab] after the prompt and each output token, L + 1 rows in all, some at a time. Comes first."""
+
+    @abstractmethod
+    def nodes(self, nodes: Nodes) -> torch.Tensor:
+        """Float32 logits [n, vocab] after drafted nodes."""
+
+    @abstractmethod
+    def canonical(self, start: int, path: list[int]) -> torch.Tensor:
+        """Float32 logits [vocab] after the first ``start`` output tokens and the drafted ``path``."""
+
+    def _reserve(self, nodes: int) -> None:
+        self.cached.reserve(len(self.text) + nodes)
+        self._room = self.cached.cache.capacity - len(self.text)
+
+    def _place(self, nodes: Nodes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Positions and slots int64 [n] of nodes, and what they see: bool [n, view]."""
+        numbers, base, device = nodes.numbers, len(self.text), self.device
+        if numbers[-1] >= self._room:
+            self._grow(numbers[-1] + 1)
+        slots = torch.tensor(numbers, device=device) + base
+        mask = torch.zeros(len(numbers), view_of(base + numbers[-1] + 1), dtype=torch.bool, device=device)
+        known = torch.tensor(nodes.starts, device=device) + self.prompt
+        mask[:, :base] = torch.arange(base, device=device)[None] < known[:, None]
+        mask[:, : self.first_slot] = False
+        seen = [(i, base + number) for i, above in enumerate(nodes.above) for number in above]
+        if seen:
+            mask[tuple(torch.tensor(seen, device=device).T)] = True
+        mask[torch.arange(len(numbers), device=device), slots] = True
+        return nodes.positions.clamp_max(self.cached.max_positions - 1), slots, mask
+
+    def _grow(self, nodes: int) -> None:
+        """More room for nodes: what is cached is carried over."""
+        cache = self.cached.cache
+        old = [(layer.keys, layer.values) for layer in cache.layers]
+        self._reserve(max(2 * self._room, nodes))
+        for layer, (keys, values) in zip(cache.layers, old, strict=True):
+            layer.lazy_initialization(keys, values)
+            layer.keys[:, :, : keys.shape[2]] = keys
+            layer.values[:, :, : values.shape[2]] = values
+
+
+class LanguageModelPasses(Passes):
+    """A language model's passes."""
+
+    shared = True
+
+    def __init__(self, model: CausalModel, text: list[int], prompt: int) -> None:
+        super().__init__(model, text, prompt)
+        self.model = model
+
+    def roots(self) -> Iterator[torch.Tensor]:
+        self._reserve(ROOM)
+        ids = torch.tensor(self.text, device=self.device)
+        self.model.read(ids[: self.prompt - 1], 0)
+        for at in range(self.prompt - 1, len(self.text), CHUNK):
+            part = ids[at : at + CHUNK]
+            yield self.model.chain(part, at, logits=len(part))
+
+    def nodes(self, nodes: Nodes) -> torch.Tensor:
+        return self.model.scattered(nodes.ids, *self._place(nodes))
+
+    def canonical(self, start: int, path: list[int]) -> torch.Tensor:
+        return self.model.canonical(self.text[: self.prompt + start] + path)
+
+
+class HeadPasses(Passes):
+    """A head's passes: the text with the target's features, drafted nodes with the head's own outputs."""
+
+    shared = False
+    first_slot = 1
+
+    def __init__(self, target: CausalModel, head: EagleHead, text: list[int], prompt: int) -> None:
+        super().__init__(head, text, prompt)
+        self.target, self.head = target, head
+        self._canonical = CanonicalPasses(target, head, text)
+        self._root_hidden = torch.zeros(0)
+        self._hidden = torch.zeros(0)
+
+    def roots(self) -> Iterator[torch.Tensor]:
+        head, ids = self.head, torch.tensor(self.text, device=self.device)
+        self.target.reserve(len(self.text) + 1)
+        self.target.read(ids, 0)
+        features = self.target.tapped[:, columns(self.target, head)]
+        self._reserve(ROOM)
+        logits, outputs = [], []
+        for at in range(1, len(self.text), CHUNK):
+            part = ids[at : at + CHUNK]
+            found, out = head.chain(part, features[at - 1 : at - 1 + len(part)], at, logits=len(part))
+            logits.append(found)
+            outputs.append(out)
+        # Row p - 1 belongs to token p. A prompt of one token has nothing to read: a head drafts nothing there.
+        rows, hidden = torch.cat(logits), torch.cat(outputs)
+        if self.prompt == 1:
+            rows, hidden = torch.cat([rows[:1], rows]), torch.cat([hidden[:1], hidden])
+        else:
+            rows, hidden = rows[self.prompt - 2 :], hidden[self.prompt - 2 :]
+        self._root_hidden, self._hidden = hidden, hidden.new_zeros(0, hidden.shape[1])
+        yield rows
+
+    def nodes(self, nodes: Nodes) -> torch.Tensor:
+        return self._read(nodes)[0]
+
+    def _read(self, nodes: Nodes, logits: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits and outputs of the head after drafted nodes."""
+        fed = [self._hidden[a[-1]] if a else self._root_hidden[s] for a, s in zip(nodes.above, nodes.starts, strict=True)]
+        found, out = self.head.scattered(nodes.ids, torch.stack(fed), *self._place(nodes), logits=logits)
+        self._hidden = torch.cat([self._hidden[: nodes.numbers[0]], out])
+        return found, out
+
+    def canonical(self, start: int, path: list[int]) -> torch.Tensor:
+        return self._canonical.distribution(self.prompt + start, path)
