@@ -29,10 +29,8 @@ from spectune.optimizer.spaces import (
     WINDOW_ORDER,
     Kinds,
     ShortlistLimit,
-    ShortlistSpace,
     Space,
     TreeLimit,
-    TreeSpace,
     enumerated,
     enumerated_trees,
     with_shortlist,
@@ -262,9 +260,8 @@ def search(
     for i, policy in enumerate(more):
         judge.value(policy, "enumerated")
         progress(len(todo) + i + 1, total, judge.best)
-    plain = Space(tuple(drafts), gamma_max, kinds) if not trees else TreeSpace(tuple(drafts), gamma_max, kinds, dict(trees))
-    space: Space | ShortlistSpace = ShortlistSpace(plain, possible) if possible else plain
-    study = _seeded_study(space, judge.ranked(), kinds, trials, seed)
+    space = Space(tuple(drafts), gamma_max, kinds, trees or {}, possible)
+    study = _seeded_study(space, judge.ranked(), trials, seed)
     for i in range(trials):
         asked = study.ask()
         policy = space.suggest(asked)
@@ -325,9 +322,7 @@ def _did(parts: Sequence[Replay | ShardedReplay]) -> bytes:
     return hashlib.blake2b(rows.astype(np.int64).tobytes(), digest_size=16).digest()
 
 
-def _seeded_study(
-    space: Space | ShortlistSpace, ranked: Sequence[Trial], kinds: Kinds, trials: int, seed: int
-) -> optuna.study.Study:
+def _seeded_study(space: Space, ranked: Sequence[Trial], trials: int, seed: int) -> optuna.study.Study:
     """A study that tries first what was fastest so far, the best of each paper's methods before the others; then as many at random
     (Optuna counts what is enqueued among its start-up trials); then what TPE suggests."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -335,7 +330,7 @@ def _seeded_study(
     few = max(10, trials // 10)
     first = {_method(t.policy): t for t in reversed(ranked)}
     for trial in dict.fromkeys([*sorted(first.values(), key=lambda t: -t.value), *ranked]):
-        params = space.params(trial.policy) if kinds.hold(trial.policy) else None
+        params = space.params(trial.policy) if space.kinds.hold(trial.policy) else None
         if params is not None:
             study.enqueue_trial(params, skip_if_exists=True)
         if len(study.trials) >= few:

@@ -89,7 +89,7 @@ def _fit_draft(source: TreeSource, profile: str | None, seed: int) -> TreeLimit:
             paths = fit_sequoia(source, nodes=nodes, depth=levels, profile=costs).document["paths"]
             static[tuple(tuple(path) for path in paths)] = None
     return TreeLimit(
-        extent.width, extent.depth, bins, depth, classifier, width, tuple(static), sharpness
+        extent.width, extent.depth, bins, classifier, width, tuple(static), sharpness
     )
 
 
