@@ -80,13 +80,10 @@ RISE = 3 / 7
 """What the second of HeteroSpec's fractions has of the way from the first to 1 (the paper's 0.3, 0.6, 1.0)."""
 BETAS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85)
 """C2T's thresholds that are tried."""
-
-
 SCORES = ("auto", *(f"coupled {s:g}" for s in SHARPNESSES))
 """Scores of top-k growth that are tried with every draft: those that every recording covers."""
 CALIBRATED = "calibrated"
 """The score with the sharpness that was calibrated on the draft's recorded trees, as a parameter."""
-
 
 
 @dataclass(frozen=True)

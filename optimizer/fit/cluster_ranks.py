@@ -52,9 +52,7 @@ class RouterOrder:
     def of_artifact(cls, pair: LoadedPair, draft: str, name: str, held: Fitted) -> RouterOrder:
         """The router of an artifact, as the runtime uses it. Raises PolicyError where it is of another draft or head."""
         policy = Policy(draft=draft, shortlist=ClustersShortlist(k0=1, k1=1, k_min=1, artifact=name))
-        rule = compile_shortlist(policy, lambda _: held)
-        assert rule is not None
-        return cls(pair, Shortlists(rule, pair.models[draft], pair.exact))
+        return cls(pair, Shortlists(compile_shortlist(policy, lambda _: held), pair.models[draft], pair.exact))
 
     def place(self, read: ReadText) -> _Placed:
         """Where the router puts the clusters of what a request's texts go on with, and of the recorded children."""

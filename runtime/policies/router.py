@@ -13,7 +13,6 @@ import torch
 
 from spectune.runtime.policies.dynaspec import Clusters
 from spectune.runtime.policies.stored import Arrays, Document, check_sizes, stored_array
-from spectune.traces.errors import PolicyError
 
 ROUTER_WEIGHTS: Final = ("w1", "b1", "w2", "b2")
 HASH_DIGITS: Final = 16
@@ -127,16 +126,6 @@ class Routing:
         if self.router.clusters != self.clusters.count:
             raise ValueError(
                 f"the router scores {self.router.clusters} clusters, but there are {self.clusters.count}"
-            )
-
-    def check_head(self, weight: torch.Tensor) -> None:
-        """Raises PolicyError when ``weight`` [vocab, d] is not the output head that the clusters
-        were fitted on.
-        """
-        if (found := head_hash(weight)) != self.head:
-            raise PolicyError(
-                f"the clusters were fitted on another output head (hash {self.head}) than this draft's (hash {found}); "
-                "fit a router on this draft"
             )
 
     def to_document(self) -> tuple[Document, Arrays]:

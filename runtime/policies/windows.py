@@ -40,7 +40,6 @@ from spectune.runtime.policies.document import (
     ByBatchWindow,
     CacheFsmWindow,
     FixedWindow,
-    FsmWindow,
     HeuristicWindow,
     QLearningWindow,
     Window,
@@ -102,6 +101,12 @@ class WindowCosts:
             )
 
 
+_NO_ANALYTIC: Final = AnalyticRule(
+    RATIO, False, 0.0, np.zeros(0), np.zeros((1, 0), np.int64), np.zeros(1, np.int64)
+)
+_NO_LEARNING: Final = QLearningRule(1, False, False, 0, 0.0, 0.0, 0.0, np.zeros(1))
+
+
 class CompiledWindow(NamedTuple):
     """A window's parameters, alike in Python and compiled code.
 
@@ -114,12 +119,12 @@ class CompiledWindow(NamedTuple):
 
     kind: int
     limits: Limits
-    carries: bool
-    reads_cache: bool
-    history: int
-    analytic: AnalyticRule
-    q_learning: QLearningRule
-    q: FloatArray
+    carries: bool = False
+    reads_cache: bool = False
+    history: int = 0
+    analytic: AnalyticRule = _NO_ANALYTIC
+    q_learning: QLearningRule = _NO_LEARNING
+    q: FloatArray = np.zeros((0, 1))
 
 
 class WindowState(NamedTuple):
@@ -193,13 +198,6 @@ def init_state(window: CompiledWindow) -> WindowState:
     return state
 
 
-_NO_ANALYTIC: Final = AnalyticRule(
-    RATIO, False, 0.0, np.zeros(0), np.zeros((1, 0), np.int64), np.zeros(1, np.int64)
-)
-_NO_LEARNING: Final = QLearningRule(1, False, False, 0, 0.0, 0.0, 0.0, np.zeros(1))
-_NO_TABLE: Final = np.zeros((0, 1))
-
-
 def compile_window(
     window: Window, costs: WindowCosts | None = None, *, q_table: npt.ArrayLike | None = None
 ) -> CompiledWindow:
@@ -211,40 +209,20 @@ def compile_window(
     on. Raises PolicyError if the window needs costs, or names an artifact, and they are not given
     or do not fit.
     """
-    if isinstance(window, FixedWindow):
-        return _compiled(FIXED, Limits(window.gamma, window.gamma, window.gamma))
-    if isinstance(window, ByBatchWindow):  # one request at a time
-        gamma = window.at(1)
-        return _compiled(FIXED, Limits(gamma, gamma, gamma))
+    if isinstance(window, (FixedWindow, ByBatchWindow)):
+        gamma = window.gamma if isinstance(window, FixedWindow) else window.at(1)  # one request at a time
+        return CompiledWindow(FIXED, Limits(gamma, gamma, gamma))
     if isinstance(window, HeuristicWindow):
-        return _compiled(
-            HEURISTIC, Limits(1, window.gamma_max, window.first), carries=window.carries
-        )
+        return CompiledWindow(HEURISTIC, Limits(1, window.gamma_max, window.first), carries=window.carries)
     limits = Limits(window.gamma_min, window.gamma_max, window.first)
     if isinstance(window, AnalyticWindow):
-        return _compiled(
-            ANALYTIC, limits, analytic=_analytic_rule(window, costs), history=window.history
-        )
+        return CompiledWindow(ANALYTIC, limits, analytic=_analytic_rule(window, costs), history=window.history)
     if isinstance(window, QLearningWindow):
         rule, table = _learning_rule(window, costs), _first_table(window, q_table)
-        return _compiled(Q_LEARNING, limits, q_learning=rule, q=table, carries=window.carries)
-    assert isinstance(window, (FsmWindow, CacheFsmWindow))
-    return _compiled(FSM if isinstance(window, FsmWindow) else CACHE_FSM, limits)
-
-
-def _compiled(
-    kind: int,
-    limits: Limits,
-    *,
-    carries: bool = False,
-    history: int = 0,
-    analytic: AnalyticRule = _NO_ANALYTIC,
-    q_learning: QLearningRule = _NO_LEARNING,
-    q: FloatArray = _NO_TABLE,
-) -> CompiledWindow:
-    return CompiledWindow(
-        kind, limits, carries, kind == CACHE_FSM, history, analytic, q_learning, q
-    )
+        return CompiledWindow(Q_LEARNING, limits, q_learning=rule, q=table, carries=window.carries)
+    if isinstance(window, CacheFsmWindow):
+        return CompiledWindow(CACHE_FSM, limits, reads_cache=True)
+    return CompiledWindow(FSM, limits)
 
 
 def _need_costs(
