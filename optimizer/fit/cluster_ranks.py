@@ -36,10 +36,13 @@ KEPT: Final = 16
 
 
 class RouterOrder:
-    """One router over one draft of a pair."""
+    """The router of an artifact over one draft of a pair, as the runtime uses it. Raises PolicyError where it is of another draft or
+    head."""
 
-    def __init__(self, pair: LoadedPair, shortlists: Shortlists) -> None:
-        self.pair, self.shortlists, self.draft = pair, shortlists, shortlists.rule.draft
+    def __init__(self, pair: LoadedPair, draft: str, name: str, held: Fitted) -> None:
+        policy = Policy(draft=draft, shortlist=ClustersShortlist(k0=1, k1=1, k_min=1, artifact=name))
+        shortlists = Shortlists(compile_shortlist(policy, lambda _: held), pair.models[draft], pair.exact)
+        self.pair, self.shortlists, self.draft = pair, shortlists, draft
         self.model, self.output, self.clusters = shortlists.model, shortlists.output, shortlists.clusters
         self.count = self.clusters.count
         self.budgets = budget_grid(self.count)
@@ -47,12 +50,6 @@ class RouterOrder:
         self.of = np.full(pair.target.vocab_size, self.count, np.int64)
         self.of[self.output.ids] = self.clusters.of
         self.of_rows = torch.from_numpy(self.clusters.of).to(self.model.device)
-
-    @classmethod
-    def of_artifact(cls, pair: LoadedPair, draft: str, name: str, held: Fitted) -> RouterOrder:
-        """The router of an artifact, as the runtime uses it. Raises PolicyError where it is of another draft or head."""
-        policy = Policy(draft=draft, shortlist=ClustersShortlist(k0=1, k1=1, k_min=1, artifact=name))
-        return cls(pair, Shortlists(compile_shortlist(policy, lambda _: held), pair.models[draft], pair.exact))
 
     def place(self, read: ReadText) -> _Placed:
         """Where the router puts the clusters of what a request's texts go on with, and of the recorded children."""

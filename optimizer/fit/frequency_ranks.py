@@ -20,9 +20,16 @@ from spectune.traces.schema import Proposals
 
 
 class FrequencyOrder:
-    """One frequency order over one draft of a pair. Only chains of language models ask for its ranks."""
+    """The frequency order of an artifact over one draft of a pair. Only chains of language models ask for its ranks. Raises PolicyError
+    for one of another vocabulary."""
 
-    def __init__(self, pair: LoadedPair, draft: str, order: Frequencies) -> None:
+    def __init__(self, pair: LoadedPair, draft: str, name: str, held: Fitted) -> None:
+        order = Frequencies.from_document(held.document, held.arrays)
+        if order.vocab != pair.target.vocab_size:
+            raise PolicyError(
+                f"frequencies {name}: orders a vocabulary of {order.vocab} tokens, pair {pair.spec.name} has {pair.target.vocab_size}; "
+                "`fit frequencies` on a recording of this pair makes one"
+            )
         distributions = WholeDistributions(pair, draft)
         self.draft, self.vocab = draft, order.vocab
         self.rank_of = np.where(distributions.row >= 0, order.rank, order.vocab)
@@ -33,17 +40,6 @@ class FrequencyOrder:
         self.by_rank = torch.from_numpy(by_rank).to(pair.device)
         held = np.searchsorted(self.of_rows[by_rank], self.budgets)
         self.columns, self.none = np.maximum(held - 1, 0).tolist(), held == 0
-
-    @classmethod
-    def of_artifact(cls, pair: LoadedPair, draft: str, name: str, held: Fitted) -> FrequencyOrder:
-        """The order of an artifact. Raises PolicyError for one of another vocabulary."""
-        order = Frequencies.from_document(held.document, held.arrays)
-        if order.vocab != pair.target.vocab_size:
-            raise PolicyError(
-                f"frequencies {name}: orders a vocabulary of {order.vocab} tokens, pair {pair.spec.name} has {pair.target.vocab_size}; "
-                "`fit frequencies` on a recording of this pair makes one"
-            )
-        return cls(pair, draft, order)
 
     def place(self, read: ReadText) -> _Placed:
         """Where the order puts what a request's texts go on with and the recorded children before that."""

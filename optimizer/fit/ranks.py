@@ -56,7 +56,7 @@ def recorded_ranks(
     ids = [store.get_artifact(name).id for name in orders]
     wanted = wanted_ranks(store, pair.id, recording, draft, ids, proposals)
     find = fitted(store, pair.id)
-    made_by = {name: _order(pair, draft, name, find(name)) for name in ids}
+    made_by = {name: order_of(pair, draft, name, find(name)) for name in ids}
     lacking = {name: find(name) for name in ids if not wanted.complete(name)}
     whole = dict(wanted.there)
     if lacking:
@@ -66,10 +66,9 @@ def recorded_ranks(
     return [whole[name] for name in ids]
 
 
-def _order(pair: LoadedPair, draft: str, name: str, held: Fitted) -> Order:
-    if held.kind == FREQUENCIES:
-        return FrequencyOrder.of_artifact(pair, draft, name, held)
-    return RouterOrder.of_artifact(pair, draft, name, held)
+def order_of(pair: LoadedPair, draft: str, name: str, held: Fitted) -> Order:
+    """The order of an artifact. Raises PolicyError where it is none of this draft, head and vocabulary."""
+    return (FrequencyOrder if held.kind == FREQUENCIES else RouterOrder)(pair, draft, name, held)
 
 
 def _parts(
@@ -83,13 +82,9 @@ def _parts(
     there = {name: wanted.there[name] for name in orders if name in wanted.there}
     known = {name: {d: n for n, d in enumerate(ranks.digests)} for name, ranks in there.items()}
     new = [any(request not in known.get(name, ()) for name in orders) for request in wanted.digests]
-    items = [
-        (text, panorama)
-        for text, panorama, asked in zip(wanted.texts, wanted.trees, new, strict=True)
-        if asked
-    ]
+    items = [one for *one, asked in zip(wanted.texts, wanted.trees, new, strict=True) if asked]
     parts: dict[str, list[Columns]] = {name: [] for name in orders}
-    with closing(on_every_core(pair, partial(_rank, draft=draft, orders=orders), items, len(items))) as made:
+    with closing(on_every_core(pair, partial(_rank, draft=draft, artifacts=orders), items, len(items))) as made:
         for n, (request, asked) in enumerate(zip(wanted.digests, new, strict=True)):
             fresh = dict(zip(orders, next(made), strict=True)) if asked else {}
             for name, rows in parts.items():
@@ -99,24 +94,16 @@ def _parts(
     return parts
 
 
+@torch.no_grad()
 def _rank(
     pair: LoadedPair,
     item: tuple[Trajectory, TreePanorama],
     draft: str,
-    orders: Mapping[str, Fitted],
+    artifacts: Mapping[str, Fitted],
 ) -> list[Columns]:
-    return rank(pair, draft, [_order(pair, draft, *one) for one in orders.items()], *item)
-
-
-@torch.no_grad()
-def rank(
-    pair: LoadedPair,
-    draft: str,
-    orders: Sequence[Order],
-    trajectory: Trajectory,
-    panorama: TreePanorama,
-) -> list[Columns]:
-    """The rows of one request under each of ``orders``."""
+    """The rows of one request under the orders of each of ``artifacts``."""
+    trajectory, panorama = item
+    orders = [order_of(pair, draft, *one) for one in artifacts.items()]
     distributions = WholeDistributions(pair, draft)
     read = ReadText(pair, draft, trajectory, panorama)
     placed = [order.place(read) for order in orders]
@@ -129,14 +116,10 @@ def rank(
         following = read.following[rows]
         for order, one, found in zip(orders, placed, codes, strict=True):
             by_order = partial(one.by_order, rows)
-            found.append(
-                distributions.codes(logits, trajectory.sampling, following, order.columns, by_order)
-            )
+            found.append(distributions.codes(logits, trajectory.sampling, following, order.columns, by_order))
         for i in (begin + np.flatnonzero(slot[rows] == OFF_TEXT)).tolist():
             if i < read.roots - 1:
-                better = distributions.better(
-                    read.reader, logits[i - begin], i, trajectory, panorama
-                )
+                better = distributions.better(read.reader, logits[i - begin], i, trajectory, panorama)
                 opened[i] = better is None
                 for one in placed:
                     one.better[i] = one.least(i, better)
