@@ -13,7 +13,7 @@ Nothing here imports torch or scikit-learn; a fitted chooser is plain arrays and
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, get_args
 
@@ -233,7 +233,15 @@ class Chooser:
     reason: str = ""
 
     def __post_init__(self) -> None:
-        require_weights(self.candidates, self.accuracy)
+        if not self.candidates:
+            raise PolicyError(f"draft.artifact: the chooser has no draft to choose; {_MEND}")
+        for name in self.candidates:
+            if name != NO_DRAFT and name not in self.accuracy:
+                known = ", ".join(sorted(self.accuracy)) or "none"
+                raise PolicyError(
+                    f"draft.artifact: the chooser has no weights for draft {name!r} (it has: {known}); fit them: "
+                    "`fit chooser --recording ID` with a recording that has panoramas of it"
+                )
         if not self.chooses and self.single not in self.candidates:
             raise ValueError(f"it keeps to draft {self.single!r}, which is none of its candidates")
         for name, fitted in self.accuracy.items():
@@ -391,7 +399,6 @@ class Chooser:
                 raise PolicyError(
                     f"draft.artifact: choosers with or without the prompt feature {unknown[0]!r} are not known here; {_MEND}"
                 )
-            require_weights(candidates, {n.removeprefix("weights.") for n in arrays if n.startswith("weights.")})
             idf, components, center, scale = (
                 finite_array(arrays, name) for name in ("idf", "components", "center", "scale")
             )
@@ -403,7 +410,7 @@ class Chooser:
             accuracy = {
                 name: LinearAccuracy(finite_array(arrays, f"weights.{name}"), int(document["prompts"][name]))
                 for name in candidates
-                if name != NO_DRAFT
+                if f"weights.{name}" in arrays
             }
             return cls(
                 features,
@@ -439,17 +446,3 @@ def finite_array(arrays: Mapping[str, npt.NDArray[Any]], name: str) -> FloatArra
         raise ValueError(f"{name} must hold finite numbers")
     return np.asarray(array, dtype=np.float64)
 
-
-def require_weights(drafts: Collection[str], fitted: Collection[str]) -> None:
-    """Raises PolicyError for the first of ``drafts`` (``none`` needs nothing) that is not among the
-    fitted ones, or if there are none.
-    """
-    if not drafts:
-        raise PolicyError(f"draft.artifact: the chooser has no draft to choose; {_MEND}")
-    for name in drafts:
-        if name != NO_DRAFT and name not in fitted:
-            known = ", ".join(sorted(fitted)) or "none"
-            raise PolicyError(
-                f"draft.artifact: the chooser has no weights for draft {name!r} (it has: {known}); fit them: "
-                "`fit chooser --recording ID` with a recording that has panoramas of it"
-            )
