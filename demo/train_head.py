@@ -26,16 +26,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from spectune.demo.card import posterior_gumbel
+from spectune.demo.agreement import posterior_gumbel
 from spectune.demo.corpus import corpus
 from spectune.demo.prompts import CATEGORIES, demo_workload
-from spectune.demo.train import Windows, own_text, stable_then_decay
+from spectune.demo.train import Windows, adamw, mixed_batch, own_text, progress_bar, stable_then_decay, update
 
 TAPS = 3
 """Hidden states of the target that the head reads."""
@@ -200,22 +199,14 @@ def train(args: argparse.Namespace, console: Console) -> tuple[Head, dict[str, A
     head = Head(target.config, args.own_lm_head)
     begin_as_target(head, target)
     unroller = Unroller(target, head)
-    parameters = list(head.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.05},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, betas=(0.9, 0.95), fused=True)
+    optimizer = adamw(head, args.learning_rate, 0.05)
     history: list[dict[str, Any]] = []
     weights = [DECAY**j for j in range(args.unroll)]
-    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
     began = time.perf_counter()
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+    with progress_bar(console) as progress:
         task = progress.add_task("training", total=args.steps)
         for index in range(args.steps):
-            generator = torch.Generator().manual_seed(args.seed * 7919 + index)
-            mine = own[torch.randint(len(own), (args.rows - args.rows // 2,), generator=generator)].long()
-            ids = torch.cat([mine, windows.batch(index, args.rows // 2, args.length)])
+            ids = mixed_batch(own, windows, index, args.rows, args.seed)
             losses, hits = [], []
             with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
                 teacher, features = unroller.teacher(ids)
@@ -228,24 +219,19 @@ def train(args: argparse.Namespace, console: Console) -> tuple[Head, dict[str, A
             loss = sum(w * x for w, x in zip(weights, losses, strict=True)) / sum(weights)
             assert isinstance(loss, Tensor)
             torch.autograd.backward(loss)
-            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-            for group in optimizer.param_groups:
-                group["lr"] = args.learning_rate * stable_then_decay(index, args.steps, 30, args.steps * 2 // 5)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            update(head, optimizer, args.learning_rate * stable_then_decay(index, args.steps, 30, args.steps * 2 // 5))
             progress.update(task, completed=index + 1)
             if (index + 1) % args.log_every == 0:
                 history.append({"step": index + 1, "loss": round(loss.item(), 4), "top1": [round(h, 4) for h in hits]})
                 pace = (time.perf_counter() - began) / (index + 1)
                 console.print(f"step {index + 1}/{args.steps} loss {loss.item():.3f} top-1 {hits} {pace:.2f} s/step")
             if (index + 1) % args.save_every == 0:
-                publish(head, args, {"is_final": False, "step": index + 1})
+                publish(head, args, {"step": index + 1})
     skipped = {"gsm8k", "out", "work", "target", "threads", "measure", "prompts"}
     return head, {
-        "is_final": True,
         "step": args.steps,
         "settings": {key: value for key, value in vars(args).items() if key not in skipped},
-        "parameters": sum(p.numel() for p in parameters),
+        "parameters": sum(p.numel() for p in head.parameters()),
         "history": history,
     }
 
