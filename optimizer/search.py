@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import optuna
 
-from spectune.optimizer.simulate.replay import replay, run_replay
+from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace
 from spectune.optimizer.spaces import (
     ALL_KINDS,
@@ -38,7 +38,7 @@ from spectune.optimizer.spaces import (
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import AnyPolicy, ChooserPolicy, Policy
 from spectune.traces.errors import PolicyError, TraceError
-from spectune.traces.schema import Counts, LatencyProfile, Outcome
+from spectune.traces.schema import Counts, LatencyProfile
 
 if TYPE_CHECKING:
     from spectune.optimizer.simulate.distributed import ShardedReplay, Shards
@@ -411,7 +411,3 @@ def _drafting(policy: Policy) -> tuple[str, ...]:
     _, *drafting = _method(policy)
     return policy.draft, *drafting
 
-
-def outcomes(trace: ReplayTrace, profile: LatencyProfile, policies: Iterable[Policy]) -> dict[str, Outcome]:
-    """Replays policies on a trace, by policy id."""
-    return {p.id: replay(trace, p, profile) for p in policies}

@@ -319,7 +319,7 @@ def _parsed(data: Any) -> AnyPolicy:
     """The policy of a document. Raises ValueError, ValidationError among them."""
     if not isinstance(data, Mapping):
         raise ValueError(f"a policy is a JSON object, not {'null' if data is None else type(data).__name__}")
-    if not _is_chooser(data):
+    if not isinstance(data.get("draft"), Mapping):  # a plain policy's draft is a name
         return Policy.model_validate(data)
     others = {key: value for key, value in data.items() if key != "draft"}
     Policy.model_validate(dict.fromkeys(others.keys() - Policy.model_fields.keys()))
@@ -330,11 +330,6 @@ def _parsed(data: Any) -> AnyPolicy:
     if data["draft"].get("kind") != "ols":
         raise ValueError("draft.kind must be one of: ols; or give a draft's name alone")
     return ChooserPolicy.model_validate(data)
-
-
-def _is_chooser(data: Mapping[Any, Any]) -> bool:
-    """What tells the two kinds of documents apart: a plain policy's draft is a name."""
-    return isinstance(data.get("draft"), Mapping)
 
 
 def differences(left: AnyPolicy, right: AnyPolicy) -> list[dict[str, Any]]:

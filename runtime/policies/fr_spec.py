@@ -51,11 +51,8 @@ def frequency_budget(step: int, k_max: int) -> int:
     """K_fr(t) of appendix A.3 (PA-FR): tokens that draft step ``step`` = t evaluates, counted from
     0 within a round.
 
-    k_max at t = 0 and 1, then floor(k_max / (t + 1)); at least 1. Raises ValueError for a negative
-    step.
+    k_max at t = 0 and 1, then floor(k_max / (t + 1)); at least 1.
     """
-    if step < 0:
-        raise ValueError(f"draft steps count from 0, there is no step {step}")
     return max(1, k_max if step < 2 else k_max // (step + 1))
 
 
@@ -73,7 +70,7 @@ class Frequencies:
 
     def __post_init__(self) -> None:
         order = self.order
-        if order.ndim != 1 or order.dtype != np.int64 or not _is_permutation(order):
+        if order.ndim != 1 or order.dtype != np.int64 or not len(order) or (np.sort(order) != np.arange(len(order))).any():
             raise ValueError(
                 f"a frequency order must hold every token id once, as int64 [vocab]; this is {order.dtype} {list(order.shape)}"
             )
@@ -120,6 +117,3 @@ class Frequencies:
         check_sizes(what, document, vocab=made.vocab)
         return made
 
-
-def _is_permutation(order: IntArray) -> bool:
-    return bool((np.sort(order) == np.arange(len(order))).all()) and len(order) > 0

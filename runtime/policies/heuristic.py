@@ -17,10 +17,6 @@ class HeuristicWindow(AdaptiveWindow):
     gamma_max: GammaMax = 20
     transient: bool = False
 
-    @property
-    def carries(self) -> bool:
-        return not self.transient
-
 
 @compiled(inline=True)
 def heuristic(gamma: int, num_drafted: int, num_accepted: int) -> int:

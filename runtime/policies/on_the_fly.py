@@ -122,10 +122,6 @@ class QLearningWindow(AdaptiveWindow):
     learn: bool = True
     artifact: str | None = None
 
-    @property
-    def carries(self) -> bool:
-        return True
-
 
 class Limits(NamedTuple):
     """The windows that may be chosen, and the one of a request's first round."""
@@ -213,9 +209,7 @@ def forget(history: History) -> None:
         gone = history.rounds[i]
         gone.drafted = gone.accepted = gone.draft_ps = gone.verify_ps = 0
     s = history.sums[0]
-    s.slot = s.rounds = s.accepted = s.rejections = s.drafting = s.drafted = s.draft_ps = (
-        s.verify_ps
-    ) = s.expected_ps = 0
+    s.slot = s.rounds = s.accepted = s.rejections = s.drafting = s.drafted = s.draft_ps = s.verify_ps = s.expected_ps = 0
     history.evidence[:] = 0
 
 

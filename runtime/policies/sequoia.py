@@ -44,11 +44,6 @@ class StaticGrowth(Block):
         object.__setattr__(self, "paths", tuple(sorted(self.paths, key=lambda p: (len(p), p))))
         return self
 
-    @property
-    def depth(self) -> int:
-        """Levels of the tree; 0 when only the artifact knows."""
-        return max((len(p) for p in self.paths), default=0)
-
 
 @dataclass(frozen=True)
 class StaticLevel:

@@ -110,7 +110,7 @@ _NO_LEARNING: Final = QLearningRule(1, False, False, 0, 0.0, 0.0, 0.0, np.zeros(
 class CompiledWindow(NamedTuple):
     """A window's parameters, alike in Python and compiled code.
 
-    ``carries``: the state outlives a request.
+    ``carries``: the state outlives a request (only then does the order of requests matter).
     ``reads_cache``: it wants to know how many accepted tokens are cached (others may be given 0;
     only whether it is above 0 counts). ``analytic`` and ``q_learning`` are set for these kinds,
     ``q`` float64 [states, actions] is the Q-table that a session starts from, ``history`` the
@@ -213,13 +213,13 @@ def compile_window(
         gamma = window.gamma if isinstance(window, FixedWindow) else window.at(1)  # one request at a time
         return CompiledWindow(FIXED, Limits(gamma, gamma, gamma))
     if isinstance(window, HeuristicWindow):
-        return CompiledWindow(HEURISTIC, Limits(1, window.gamma_max, window.first), carries=window.carries)
+        return CompiledWindow(HEURISTIC, Limits(1, window.gamma_max, window.first), carries=not window.transient)
     limits = Limits(window.gamma_min, window.gamma_max, window.first)
     if isinstance(window, AnalyticWindow):
         return CompiledWindow(ANALYTIC, limits, analytic=_analytic_rule(window, costs), history=window.history)
     if isinstance(window, QLearningWindow):
         rule, table = _learning_rule(window, costs), _first_table(window, q_table)
-        return CompiledWindow(Q_LEARNING, limits, q_learning=rule, q=table, carries=window.carries)
+        return CompiledWindow(Q_LEARNING, limits, q_learning=rule, q=table, carries=True)
     if isinstance(window, CacheFsmWindow):
         return CompiledWindow(CACHE_FSM, limits, reads_cache=True)
     return CompiledWindow(FSM, limits)
