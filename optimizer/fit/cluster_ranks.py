@@ -92,7 +92,7 @@ class RouterOrder:
             digests=tuple(digests),
             node_offsets=np.cumsum([0, *(len(p["ranks"]) for p in parts)]),
             text_offsets=np.cumsum([0, *(len(p["own"]) for p in parts)]),
-            of=self.of.astype(_unsigned(self.count)),
+            of=self.of.astype(np.min_scalar_type(self.count)),
             ranks=np.concatenate(ranks),
             **columns,
         )
@@ -124,7 +124,7 @@ class _Placed:
     def finished(self, _: npt.NDArray[np.bool_]) -> Columns:
         """The columns."""
         router, first = self.router, self.order[: self.read.roots].cpu().numpy()
-        small, wide = _unsigned(router.count), _unsigned(router.output.rows)
+        small, wide = np.min_scalar_type(router.count), np.min_scalar_type(router.output.rows)
         return {
             "ranks": self.ranks.astype(small),
             "order": self.order[:, :KEPT].cpu().numpy().astype(small),
@@ -133,7 +133,3 @@ class _Placed:
             "sizes": router.clusters.sizes[first].cumsum(1)[:, router.columns].astype(wide),
         }
 
-
-def _unsigned(most: int) -> type[np.unsignedinteger[Any]]:
-    """The smallest unsigned dtype that holds ``most``."""
-    return next(t for t in (np.uint8, np.uint16, np.uint32) if most <= np.iinfo(t).max)

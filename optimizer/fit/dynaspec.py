@@ -147,8 +147,9 @@ def fit_router(
     shared.clusters, partition = name, stored_clusters(store, pair, draft, name)
     read = contexts(pair, draft, texts, known=shared.texts, progress=progress)
     steps: dict[str, Any] = {"labels": labels, "hidden": hidden, "epochs": epochs, "seed": seed, "progress": progress}
-    router, scores = train_router(read, partition, head_frequencies(pair, draft, texts), **steps)
     output = pair.models[draft].output
+    frequencies = frequency_order(count_tokens(token_ids(texts), pair.target.vocab_size)[output.ids])  # of the head's rows
+    router, scores = train_router(read, partition, frequencies, **steps)
     described, arrays = Routing(router, partition, output.hash).to_document()
     document = {
         "recording": recording,
@@ -171,15 +172,11 @@ def fit_router(
     if ranked and draft in store.get_recording(recording).trees:
         (made,) = recorded_ranks(store, pair, recording, draft, [artifact], progress=progress)
         ranks = made.artifact
-    return StoredFit(artifact, ROUTER, {**document, "ranks": ranks}, _to_begin_with(draft, artifact, partition))
-
-
-def _to_begin_with(draft: str, artifact: str, clusters: Clusters) -> dict[str, Any]:
-    """A policy that takes :data:`SHARE` of the clusters at its first step, then fewer."""
-    first = max(1, round(SHARE * clusters.count))
+    first = max(1, round(SHARE * partition.count))
     sizes = {"k0": first, "k1": max(1, first // 2), "k_min": max(1, first // 4)}
     shortlist = {"kind": "clusters", **sizes, "artifact": artifact}
-    return {"draft": draft, "window": {"kind": "fixed", "gamma": 4}, "shortlist": shortlist}
+    policy = {"draft": draft, "window": {"kind": "fixed", "gamma": 4}, "shortlist": shortlist}
+    return StoredFit(artifact, ROUTER, {**document, "ranks": ranks}, policy)
 
 
 def fit_ranks(
@@ -279,13 +276,6 @@ def _contexts_of(
     return inputs, best.indices, best.values.exp()
 
 
-def head_frequencies(pair: LoadedPair, draft: str, texts: Sequence[Trajectory]) -> Frequencies:
-    """The rows of a draft's output head by the frequency of their tokens in texts."""
-    output = pair.models[draft].output
-    counts = count_tokens(token_ids(texts), pair.target.vocab_size)
-    return frequency_order(counts[output.ids])
-
-
 def cluster_labels(top: IntArray, clusters: Clusters) -> npt.NDArray[np.bool_]:
     """y of section 4.2: which clusters hold one of each context's tokens ``top`` [n, L], bool [n,
     M]."""
@@ -318,14 +308,10 @@ def train_router(
     except ValueError as error:
         raise TraceError(f"a router is trained and scored on different texts: {error}") from None
     learning, apart = contexts.take(~held), contexts.take(held)
-    y, y_apart = (
-        torch.from_numpy(cluster_labels(part.top[:, :labels], clusters))
-        for part in (learning, apart)
-    )
+    y, y_apart = (torch.from_numpy(cluster_labels(part.top[:, :labels], clusters)) for part in (learning, apart))
     generator = torch.Generator().manual_seed(seed)
-    start = perceptron.initial(learning.inputs.shape[1], hidden, clusters.count, generator).on_raw(
-        perceptron.Scale.of(learning.inputs)
-    )
+    standard = perceptron.initial(learning.inputs.shape[1], hidden, clusters.count, generator)
+    start = standard.on_raw(perceptron.Scale.of(learning.inputs))
     curve: list[dict[str, float | None]] = []
 
     def after(epoch: int, loss: float | None, weights: Weights) -> None:
