@@ -19,7 +19,7 @@ import torch
 
 from spectune.optimizer.fit import perceptron
 from spectune.optimizer.fit.clusters import check_draft, cohesion, fit_clusters, stored_clusters
-from spectune.optimizer.fit.draft_distributions import text_states
+from spectune.optimizer.fit.draft_distributions import states_over
 from spectune.optimizer.fit.fr_spec import count_tokens, frequency_order, shown_sizes, token_ids
 from spectune.optimizer.fit.perceptron import Weights
 from spectune.optimizer.fit.ranks import recorded_ranks
@@ -267,7 +267,7 @@ def _contexts_of(
     """Inputs, most probable rows and their probabilities after the tokens of one text from
     ``first`` on."""
     model, ids = pair.models[draft], [*text.prompt_ids.tolist(), *text.output_ids.tolist()]
-    states = text_states(pair, draft, ids)
+    states = states_over(pair, draft, ids, 1).text_states()
     output = model.output
     logits = torch.nn.functional.linear(states[first:], output.weight, output.bias).float()
     best = logits.log_softmax(-1).topk(min(TOP, output.rows), dim=-1)
