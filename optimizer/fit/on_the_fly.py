@@ -338,10 +338,10 @@ def fit_chooser(
         gained = cross_validated(measured, chosen, fitted_to, options, profile, seed=seed)
         metrics["cross_validated"] = asdict(gained)
         chooser = replace(chooser, chooses=gained.holds, reason=gained.reason)
-    metrics["fit"] = asdict(evaluate(chooser, measured, chosen, profile, options=options))
+    metrics["fit"] = evaluate(chooser, measured, chosen, profile, options=options)
     if list(test_part) != list(fit_part):
         held_out = Measured.of(trace.select(test_part), candidates, profile, artifacts=artifacts)
-        metrics["held_out"] = asdict(evaluate(chooser, held_out, [prompts[r] for r in test_part], profile, options=options))
+        metrics["held_out"] = evaluate(chooser, held_out, [prompts[r] for r in test_part], profile, options=options)
     return replace(chooser, metrics=metrics)
 
 
@@ -401,33 +401,6 @@ def cross_validated(
 # ----------------------------------------------------------------------------------------------------------------- evaluation
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """What choosing is worth on some requests, by replayed seconds.
-
-    ``accuracy``: mean alpha by draft. ``r2``: of the predicted accuracies, by draft (None where all are equal). ``tokens_per_s``: total
-    tokens over total seconds of every draft, of the ``oracle`` that takes each request's fastest draft, and of the rules: ``throughput``,
-    ``theorem_3``, ``known`` (the rule ``throughput`` told the true accuracies, which is what better prediction could reach), and
-    ``guarded`` (what the chooser does, which may be not to choose). ``single``: the best single draft on these requests, known in
-    hindsight. ``gain``: tokens per second over the best single draft's, less 1; ``interval``: its 95% bootstrap interval over requests,
-    the single draft kept. ``share``: of the oracle's gain in seconds (1: the oracle, 0: the best single draft, below: worse than not
-    choosing; None where there is nothing to gain). ``picks``: requests by rule and draft. ``rmse``: root mean square error of the
-    predicted accuracies, by draft.
-    """
-
-    requests: int
-    tokens: int
-    accuracy: Mapping[str, float]
-    r2: Mapping[str, float | None]
-    rmse: Mapping[str, float]
-    tokens_per_s: Mapping[str, float]
-    single: str
-    gain: Mapping[str, float]
-    interval: Mapping[str, Sequence[float]]
-    share: Mapping[str, float | None]
-    picks: Mapping[str, Mapping[str, int]]
-
-
 def evaluate(
     chooser: Chooser,
     measured: Measured,
@@ -435,10 +408,18 @@ def evaluate(
     profile: LatencyProfile,
     *,
     options: Sequence[Option] | None = None,
-) -> Evaluation:
-    """Chooses for every request and charges what replay says the choice cost, and the pass that reads the prompt's perplexity
-    (:meth:`Chooser.reading_seconds`); ``prompts`` are those of ``measured``'s requests. ``options``: of the candidates, where they
-    need artifacts.
+) -> dict[str, Any]:
+    """What choosing is worth on some requests, JSON-ready: every request is charged what replay says the choice cost, and the pass that
+    reads the prompt's perplexity (:meth:`Chooser.reading_seconds`). ``prompts`` are those of ``measured``'s requests. ``options``: of the
+    candidates, where they need artifacts.
+
+    ``accuracy``: mean alpha by draft. ``r2`` (None where all are equal) and ``rmse`` of the predicted accuracies, by draft.
+    ``tokens_per_s``: total tokens over total seconds of every draft, of the ``oracle`` that takes each request's fastest draft, and of the
+    rules: ``throughput``, ``theorem_3``, ``known`` (the rule ``throughput`` told the true accuracies, which is what better prediction
+    could reach), and ``guarded`` (what the chooser does, which may be not to choose). ``single``: the best single draft on these requests,
+    known in hindsight. ``gain``: tokens per second over the best single draft's, less 1; ``interval``: its 95% bootstrap interval over
+    requests, the single draft kept. ``share``: of the oracle's gain in seconds (1: the oracle, 0: the best single draft, below: worse than
+    not choosing; None where there is nothing to gain). ``picks``: requests by rule and draft.
     """
     options = chooser.options(profile, sampled=measured.sampled) if options is None else options
     predicted = chooser.accuracies(chooser.features.transform(prompts))
@@ -464,23 +445,20 @@ def evaluate(
     others = ("oracle", *(name for name, *_ in rules))
     saved = {name: float(best.sum() - spent[name].sum()) for name in others}
     tokens = int(measured.new_tokens.sum())
-    return Evaluation(
-        requests=len(rows),
-        tokens=tokens,
-        accuracy=dict(zip(drafts, measured.alphas.mean(0).tolist(), strict=True)),
-        r2={d: r_squared(measured.alphas[:, k], predicted[:, k]) for k, d in enumerate(drafts) if d != NO_DRAFT},
-        rmse={
-            d: float(np.sqrt(((measured.alphas[:, k] - predicted[:, k]) ** 2).mean()))
-            for k, d in enumerate(drafts)
-            if d != NO_DRAFT
-        },
-        tokens_per_s={name: tokens / float(seconds.sum()) for name, seconds in spent.items()},
-        single=single,
-        gain={name: float(best.sum() / spent[name].sum()) - 1.0 for name in others},
-        interval={name: _interval(best, spent[name]) for name in others},
-        share={name: saved[name] / saved["oracle"] if saved["oracle"] > 0 else None for name in others},
-        picks={name: {d: int((picks == k).sum()) for k, d in enumerate(drafts)} for name, picks in picked.items()},
-    )
+    fitted = {d: (measured.alphas[:, k], predicted[:, k]) for k, d in enumerate(drafts) if d != NO_DRAFT}
+    return {
+        "requests": len(rows),
+        "tokens": tokens,
+        "accuracy": dict(zip(drafts, measured.alphas.mean(0).tolist(), strict=True)),
+        "r2": {d: r_squared(true, guessed) for d, (true, guessed) in fitted.items()},
+        "rmse": {d: float(np.sqrt(((true - guessed) ** 2).mean())) for d, (true, guessed) in fitted.items()},
+        "tokens_per_s": {name: tokens / float(seconds.sum()) for name, seconds in spent.items()},
+        "single": single,
+        "gain": {name: float(best.sum() / spent[name].sum()) - 1.0 for name in others},
+        "interval": {name: _interval(best, spent[name]) for name in others},
+        "share": {name: saved[name] / saved["oracle"] if saved["oracle"] > 0 else None for name in others},
+        "picks": {name: {d: int((picks == k).sum()) for k, d in enumerate(drafts)} for name, picks in picked.items()},
+    }
 
 
 def r_squared(true: FloatArray, predicted: FloatArray) -> float | None:
