@@ -10,20 +10,22 @@ import json
 import logging
 import os
 import secrets
+import signal
 import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from types import FrameType
 from typing import Any, Literal
 
 from spectune.db.database import Database
 from spectune.db.errors import DatabaseError, UnavailableError
 from spectune.optimizer.schedule.claims import claim, complete, fail, release, retry
 from spectune.optimizer.schedule.lease import Clock, Heartbeat, JobContext, LeaseLostError
-from spectune.optimizer.schedule.stop import HandBack, Stopper
 from spectune.optimizer.schedule.tick import tick
 from spectune.optimizer.schedule.values import Fire, Job
 from spectune.traces.errors import SpectuneError
@@ -65,6 +67,47 @@ class WorkReport:
 
     def to_json(self) -> dict[str, int]:
         return {"noticed": self.noticed, **self.ended}
+
+
+class HandBack(KeyboardInterrupt):
+    """Raised in a job function to end it at once and queue the job again. Not an Exception, so that no handler swallows it."""
+
+
+class Stopper:
+    """Turns SIGINT and SIGTERM into a clean stop: the first lets the job at hand finish, the next hands it back at once."""
+
+    def __init__(self, event: threading.Event | None = None) -> None:
+        self.event = event or threading.Event()
+        self._is_busy = False
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Marks the part that a second signal may interrupt."""
+        self._is_busy = True
+        try:
+            yield
+        finally:
+            self._is_busy = False
+
+    @contextmanager
+    def listening(self) -> Iterator[Stopper]:
+        """Listens to signals, if in the main thread; handlers are put back at the end."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if self._is_busy and self.event.is_set():
+            raise HandBack
+        self.event.set()
+        if self._is_busy:
+            log.warning("%s: finishing the job at hand; once more to hand it back", signal.Signals(number).name)
 
 
 def run_worker(
