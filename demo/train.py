@@ -400,8 +400,8 @@ class Trainer:
         self.publish()
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
+def main() -> None:
+    """Parses the command line and trains."""
     parser = argparse.ArgumentParser(
         prog="python -m demo.train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -422,12 +422,7 @@ def parser() -> argparse.ArgumentParser:
     add("--seq-len", type=int, default=256)
     add("--log-every", type=int, default=20)
     add("--save-every", type=int, default=200)
-    return parser
-
-
-def main() -> None:
-    """Parses the command line and trains."""
-    args = parser().parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(args.threads)
     Trainer(args, Console(soft_wrap=True)).run()
 

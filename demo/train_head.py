@@ -322,8 +322,8 @@ def _chains(hits: list[Tensor]) -> Tensor:
     return torch.stack([hit[j : j + max(0, starts)] for j, hit in enumerate(hits)], 1).long().cumprod(1)
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
+def main() -> None:
+    """Parses the command line, trains, measures."""
     here = Path(__file__).parent / "pair"
     parser = argparse.ArgumentParser(
         prog="python -m demo.train_head", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -348,12 +348,7 @@ def parser() -> argparse.ArgumentParser:
     add("--save-every", type=int, default=100)
     add("--prompts", type=int, default=20, help="prompts a category that the head is measured on")
     add("--measure", action="store_true", help="only measure the head at --out")
-    return parser
-
-
-def main() -> None:
-    """Parses the command line, trains, measures."""
-    args = parser().parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(args.threads)
     console = Console(soft_wrap=True)
     if args.measure:

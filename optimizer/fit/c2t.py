@@ -119,7 +119,7 @@ def fit_c2t(
 
     ``carried`` names a classifier, of any draft, that is fine-tuned on ``fraction`` of the trees
     instead (appendix B.4); it keeps its size and its features. ``epochs`` is by default the paper's
-    number, more where that makes few steps. Raises TraceError when too little was recorded,
+    number, more where that makes fewer than :data:`STEPS` steps. Raises TraceError when too little was recorded,
     PolicyError for something else than a classifier to carry over.
     """
     first = None if carried is None else _carried(source, carried)
@@ -128,8 +128,9 @@ def fit_c2t(
     forest = source.trees.forest
     width, depth = width or forest.width, depth or forest.depth
     examples = classifier_examples(source.trees, width, depth, count=starts, seed=seed, progress=progress)
-    epochs = _epochs(examples, 1.0 if first is None else fraction) if epochs is None else epochs
-    steps: dict[str, Any] = {"seed": seed, "epochs": epochs, "progress": progress}
+    nodes = (1 + NEGATIVES) * int(examples.accepted.sum()) * (1.0 if first is None else fraction)
+    enough = min(MOST_EPOCHS, max(EPOCHS, math.ceil(STEPS / max(1.0, nodes / BATCH))))
+    steps: dict[str, Any] = {"seed": seed, "epochs": enough if epochs is None else epochs, "progress": progress}
     try:
         if first is None:
             made = train(examples, hidden=hidden or HIDDEN, features=tuple(features) or FEATURES, **steps)
@@ -151,12 +152,6 @@ def fit_c2t(
     growth = {"kind": "classifier", "artifact": artifact, "width": width, "cap": width, **unusual(source)}
     policy = {"draft": forest.draft, "window": {"kind": "fixed", "gamma": depth}, "growth": growth}
     return StoredFit(artifact, CLASSIFIER, document, policy)
-
-
-def _epochs(examples: Examples, fraction: float) -> int:
-    """The paper's number of epochs, or more where that makes fewer than :data:`STEPS` steps."""
-    nodes = (1 + NEGATIVES) * int(examples.accepted.sum()) * fraction
-    return min(MOST_EPOCHS, max(EPOCHS, math.ceil(STEPS / max(1.0, nodes / BATCH))))
 
 
 def classifier_examples(
