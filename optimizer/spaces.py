@@ -109,7 +109,8 @@ class TreeLimit:
         """What a growth's document says for one of :data:`SCORES` or :data:`CALIBRATED`."""
         kind, _, said = name.partition(" ")
         sharpness = self.sharpness if name == CALIBRATED else float(said) if said else None
-        return {"score": "coupled" if name == CALIBRATED else kind} | ({} if sharpness is None else {"sharpness": sharpness})
+        found: dict[str, Any] = {"score": "coupled" if name == CALIBRATED else kind}
+        return found if sharpness is None else {**found, "sharpness": sharpness}
 
     def can_grow(self, growth: str) -> bool:
         """Whether there are trees of a kind of growth."""

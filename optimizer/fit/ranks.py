@@ -267,7 +267,9 @@ def recorded_ranks(
 
 def order_of(pair: LoadedPair, draft: str, name: str, held: Fitted) -> Order:
     """The order of an artifact. Raises PolicyError where it is none of this draft, head and vocabulary."""
-    return (FrequencyOrder if held.kind == FREQUENCIES else RouterOrder)(pair, draft, name, held)
+    if held.kind == FREQUENCIES:
+        return FrequencyOrder(pair, draft, name, held)
+    return RouterOrder(pair, draft, name, held)
 
 
 def _parts(
@@ -281,7 +283,7 @@ def _parts(
     there = {name: wanted.there[name] for name in orders if name in wanted.there}
     known = {name: {d: n for n, d in enumerate(ranks.digests)} for name, ranks in there.items()}
     new = [any(request not in known.get(name, ()) for name in orders) for request in wanted.digests]
-    items = [one for *one, asked in zip(wanted.texts, wanted.trees, new, strict=True) if asked]
+    items = [(text, panorama) for text, panorama, asked in zip(wanted.texts, wanted.trees, new, strict=True) if asked]
     parts: dict[str, list[Columns]] = {name: [] for name in orders}
     with closing(on_every_core(pair, partial(_rank, draft=draft, artifacts=orders), items, len(items))) as made:
         for n, (request, asked) in enumerate(zip(wanted.digests, new, strict=True)):
