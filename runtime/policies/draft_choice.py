@@ -65,19 +65,14 @@ class LinearAccuracy:
 class Option:
     """One draft that may be chosen, with what its rounds cost on one device.
 
-    ``round_s`` float64 [gamma_max + 1]: gamma a_q + b_p(gamma) (definition 1); ``draft_step_s`` is
-    a_q, ``target_s`` b_p(0). The window may be ``gamma_min`` .. ``gamma_max``. ``token_s``: seconds
-    per emitted token beside the rounds (the noise, at temperature > 0). ``prefill``: the draft's
-    pass over a prompt, where it has one.
-    """
+    ``round_s`` float64 [gamma_max + 1]: gamma a_q + b_p(gamma) (definition 1); ``draft_step_s`` is a_q. The window may be ``gamma_min`` ..
+    gamma_max. ``token_s``: seconds per emitted token beside the rounds (the noise, at temperature > 0). ``prefill``: the draft's pass over
+    a prompt, where it has one."""
 
     draft: str
-    policy: Policy
     round_s: FloatArray
     draft_step_s: float
-    target_s: float
     gamma_min: int
-    gamma_max: int
     token_s: float = 0.0
     prefill: CostTable | None = None
 
@@ -101,52 +96,36 @@ class Option:
         checked_candidate(draft, policy)
         rules, shortlist = (None, None) if ready is None else (ready.rules, ready.shortlist)
         costs = window_costs(profile, policy, rules, shortlist, sampled=sampled)
-        verify, gammas = np.array(costs.verify_s), np.arange(len(costs.verify_s))
-        step_s, token_s = costs.draft_step_s, token_seconds(profile, sampled=sampled)
+        round_s = np.arange(len(costs.verify_s)) * costs.draft_step_s + np.array(costs.verify_s)
         window = policy.window
         least = window.gamma if isinstance(window, FixedWindow) else getattr(window, "gamma_min", 0)
         return cls(
             draft,
-            policy,
-            gammas * step_s + verify,
-            step_s,
-            float(verify[0]),
-            min(least, len(gammas) - 1),
-            len(gammas) - 1,
-            token_s,
+            round_s,
+            costs.draft_step_s,
+            min(least, len(round_s) - 1),
+            token_seconds(profile, sampled=sampled),
             profile.terms.get(f"prefill/{draft}") if policy.speculates else None,
         )
 
     def window(self, alpha: FloatArray) -> IntArray:
-        """d of section 5: the best window by objective 1 at each ``alpha`` float64 [n], the
-        smallest where several tie; int64 [n].
-        """
+        """d of section 5: the best window by objective 1 at each ``alpha`` float64 [n], the smallest where several tie; int64 [n]."""
         return best_window(np.asarray(alpha, dtype=np.float64), self.round_s, self.gamma_min)
 
     def emitted(self, alpha: FloatArray) -> FloatArray:
-        """Omega = (1 - alpha^(d+1)) / (1 - alpha) (equation 9) at the best window d: tokens per
-        round, float64 [n].
-        """
-        powers = np.asarray(alpha, dtype=np.float64)[:, None] ** np.arange(self.gamma_max + 1)
-        return np.asarray(
-            np.cumsum(powers, axis=1)[np.arange(len(powers)), self.window(alpha)], dtype=np.float64
-        )
+        """Omega = (1 - alpha^(d+1)) / (1 - alpha) (equation 9) at the best window d: tokens per round, float64 [n]."""
+        powers = np.asarray(alpha, dtype=np.float64)[:, None] ** np.arange(len(self.round_s))
+        return np.asarray(np.cumsum(powers, axis=1)[np.arange(len(powers)), self.window(alpha)], dtype=np.float64)
 
     def acceptance_rate(self, alpha: FloatArray) -> FloatArray:
-        """rho = Omega / d (section 5): tokens emitted per token drafted, float64 [n]; infinite
-        where the best window is 0.
-        """
+        """rho = Omega / d (section 5): tokens emitted per token drafted, float64 [n]; infinite where the best window is 0."""
         drafted = self.window(alpha)
         rate = self.emitted(alpha) / np.maximum(drafted, 1)
         return np.where(drafted > 0, rate, np.inf)
 
     def token_seconds(self, alpha: FloatArray) -> FloatArray:
-        """Expected seconds per token at the best window, (d a_q + b_p(d)) / Omega: one over
-        equation 3's R, float64 [n].
-        """
-        return np.asarray(
-            self.round_s[self.window(alpha)] / self.emitted(alpha) + self.token_s, dtype=np.float64
-        )
+        """Expected seconds per token at the best window, (d a_q + b_p(d)) / Omega: one over equation 3's R, float64 [n]."""
+        return np.asarray(self.round_s[self.window(alpha)] / self.emitted(alpha) + self.token_s, dtype=np.float64)
 
     def prefill_seconds(self, tokens: npt.ArrayLike) -> FloatArray:
         """Seconds of the draft's own prefill of prompts of so many tokens, float64 [n]."""
@@ -161,9 +140,7 @@ def checked_candidate(draft: str, policy: AnyPolicy) -> Policy:
     if isinstance(policy, ChooserPolicy):
         raise PolicyError(f"draft {draft!r}: its policy chooses drafts itself; give a plain policy")
     if policy.draft != draft:
-        raise PolicyError(
-            f"draft {draft!r}: its policy drafts with {policy.draft!r}; name the draft in the policy"
-        )
+        raise PolicyError(f"draft {draft!r}: its policy drafts with {policy.draft!r}; name the draft in the policy")
     return policy
 
 
@@ -187,15 +164,12 @@ def theorem_3(alphas: FloatArray, options: Sequence[Option]) -> IntArray:
 
     The condition is sufficient, not necessary, so larger drafts are taken too rarely.
     """
-    order = sorted(
-        range(len(options)),
-        key=lambda k: (options[k].draft_step_s / options[k].target_s, options[k].draft != NO_DRAFT),
-    )
-    ratio = np.array([o.draft_step_s / o.target_s for o in options])
-    columns = [np.ascontiguousarray(alphas[:, k]) for k in range(len(options))]
-    rounds = np.stack([1.0 / o.emitted(a) for o, a in zip(options, columns, strict=True)], axis=1)
-    rho = np.stack([o.acceptance_rate(a) for o, a in zip(options, columns, strict=True)], axis=1)
-    seconds = np.stack([o.token_seconds(a) for o, a in zip(options, columns, strict=True)], axis=1)
+    ratio = np.array([o.draft_step_s / o.round_s[0] for o in options])
+    order = sorted(range(len(options)), key=lambda k: (ratio[k], options[k].draft != NO_DRAFT))
+    known = [(o, np.ascontiguousarray(alphas[:, k])) for k, o in enumerate(options)]
+    rounds = np.stack([1.0 / o.emitted(a) for o, a in known], axis=1)
+    rho = np.stack([o.acceptance_rate(a) for o, a in known], axis=1)
+    seconds = np.stack([o.token_seconds(a) for o, a in known], axis=1)
     rows, held = np.arange(len(alphas)), np.full(len(alphas), order[0], dtype=np.int64)
     for larger in order[1:]:
         both = np.isfinite(rho[rows, held]) & np.isfinite(rho[:, larger])
