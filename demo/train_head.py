@@ -31,7 +31,6 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from spectune.demo.agreement import posterior_gumbel
 from spectune.demo.corpus import corpus
 from spectune.demo.prompts import CATEGORIES, demo_workload
 from spectune.demo.train import Windows, adamw, mixed_batch, own_text, progress_bar, stable_then_decay, update
@@ -260,6 +259,20 @@ def publish(head: Head, args: argparse.Namespace, record: dict[str, Any]) -> Non
     # Written readable by its owner alone, which an installed package must not be.
     (out / "model.safetensors").chmod(0o644)
     (out / "training.json").write_text(json.dumps(record, indent=2) + "\n")
+
+
+def posterior_gumbel(log_distribution: Tensor, choice: Tensor, generator: torch.Generator) -> Tensor:
+    """Gumbel noise [n, vocab] under which `choice` [n] is the argmax of `log_distribution` [n, vocab] + noise.
+
+    Drawn from the noise's law given that choice, so text sampled by any means can be replayed as if it had been
+    sampled with the noise (Maddison, Tarlow and Minka 2014, top-down construction).
+    """
+    uniform = torch.rand(log_distribution.shape, generator=generator).clamp_min(1e-12)
+    free = log_distribution - (-uniform.log()).log()
+    top = -(-torch.rand(len(choice), 1, generator=generator).clamp_min(1e-12).log()).log()
+    # Every other value is a Gumbel truncated below the top, whose law does not depend on where it was reached.
+    below = -torch.logaddexp(-top, -free)
+    return below.scatter(1, choice[:, None], top) - log_distribution
 
 
 @torch.no_grad()
