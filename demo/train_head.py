@@ -120,14 +120,13 @@ class Layer(nn.Module):
 
 
 class Head(nn.Module):
-    """An EAGLE-3 head whose state is named as published checkpoints name it; without ``lm_head`` the target's is used."""
+    """An EAGLE-3 head whose state is named as published checkpoints name it; the output matrix is the target's."""
 
-    def __init__(self, config: LlamaConfig, own_lm_head: bool) -> None:
+    def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.fc = nn.Linear(TAPS * config.hidden_size, config.hidden_size, bias=False)
         self.midlayer = Layer(config)
         self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False) if own_lm_head else None
 
 
 class Unroller:
@@ -139,7 +138,6 @@ class Unroller:
         # EAGLE-3's rule where a configuration says nothing: what a low, a middle and a high layer read.
         self.taps = (2, layers // 2, layers - 3)
         self.rotary = LlamaRotaryEmbedding(target.config)
-        self.lm_head = target.get_output_embeddings() if head.lm_head is None else head.lm_head
 
     @torch.no_grad()
     def teacher(self, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,13 +159,13 @@ class Unroller:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The head's logits, float32."""
-        out: Tensor = self.lm_head(self.head.norm(hidden)).float()
+        out: Tensor = self.target.get_output_embeddings()(self.head.norm(hidden)).float()
         return out
 
 
 @torch.no_grad()
 def begin_as_target(head: Head, target: LlamaForCausalLM) -> None:
-    """Starts the head from the target's last layer, norm and output matrix; the embedding's half of the attention from little."""
+    """Starts the head from the target's last layer and norm; the embedding's half of the attention from little."""
     hidden, last, layer = target.config.hidden_size, target.model.layers[-1], head.midlayer
     head.fc.weight.mul_(0.1)
     head.fc.weight[:, -hidden:] += torch.eye(hidden)
@@ -180,8 +178,6 @@ def begin_as_target(head: Head, target: LlamaForCausalLM) -> None:
     layer.hidden_norm.weight.copy_(last.input_layernorm.weight)
     layer.post_attention_layernorm.weight.copy_(last.post_attention_layernorm.weight)
     head.norm.weight.copy_(target.model.norm.weight)
-    if head.lm_head is not None:
-        head.lm_head.weight.copy_(target.get_output_embeddings().weight)
 
 
 def train(args: argparse.Namespace, console: Console) -> tuple[Head, dict[str, Any]]:
@@ -195,7 +191,7 @@ def train(args: argparse.Namespace, console: Console) -> tuple[Head, dict[str, A
         torch.save(own_text(target, windows, args.own_rows, args.length, args.seed, args.own_chunk, console), text)
     own: Tensor = torch.load(text, weights_only=True)
     torch.manual_seed(args.seed)
-    head = Head(target.config, args.own_lm_head)
+    head = Head(target.config)
     begin_as_target(head, target)
     unroller = Unroller(target, head)
     optimizer = adamw(head, args.learning_rate, 0.05)
@@ -289,9 +285,8 @@ def measure(
     load = LlamaForCausalLM.from_pretrained
     target = load(pair / spec["target"], dtype=torch.float32).eval()
     others = {name: load(pair / path, dtype=torch.float32).eval() for name, path in spec["drafts"].items() if name != folder.name}
-    tensors = load_file(folder / "model.safetensors")
-    head = Head(target.config, "lm_head.weight" in tensors)
-    head.load_state_dict(tensors)
+    head = Head(target.config)
+    head.load_state_dict(load_file(folder / "model.safetensors"))
     unroller = Unroller(target, head)
     torch.manual_seed(seed)
     noise = torch.Generator().manual_seed(seed)
@@ -355,7 +350,6 @@ def main() -> None:
     add("--own-rows", type=int, default=768, help="texts that the target writes")
     add("--own-chunk", type=int, default=96, help="texts it writes at once")
     add("--learning-rate", type=float, default=2e-3)
-    add("--own-lm-head", action="store_true", help="train an output matrix of its own")
     add("--bf16", action=argparse.BooleanOptionalAction, default=True, help="bf16 autocast")
     add("--log-every", type=int, default=10)
     add("--save-every", type=int, default=100)
