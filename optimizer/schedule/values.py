@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from typing import Any, Literal
 
@@ -144,49 +144,21 @@ def shown_moment(instant: Any) -> datetime:
         return utc(0)
 
 
-def _shown_moment_of(instant: float | None) -> datetime | None:
-    return None if instant is None else shown_moment(instant)
+def _columns(row: ScheduleRow | JobRow, value: type[_Value]) -> dict[str, Any]:
+    """What a value takes of a row, by name: moments to be shown, all else as it stands."""
+    found = {field.name: getattr(row, field.name) for field in fields(value) if hasattr(row, field.name)}
+    return {name: shown_moment(v) if name.endswith("_at") and v is not None else v for name, v in found.items()}
 
 
 def schedule_of(row: ScheduleRow) -> Schedule:
-    return Schedule(
-        id=row.id,
-        name=row.name,
-        cron=row.cron,
-        interval_s=row.interval_s,
-        tz=row.tz,
-        next_fire_at=shown_moment(row.next_fire_at),
-        misfire_grace_s=row.misfire_grace_s,
-        coalesce=row.coalesce,
-        max_instances=row.max_instances,
-        max_attempts=row.max_attempts,
-        budget_s=row.budget_s,
-        enabled=row.enabled,
-        parked=row.parked,
-        payload=_shown_payload(row),
-        created_at=shown_moment(row.created_at),
-    )
+    return Schedule(**_columns(row, Schedule) | {"payload": _shown_payload(row)})
 
 
 def job_of(row: JobRow, schedule: ScheduleRow) -> Job:
-    return Job(
-        id=row.id,
-        schedule=schedule.name,
-        fire_at=shown_moment(row.fire_at),
-        state=row.state,  # type: ignore[arg-type]  # the table checks it
-        attempt=row.attempt,
-        max_attempts=row.max_attempts,
-        idempotency_key=row.idempotency_key,
-        payload=_shown_payload(schedule),
-        budget_s=schedule.budget_s,
-        lease_owner=row.lease_owner,
-        lease_until=_shown_moment_of(row.lease_until),
-        result=row.result if isinstance(row.result, dict) else None,
-        error=row.error,
-        queued_at=shown_moment(row.queued_at),
-        started_at=_shown_moment_of(row.started_at),
-        finished_at=_shown_moment_of(row.finished_at),
-    )
+    of_schedule = {"schedule": schedule.name, "payload": _shown_payload(schedule), "budget_s": schedule.budget_s}
+    leased = None if row.lease_until is None else shown_moment(row.lease_until)
+    result = row.result if isinstance(row.result, dict) else None
+    return Job(**_columns(row, Job) | of_schedule | {"lease_until": leased, "result": result})
 
 
 def fire_of(row: FireRow, schedule: ScheduleRow, job: JobRow | None) -> Fire:
