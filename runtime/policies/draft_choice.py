@@ -249,9 +249,7 @@ class Chooser:
         sampled: bool = False,
         ready: Mapping[str, Plan] | None = None,
     ) -> tuple[Option, ...]:
-        """The drafts with their costs on a device, in the order of :attr:`drafts`. Raises
-        PolicyError as :meth:`Option.of`.
-        """
+        """The drafts with their costs on a device, in the order of :attr:`drafts`. Raises PolicyError as :meth:`Option.of`."""
         known = ready or {}
         return tuple(
             Option.of(d, policy, profile, sampled=sampled, ready=known.get(d))
@@ -272,9 +270,7 @@ class Chooser:
         return np.where(free, 0.0, profile.prefill_seconds(model, lengths))
 
     def accuracies(self, features: FloatArray) -> FloatArray:
-        """Predicted alpha of each prompt and draft, float64 [n, drafts], cut to 0 ..
-        :data:`ACC_MAX`; 0 for ``none``.
-        """
+        """Predicted alpha of each prompt and draft, float64 [n, drafts], cut to 0 .. :data:`ACC_MAX`; 0 for ``none``."""
         columns = [
             np.clip(self.accuracy[name].predict(features), 0.0, ACC_MAX)
             if name != NO_DRAFT
@@ -412,9 +408,7 @@ _MEND: Final = "`fit chooser --recording ID` fits one"
 
 
 def finite_array(arrays: Mapping[str, npt.NDArray[Any]], name: str) -> FloatArray:
-    """An artifact's array as float64. Raises KeyError where it is missing, and ValueError for
-    anything but finite numbers.
-    """
+    """An artifact's array as float64. Raises KeyError where it is missing, and ValueError for anything but finite numbers."""
     array = arrays[name]
     if array.dtype.kind not in "fiu" or not np.isfinite(array).all():
         raise ValueError(f"{name} must hold finite numbers")

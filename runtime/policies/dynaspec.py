@@ -71,9 +71,7 @@ class Clusters:
 
     @classmethod
     def of_assignment(cls, assignment: npt.ArrayLike, count: int) -> Clusters:
-        """The clusters of ``assignment``, whole numbers [vocab] within 0..count - 1. Raises
-        ValueError for anything else.
-        """
+        """The clusters of ``assignment``, whole numbers [vocab] within 0..count - 1. Raises ValueError for anything else."""
         of = np.asarray(assignment)
         if of.ndim != 1 or not len(of) or of.dtype.kind not in "iu":
             raise ValueError(

@@ -28,9 +28,7 @@ from spectune.runtime.policies.stored import (
 
 
 class FrequencyShortlist(Block):
-    """FR-Spec: the draft evaluates the ``size`` most frequent tokens. ``artifact``: the frequency
-    order (``fit frequencies``).
-    """
+    """FR-Spec: the draft evaluates the ``size`` most frequent tokens. ``artifact``: the frequency order (``fit frequencies``)."""
 
     kind: Literal["frequency"] = "frequency"
     size: Budget = 1024
@@ -83,18 +81,14 @@ class Frequencies:
 
     @cached_property
     def rank(self) -> IntArray:
-        """Place of every token in ``order``, from 0; int64 [vocab]. A token is in ``ids(size)``
-        where its rank is below its length.
-        """
+        """Place of every token in ``order``, from 0; int64 [vocab]. A token is in ``ids(size)`` where its rank is below its length."""
         rank = np.empty_like(self.order)
         rank[self.order] = np.arange(len(self.order))
         rank.setflags(write=False)
         return rank
 
     def size(self, size: int) -> int:
-        """Tokens that :meth:`ids` gives: ``size`` raised to ``always`` and to 1, and at most the
-        vocabulary.
-        """
+        """Tokens that :meth:`ids` gives: ``size`` raised to ``always`` and to 1, and at most the vocabulary."""
         return min(max(size, self.always, 1), len(self.order))
 
     def ids(self, size: int) -> IntArray:
@@ -102,9 +96,7 @@ class Frequencies:
         return np.sort(self.order[: self.size(size)])
 
     def to_document(self) -> tuple[Document, Arrays]:
-        """(JSON-ready document, arrays) for an artifact of kind :data:`FREQUENCIES`;
-        :meth:`from_document` reads them.
-        """
+        """(JSON-ready document, arrays) for an artifact of kind :data:`FREQUENCIES`; :meth:`from_document` reads them."""
         return {"vocab": self.vocab, "always": self.always}, {"order": self.order}
 
     @classmethod

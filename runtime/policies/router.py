@@ -106,9 +106,7 @@ class Router:
 
 
 def top_clusters(scores: torch.Tensor, k: int) -> torch.Tensor:
-    """The ``k`` clusters of highest score of every row of ``scores`` [n, M], best first, ties by
-    lower number; int64 [n, min(k, M)].
-    """
+    """The ``k`` clusters of highest score of every row of ``scores`` [n, M], best first, ties by lower number; int64 [n, min(k, M)]."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
 
@@ -129,9 +127,7 @@ class Routing:
             )
 
     def to_document(self) -> tuple[Document, Arrays]:
-        """(JSON-ready document, arrays) for an artifact of a router; :meth:`from_document` reads
-        them.
-        """
+        """(JSON-ready document, arrays) for an artifact of a router; :meth:`from_document` reads them."""
         of_router, weights = self.router.to_document()
         of_clusters, partition = self.clusters.to_document()
         return {**of_router, **of_clusters, "head": self.head}, {**weights, **partition}
@@ -140,9 +136,7 @@ class Routing:
     def from_document(
         cls, document: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]
     ) -> Routing:
-        """The routing of :meth:`to_document`, weights on the CPU. Raises ValueError for anything
-        else.
-        """
+        """The routing of :meth:`to_document`, weights on the CPU. Raises ValueError for anything else."""
         head = document.get("head")
         if not isinstance(head, str):
             raise ValueError(

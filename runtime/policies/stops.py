@@ -42,18 +42,14 @@ class _Stop(Block):
 
 
 class MaxProbStop(_Stop):
-    """End the draft at a token whose draft probability is below ``threshold`` (transformers'
-    assistant_confidence_threshold).
-    """
+    """End the draft at a token whose draft probability is below ``threshold`` (transformers' assistant_confidence_threshold)."""
 
     kind: Literal["max_prob"] = "max_prob"
     threshold: Probability = 0.4
 
 
 class JointProbStop(_Stop):
-    """End the draft when the product of its tokens' draft probabilities falls below
-    ``threshold``.
-    """
+    """End the draft when the product of its tokens' draft probabilities falls below ``threshold``."""
 
     kind: Literal["joint_prob"] = "joint_prob"
     threshold: Probability = 0.3
@@ -72,9 +68,7 @@ Stop = Annotated[Union[NoStop, MaxProbStop, JointProbStop, EntropyStop], Field(d
 
 
 class CompiledStop(NamedTuple):
-    """A stop as limits on codes: it triggers when a code is *greater* than its limit; limits not in
-    use are :data:`NEVER`.
-    """
+    """A stop as limits on codes: it triggers when a code is *greater* than its limit; limits not in use are :data:`NEVER`."""
 
     kind: int
     max_logp_code: int = NEVER

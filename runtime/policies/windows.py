@@ -87,9 +87,7 @@ _ESTIMATORS: Final = {"ratio": RATIO, "exact": EXACT, "table": TABLE}
 
 @dataclass(frozen=True)
 class WindowCosts:
-    """Definition 1 of the on-the-fly paper: ``draft_step_s`` is a_q, ``verify_s[g]`` is b_p(g) for
-    g = 0..gamma_max, in seconds.
-    """
+    """Definition 1 of the on-the-fly paper: ``draft_step_s`` is a_q, ``verify_s[g]`` is b_p(g) for g = 0..gamma_max, in seconds."""
 
     draft_step_s: float
     verify_s: tuple[float, ...]
@@ -128,9 +126,7 @@ class CompiledWindow(NamedTuple):
 
 
 class WindowState(NamedTuple):
-    """What a window has learned: ``gamma`` int64 [1], the window of the next round, and what its
-    kind needs beside.
-    """
+    """What a window has learned: ``gamma`` int64 [1], the window of the next round, and what its kind needs beside."""
 
     gamma: IntArray
     history: History
@@ -163,9 +159,7 @@ def advance(
     draft_s: float = 0.0,
     verify_s: float = 0.0,
 ) -> None:
-    """Learns, in place, from one round with 0 <= num_accepted <= num_drafted <= gamma_max; seconds
-    are read by ``recent`` costs alone.
-    """
+    """Learns, in place, from one round with 0 <= num_accepted <= num_drafted <= gamma_max; seconds are read by ``recent`` costs alone."""
     kind, limits, gamma = window.kind, window.limits, int(state.gamma[0])
     if kind == FIXED:
         return
