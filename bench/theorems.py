@@ -95,6 +95,7 @@ def distribution(logits: torch.Tensor) -> FloatArray:
 def masks(fits: Fits, draft: str, contexts: Contexts, block: Document) -> BoolArray:
     """A shortlist of each context as the runtime makes it at a first draft step, bool [n, vocab]."""
     rule = compile_shortlist(parse_policy({"draft": draft, "window": fixed(4), "shortlist": block}), fits.find)
+    assert rule is not None
     ready = Shortlists(rule, fits.pair.models[draft], exact=False)
     found = np.zeros(contexts.p.shape, dtype=np.bool_)
     for i in range(len(found)):

@@ -14,10 +14,8 @@ import json
 import sysconfig
 import warnings
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 from pathlib import Path, PurePosixPath
 
 END_OF_TEXT = "<|endoftext|>"
@@ -57,6 +55,11 @@ def is_held_out(key: str) -> bool:
     return int.from_bytes(digest[:8], "big") % 100 < _HELD_OUT_PERCENT
 
 
+def stdlib_root() -> Path:
+    """The directory of the running Python's standard library."""
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
 def _is_source(relative: PurePosixPath) -> bool:
     name = relative.as_posix()
     if name in _EXCLUDED_FILES or name == _TOPICS_FILE:
@@ -77,7 +80,7 @@ def _read(path: Path) -> str | None:
 @cache
 def code_documents(held_out: bool) -> tuple[Document, ...]:
     """The standard library's modules on one side of the rule, sorted by path; the key is the path from its root."""
-    root = Path(sysconfig.get_paths()["stdlib"])
+    root = stdlib_root()
     documents = []
     for path in sorted(root.rglob("*.py")):
         relative = PurePosixPath(path.relative_to(root).as_posix())
@@ -110,6 +113,15 @@ def _docstrings(text: str) -> Iterator[str]:
                 yield docstring
 
 
+def _topics() -> dict[str, str]:
+    """The texts of `help()`'s topics; empty where the distribution leaves them out."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        return {}
+    return dict(topics)
+
+
 @cache
 def prose_documents(held_out: bool) -> tuple[Document, ...]:
     """Docstrings and `help()` topics on one side of the rule, without repeats.
@@ -121,11 +133,8 @@ def prose_documents(held_out: bool) -> tuple[Document, ...]:
         for document in code_documents(held_out)
         for docstring in _docstrings(document.text)
     ]
-    topics: dict[str, str] = {}
-    with suppress(ImportError):  # some distributions leave them out
-        topics |= import_module("pydoc_data.topics").topics
-    keyed = {f"{_TOPICS_FILE}#{name}": inspect.cleandoc(text) for name, text in sorted(topics.items())}
-    documents += [Document("prose", key, text) for key, text in keyed.items() if is_held_out(key) == held_out]
+    topics = {f"{_TOPICS_FILE}#{name}": inspect.cleandoc(text) for name, text in sorted(_topics().items())}
+    documents += [Document("prose", key, text) for key, text in topics.items() if is_held_out(key) == held_out]
     # A text may stand in several modules or under several topics: it must not reach training by another name.
     seen = set() if held_out else {document.text for document in prose_documents(held_out=True)}
     unique = []

@@ -64,7 +64,7 @@ def _mixed(groups: dict[str, list[str]]) -> list[str]:
 @cache
 def _code_prompts() -> tuple[str, ...]:
     """Module text that ends with a function's header and, where it has one, docstring."""
-    documents = code_documents(held_out=True)
+    documents = code_documents(True)
     return tuple(_mixed({document.key: _code_cuts(document.text) for document in documents}))
 
 
@@ -110,7 +110,7 @@ def _context_start(lines: list[str], header: int, stop: int) -> int:
 def _prose_prompts() -> tuple[str, ...]:
     """Beginnings of held-out docstrings and help topics, and of later paragraphs of the long ones."""
     groups: dict[str, list[str]] = {}
-    for document in prose_documents(held_out=True):
+    for document in prose_documents(True):
         groups.setdefault(document.key, []).extend(_prose_cuts(document.text))
     return tuple(_mixed(groups))
 

@@ -322,7 +322,9 @@ def _did(parts: Sequence[Replay | ShardedReplay]) -> bytes:
     return hashlib.blake2b(rows.astype(np.int64).tobytes(), digest_size=16).digest()
 
 
-def _seeded_study(space: Space, ranked: Sequence[Trial], trials: int, seed: int) -> optuna.study.Study:
+def _seeded_study(
+    space: Space, ranked: Sequence[Trial], trials: int, seed: int
+) -> optuna.study.Study:
     """A study that tries first what was fastest so far, the best of each paper's methods before the others; then as many at random
     (Optuna counts what is enqueued among its start-up trials); then what TPE suggests."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,11 +23,26 @@ from spectune.runtime.sampling import Noise, filters, log_distribution, scaled
 from spectune.traces.schema import NAT_SCALE, Sampling, Trajectory, TreePanorama, request_seed
 
 
-class _LanguageModelStates(LanguageModelPasses):
+class States(Protocol):
     """A draft's states over one text and drafted nodes: what its output matrix reads."""
 
     def text_states(self) -> Tensor:
         """After every token of the text, [tokens, d]; zeros where the draft reads nothing."""
+
+    def node_states(
+        self, ids: Tensor, positions: Tensor, numbers: list[int], above: list[list[int]], starts: list[int]
+    ) -> Tensor:
+        """After drafted nodes, [n, d]; arguments as of the passes of :mod:`runtime.recording.trees`."""
+
+    def canonical_before(self, length: int) -> Tensor | None:
+        """After the first ``length`` - 1 tokens of the text, by a canonical pass, [1, d]; None where the draft reads nothing there."""
+
+    def canonical(self, start: int, path: list[int]) -> Tensor:
+        """Float32 logits [vocab] after the first ``start`` output tokens and a drafted ``path``."""
+
+
+class _LanguageModelStates(LanguageModelPasses):
+    def text_states(self) -> Tensor:
         self._reserve(ROWS)
         ids = torch.tensor(self.text, device=self.device)
         return torch.cat([self.model.chain_states(ids[at : at + CHUNK], at) for at in range(0, len(ids), CHUNK)])
@@ -35,18 +50,14 @@ class _LanguageModelStates(LanguageModelPasses):
     def node_states(
         self, ids: Tensor, positions: Tensor, numbers: list[int], above: list[list[int]], starts: list[int]
     ) -> Tensor:
-        """After drafted nodes, [n, d]; arguments as of the passes of :mod:`runtime.recording.trees`."""
         slots, mask = self._place(numbers, above, starts)
         return self.model.scattered_states(ids, positions.clamp_max(self.model.max_positions - 1), slots, mask)
 
     def canonical_before(self, length: int) -> Tensor | None:
-        """After the first ``length`` - 1 tokens of the text, by a canonical pass, [1, d]; None where the draft reads nothing there."""
         return self.model.canonical_state(self.text[: length - 1]) if length > 1 else None
 
 
 class _HeadStates(HeadPasses):
-    """The same of a head, which reads the target's features: its first row is zeros."""
-
     def text_states(self) -> Tensor:
         head, ids = self.head, torch.tensor(self.text, device=self.device)
         self.target.reserve(len(ids))
@@ -74,11 +85,9 @@ class _HeadStates(HeadPasses):
         return self.head.state(self._canonical.output(length - 1, [])) if length > 2 else None
 
 
-States = _LanguageModelStates | _HeadStates
-
-
 def states_over(pair: LoadedPair, draft: str, text: list[int], prompt: int) -> States:
-    """The states of a draft over a text whose first ``prompt`` tokens are its prompt."""
+    """The states of a draft over a text whose first ``prompt`` tokens are its prompt. A head reads the target's features; its first row is
+    zeros."""
     if draft in pair.heads:
         return _HeadStates(pair.target, pair.heads[draft], text, prompt)
     return _LanguageModelStates(pair.drafts[draft], text, prompt)

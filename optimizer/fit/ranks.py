@@ -138,7 +138,9 @@ class RouterOrder:
 
     def __init__(self, pair: LoadedPair, draft: str, name: str, held: Fitted) -> None:
         policy = Policy(draft=draft, shortlist=ClustersShortlist(k0=1, k1=1, k_min=1, artifact=name))
-        shortlists = Shortlists(compile_shortlist(policy, lambda _: held), pair.models[draft], pair.exact)
+        rule = compile_shortlist(policy, lambda _: held)
+        assert rule is not None
+        shortlists = Shortlists(rule, pair.models[draft], pair.exact)
         self.pair, self.shortlists, self.draft = pair, shortlists, draft
         self.model, self.output, self.clusters = shortlists.model, shortlists.output, shortlists.clusters
         self.count = self.clusters.count

@@ -141,7 +141,8 @@ def tabulate(chains: Chains, offsets: Index, first_seen: npt.NDArray[np.int32], 
     _tabulate(
         offsets, agree, chains.logp, chains.entropy, chains.row, chains.end_row,
         chains.branch_logp, chains.branch_entropy, chains.branch_len, first_seen, chains.gamma_max,
-        stop, stop.kind != STOP_NONE or chains.runs_out, out,
+        stop.kind, stop.max_logp_code, stop.max_joint_code, stop.max_entropy_code, stop.keep_last,
+        stop.kind != STOP_NONE or chains.runs_out, out,
     )  # fmt: skip
     return out
 
@@ -186,7 +187,11 @@ def _tabulate(
     branch_len: Bytes,
     first_seen: npt.NDArray[np.int32],
     gamma_max: int,
-    stop: CompiledStop,
+    kind: int,
+    max_logp: int,
+    max_joint: int,
+    max_entropy: int,
+    keep_last: bool,
     can_end: bool,
     out: Words,
 ) -> None:
@@ -213,8 +218,8 @@ def _tabulate(
                         logp_code, entropy_code = int(branch_logp[branch, entry]), int(branch_entropy[branch, entry])
                         entry += 1
                     joint += logp_code
-                    if missing or should_stop(stop, logp_code, joint, entropy_code):
-                        cap, step_cap = (j + 1 if stop.keep_last and not missing else j), j + 1
+                    if missing or should_stop(kind, max_logp, max_joint, max_entropy, logp_code, joint, entropy_code):
+                        cap, step_cap = (j + 1 if keep_last and not missing else j), j + 1
                         break
             out[s] = run | (cap << 8) | (step_cap << 16) | (_cached_from(first_seen, begin, end, s) << 24)
 

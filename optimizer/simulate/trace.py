@@ -189,6 +189,7 @@ def check_ranked(store: TraceStore, info: RecordingInfo, policy: AnyPolicy, find
 
 def _check_ranked(store: TraceStore, info: RecordingInfo, policy: Policy, find: Artifacts) -> None:
     rule = compile_shortlist(policy, find)
+    assert rule is not None
     if rule.routed and ranks_of(store, info.id, policy) is None:
         order = rule.block.artifact
         raise PolicyError(

@@ -56,13 +56,14 @@ class ShortlistRule:
             )
 
 
-def compile_shortlist(policy: Policy, artifacts: Artifacts | None) -> ShortlistRule:
-    """The rule of the shortlist of a policy that has one.
+def compile_shortlist(policy: Policy, artifacts: Artifacts | None) -> ShortlistRule | None:
+    """The rule of a policy's shortlist; None where the draft evaluates its whole head.
 
     Raises PolicyError when the artifact is missing, malformed, of another kind, or was fitted on another draft.
     """
     block = policy.shortlist
-    assert not isinstance(block, FullShortlist)
+    if isinstance(block, FullShortlist):
+        return None
     if isinstance(block, ClustersShortlist):
         from spectune.runtime.policies.router import Routing
 
