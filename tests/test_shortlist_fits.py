@@ -305,17 +305,17 @@ def test_a_planted_rule_is_learned(planted: tuple[Contexts, Clusters, Frequencie
     held = held_out(read.group, 0.2, 5)
     more = {"labels": 4, "hidden": 32, "epochs": 25, "learning_rate": 1e-2, "seed": 5}
     router, scores = train_router(*planted, ks=(1, 2, 3, 20), **more)
-    assert scores.contexts == held.sum()
-    assert (scores.labels, scores.label_tokens) == (2.0, 4)
-    assert scores.recall[0] == pytest.approx(0.5, abs=0.01)
-    assert min(scores.recall[1], scores.first[1]) > 0.99
-    assert scores.recall[3] == scores.frequency_first[3] == 1.0
-    assert scores.mass[1] == pytest.approx(scores.ceiling, abs=0.01)
-    assert scores.frequency[1] < scores.mass[1] - 0.3
-    assert scores.size[3] == 240
-    losses = [point["held_out_loss"] for point in scores.curve]
-    assert [point["epoch"] for point in scores.curve] == list(range(26))
-    assert scores.curve[0]["loss"] is None
+    assert scores["contexts"] == held.sum()
+    assert (scores["labels"], scores["label_tokens"]) == (2.0, 4)
+    assert scores["recall"][0] == pytest.approx(0.5, abs=0.01)
+    assert min(scores["recall"][1], scores["first"][1]) > 0.99
+    assert scores["recall"][3] == scores["frequency_first"][3] == 1.0
+    assert scores["mass"][1] == pytest.approx(scores["ceiling"], abs=0.01)
+    assert scores["frequency"][1] < scores["mass"][1] - 0.3
+    assert scores["size"][3] == 240
+    losses = [point["held_out_loss"] for point in scores["curve"]]
+    assert [point["epoch"] for point in scores["curve"]] == list(range(26))
+    assert scores["curve"][0]["loss"] is None
     assert losses[-1] < 0.1 < 10 < losses[0], "20 clusters at log 2 each, before"
     # the loss of section 4.2, of the stored weights on raw inputs: standardising is folded in
     y = torch.from_numpy(cluster_labels(read.top[held], clusters)).float()
@@ -375,7 +375,7 @@ def test_scores_are_those_of_the_shortlists_themselves() -> None:
             "recall": hits / sum(len(found) for found in labels),
             "oracle": np.mean([sum(m[:k]) for m in masses]),
         }
-        assert {name: getattr(scores, name)[i] for name in expected} == pytest.approx(expected)
-        assert scores.oracle[i] >= scores.mass[i] - 1e-12
-    assert scores.ceiling == pytest.approx(p.sum(1).mean())
-    assert scores.labels == pytest.approx(np.mean([len(found) for found in labels]))
+        assert {name: scores[name][i] for name in expected} == pytest.approx(expected)
+        assert scores["oracle"][i] >= scores["mass"][i] - 1e-12
+    assert scores["ceiling"] == pytest.approx(p.sum(1).mean())
+    assert scores["labels"] == pytest.approx(np.mean([len(found) for found in labels]))

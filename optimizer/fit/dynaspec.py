@@ -10,7 +10,7 @@ those tokens. Using a router is the runtime's: :class:`runtime.policies.router.R
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -68,37 +68,6 @@ class Contexts:
         """Those at some places (a mask or numbers)."""
         inputs = self.inputs[torch.from_numpy(rows)]
         return Contexts(inputs, self.top[rows], self.probabilities[rows], self.group[rows])
-
-
-@dataclass(frozen=True)
-class RouterScores:
-    """What shortlists of the k highest-scored clusters keep, over ``contexts`` contexts. The tuples
-    have one entry for each of ``ks``.
-
-    ``recall``: the share of all label clusters among the top k; ``labels``: label clusters of a
-    context, on average, of the draft's first ``label_tokens`` tokens. ``size``: tokens in the
-    union, on average. ``first``: the share of contexts whose most probable token is kept; ``mass``:
-    the mean probability kept of the tokens given, of at most ``ceiling``, their mean sum;
-    ``oracle``: that of the best k clusters under these probabilities, so that ``oracle - mass`` is
-    the mean routing regret of corollary 5.2. ``frequency_first`` and ``frequency``: ``first`` and
-    ``mass`` of one frequency shortlist of round(size) tokens. ``curve``, by epoch, 0 being before
-    training: the loss (equation of section 4.2, a sum over clusters) on the examples trained on,
-    None at 0, and on those held out.
-    """
-
-    contexts: int
-    label_tokens: int
-    labels: float
-    ks: tuple[int, ...]
-    recall: tuple[float, ...]
-    size: tuple[float, ...]
-    first: tuple[float, ...]
-    mass: tuple[float, ...]
-    oracle: tuple[float, ...]
-    ceiling: float
-    frequency_first: tuple[float, ...]
-    frequency: tuple[float, ...]
-    curve: tuple[dict[str, float | None], ...] = ()
 
 
 @dataclass
@@ -164,7 +133,7 @@ def fit_router(
         "seed": seed,
         "cluster_sizes": partition.sizes.tolist(),
         "cohesion": cohesion(output.weight.float().cpu().numpy(), partition),
-        "scores": asdict(scores),
+        "scores": scores,
     }
     fitted_to = read.top, read.group
     artifact = keep(store, ROUTER, document, arrays, pair_id=pair.id, fitted_to=fitted_to, recording=recording)
@@ -296,13 +265,12 @@ def train_router(
     ks: Sequence[int] | None = None,
     seed: int = 0,
     progress: Progress = silent,
-) -> tuple[Router, RouterScores]:
-    """Trains a router by binary cross-entropy on multi-hot labels (section 4.2), and scores it on
-    texts held out (:func:`score_router`).
+) -> tuple[Router, dict[str, Any]]:
+    """Trains a router by binary cross-entropy on multi-hot labels (section 4.2), and scores it on texts held out (:func:`score_router`).
 
-    The same seed gives the same router on the same machine. Raises TraceError where there are fewer
-    than two texts.
-    """
+    The scores' ``curve``, by epoch, 0 being before training: the loss (equation of section 4.2, a sum over clusters) on the examples
+    trained on, None at 0, and on those held out. The same seed gives the same router on the same machine. Raises TraceError where there
+    are fewer than two texts."""
     try:
         held = held_out(contexts.group, HELD_OUT, seed)
     except ValueError as error:
@@ -323,7 +291,7 @@ def train_router(
     steps: dict[str, Any] = {"epochs": epochs, "batch": BATCH, "learning_rate": learning_rate}
     router = Router(*perceptron.train(start, learning.inputs, y, generator=generator, after=after, **steps))
     scores = score_router(router, apart, clusters, frequencies, labels=labels, ks=ks)
-    return router, replace(scores, curve=tuple(curve))
+    return router, {**scores, "curve": curve}
 
 
 def score_router(
@@ -334,11 +302,16 @@ def score_router(
     *,
     labels: int = LABELS,
     ks: Sequence[int] | None = None,
-) -> RouterScores:
-    """What the router's top k clusters keep of contexts, for each k of ``ks`` (by default 1, 2, 4,
-    ... below M). Mass is counted of the tokens given, so it approaches the distribution's as L'
-    grows."""
-    chosen_ks = tuple(ks or (1 << i for i in range(max(1, (clusters.count - 1).bit_length()))))
+) -> dict[str, Any]:
+    """What the router's top k clusters keep of ``contexts`` contexts, JSON-ready, for each k of ``ks`` (by default 1, 2, 4, ... below M).
+    Mass is counted of the tokens given, so it approaches the distribution's as L' grows.
+
+    ``recall``: the share of all label clusters among the top k; ``labels``: label clusters of a context, on average, of the draft's first
+    ``label_tokens`` tokens. ``size``: tokens in the union, on average. ``first``: the share of contexts whose most probable token is kept;
+    ``mass``: the mean probability kept of the tokens given, of at most ``ceiling``, their mean sum; ``oracle``: that of the best k clusters
+    under these probabilities, so that ``oracle - mass`` is the mean routing regret of corollary 5.2. ``frequency_first`` and ``frequency``:
+    ``first`` and ``mass`` of one frequency shortlist of round(size) tokens."""
+    chosen_ks = list(ks or (1 << i for i in range(max(1, (clusters.count - 1).bit_length()))))
     n, tokens, mass = len(contexts.top), contexts.top, contexts.probabilities
     weights = Weights(router.w1, router.b1, router.w2, router.b2)
     with torch.no_grad():
@@ -358,17 +331,17 @@ def score_router(
     def kept(inside: npt.NDArray[np.bool_]) -> float:
         return float(np.where(inside, mass, 0.0).sum(1).mean())
 
-    return RouterScores(
-        contexts=n,
-        label_tokens=min(labels, tokens.shape[1]),
-        labels=float(wanted.sum(1).mean()),
-        ks=chosen_ks,
-        recall=tuple(float((place[wanted] < k).mean()) for k in chosen_ks),
-        size=tuple(float(sizes[k - 1]) for k in chosen_ks),
-        first=tuple(float((place_of_tokens[:, 0] < k).mean()) for k in chosen_ks),
-        mass=tuple(kept(place_of_tokens < k) for k in chosen_ks),
-        oracle=tuple(float(best[k - 1]) for k in chosen_ks),
-        ceiling=float(mass.sum(1).mean()),
-        frequency_first=tuple(float((ranks[:, 0] < taken[k]).mean()) for k in chosen_ks),
-        frequency=tuple(kept(ranks < taken[k]) for k in chosen_ks),
-    )
+    return {
+        "contexts": n,
+        "label_tokens": min(labels, tokens.shape[1]),
+        "labels": float(wanted.sum(1).mean()),
+        "ks": chosen_ks,
+        "recall": [float((place[wanted] < k).mean()) for k in chosen_ks],
+        "size": [float(sizes[k - 1]) for k in chosen_ks],
+        "first": [float((place_of_tokens[:, 0] < k).mean()) for k in chosen_ks],
+        "mass": [kept(place_of_tokens < k) for k in chosen_ks],
+        "oracle": [float(best[k - 1]) for k in chosen_ks],
+        "ceiling": float(mass.sum(1).mean()),
+        "frequency_first": [float((ranks[:, 0] < taken[k]).mean()) for k in chosen_ks],
+        "frequency": [kept(ranks < taken[k]) for k in chosen_ks],
+    }
