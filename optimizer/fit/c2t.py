@@ -181,9 +181,8 @@ def classifier_examples(
                 )
             done += len(some)
             progress("trees", done, len(starts))
-    columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
-    codes = [column.astype(np.int32) for column in columns[:3]]
-    return Examples(*codes, *columns[3:])
+    joint, entropy, levels, accepted, tree = (np.concatenate(column) for column in zip(*parts, strict=True))
+    return Examples(joint.astype(np.int32), entropy.astype(np.int32), levels.astype(np.int32), accepted, tree)
 
 
 def _grown(
@@ -274,7 +273,7 @@ def fine_tune(
     if fraction == 0:
         curve = [{"epoch": 0, "loss": None, **evaluate(classifier, examples)}]
         metrics = _metrics(curve, examples.take(np.zeros(len(examples), np.bool_)), examples, mask) | {"epochs": 0, **made}
-        return Classifier(*(getattr(classifier, name) for name in WEIGHTS), metrics)
+        return Classifier(classifier.w1, classifier.b1, classifier.w2, classifier.b2, metrics)
     held = held_out(examples.tree, HELD_OUT, seed)
     learning = examples.take(~held)
     trees = np.unique(learning.tree)
