@@ -14,8 +14,8 @@ from lab import CATEGORIES, compare, demo, requests, stored
 
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.execute import DecodeOptions, Encoded, encode, run
-from spectune.optimizer.fit.chooser_fits import ChooserSource, fit_source, keep_chooser
-from spectune.optimizer.fit.on_the_fly import read_prompts
+from spectune.optimizer.fit.chooser_fits import ChooserSource, keep_chooser
+from spectune.optimizer.fit.on_the_fly import fit_chooser, read_prompts
 from spectune.optimizer.parts import split
 from spectune.optimizer.profiles import profile_for
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
@@ -25,6 +25,7 @@ from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import StaticSource
 from spectune.runtime.policies.document import AUTOREGRESSIVE, ChooserPolicy, Policy, parse_policy
 from spectune.runtime.policies.prepare import prepare
+from spectune.runtime.prompts import prompt_reader
 from spectune.runtime.recording.chains import record_panorama
 from spectune.traces.schema import Request, Sampling, Workload
 from spectune.traces.store import TraceStore
@@ -91,7 +92,8 @@ def _measured(store: TraceStore, pair: LoadedPair, encoded: Encoded, passes: int
     texts = trace.trajectories
     profile = profile_for(store, pair, tuple(pair.draft_names), gamma_max=GAMMA, trees=False, trajectories=texts).profile
     source = ChooserSource(trace, read_prompts(pair, texts), {"recording": None, "requests": [t.request_id for t in texts]})
-    guarded = fit_source(store, pair, source, CANDIDATES, profile)
+    how: dict[str, Any] = {"reader": prompt_reader(pair), "artifacts": fitted(store, pair.id)}
+    guarded = fit_chooser(trace, source.prompts, CANDIDATES, profile, guarded=True, **how)
     rules = {"throughput": replace(guarded, chooses=True, reason=""), "guarded": guarded}
     rules["theorem_3"] = replace(rules["throughput"], rule="theorem_3")
     kept = {name: ChooserPolicy.of(keep_chooser(store, pair, source, c, profile).artifact) for name, c in rules.items()}

@@ -24,8 +24,6 @@ _PROSE_CHARS = (140, 480)
 _MIN_BODY_LINES = 4
 # Held out, but much of it stands in a module that is not (_py_abc.py).
 _REPEATED = frozenset({"abc.py"})
-# A later paragraph of it does (in email/quoprimime.py).
-_PARTLY_REPEATED = frozenset({"email/base64mime.py"})
 
 
 class Prompt(TypedDict):
@@ -36,14 +34,11 @@ class Prompt(TypedDict):
     turns: list[str]
 
 
-def demo_workload(per_category: int = PROMPTS_PER_CATEGORY) -> list[Prompt]:
-    """The demo's prompts, the categories in turn (code, prose, math, code, ...), so that any prefix is balanced.
-
-    `per_category` of each, or as many as the smallest category of this installation has. More begins with what fewer hold; beyond a
-    hundred, prose begins at other paragraphs of the same documents.
-    """
-    columns = {"code": _code_prompts(), "prose": _prose_prompts(), "math": _math_prompts(per_category)}
-    count = min(per_category, *(len(texts) for texts in columns.values()))
+def demo_workload() -> list[Prompt]:
+    """The demo's prompts, the categories in turn (code, prose, math, code, ...), so that any prefix is balanced: a hundred of each, or as
+    many as the smallest category of this installation has."""
+    columns = {"code": _code_prompts(), "prose": _prose_prompts(), "math": _math_prompts()}
+    count = min(PROMPTS_PER_CATEGORY, *(len(texts) for texts in columns.values()))
     return [
         Prompt(id=f"{category}-{index:03d}", category=category, turns=[columns[category][index]])
         for index in range(count)
@@ -69,7 +64,7 @@ def _mixed(groups: dict[str, list[str]]) -> list[str]:
 @cache
 def _code_prompts() -> tuple[str, ...]:
     """Module text that ends with a function's header and, where it has one, docstring."""
-    documents = code_documents(held_out=True)
+    documents = code_documents(True)
     return tuple(_mixed({document.key: _code_cuts(document.text) for document in documents}))
 
 
@@ -113,24 +108,19 @@ def _context_start(lines: list[str], header: int, stop: int) -> int:
 
 @cache
 def _prose_prompts() -> tuple[str, ...]:
-    """Beginnings of held-out docstrings and help topics, and of later paragraphs of the long ones: first of those that lie well apart, then
-    of every other."""
-    found: list[str] = []
-    for apart in (_PROSE_CHARS[1] * 3 // 2, 1):
-        groups: dict[str, list[str]] = {}
-        for document in prose_documents(held_out=True):
-            if apart > 1 or document.key not in _PARTLY_REPEATED:
-                groups.setdefault(document.key, []).extend(_prose_cuts(document.text, apart))
-        found += _mixed(groups)
-    return tuple(dict.fromkeys(found))
+    """Beginnings of held-out docstrings and help topics, and of later paragraphs of the long ones."""
+    groups: dict[str, list[str]] = {}
+    for document in prose_documents(True):
+        groups.setdefault(document.key, []).extend(_prose_cuts(document.text))
+    return tuple(_mixed(groups))
 
 
-def _prose_cuts(text: str, apart: int) -> list[str]:
-    """Prompts from the paragraphs of a text that begin `apart` characters from one another at least."""
+def _prose_cuts(text: str) -> list[str]:
+    """Prompts from the paragraphs of a text that lie well apart."""
     shortest, longest = _PROSE_CHARS
     starts = [0]
     for gap in re.finditer(r"\n\n(?=\S)", text):
-        if gap.end() - starts[-1] >= apart:
+        if gap.end() - starts[-1] >= longest * 3 // 2:
             starts.append(gap.end())
     cuts = []
     for start in starts:
@@ -191,12 +181,12 @@ _TEMPLATES = (
 
 
 @cache
-def _math_prompts(count: int) -> tuple[str, ...]:
+def _math_prompts() -> tuple[str, ...]:
     """Word problems in the shape of the training text; our own, with names and numbers drawn from a fixed seed."""
     draw = random.Random(20)
     prompts: dict[str, None] = {}
     for template in itertools.cycle(_TEMPLATES):
-        if len(prompts) == count:
+        if len(prompts) == PROMPTS_PER_CATEGORY:
             break
         x, y = draw.sample(_NAMES, 2)
         b, c, d, e = draw.randint(4, 12), draw.randint(3, 9), draw.randint(2, 8), draw.randint(2, 5)

@@ -194,6 +194,37 @@ def own_text(
     return torch.cat(written)[:rows]
 
 
+def mixed_batch(own: Tensor, windows: Windows, index: int, rows: int, seed: int) -> Tensor:
+    """Batch number `index`, half of it rows of the target's `own` text [n, length], half windows of the corpus: int64 [rows, length]."""
+    generator = torch.Generator().manual_seed(seed * 7919 + index)
+    mine = own[torch.randint(len(own), (rows - rows // 2,), generator=generator)].long()
+    return torch.cat([mine, windows.batch(index, rows // 2, own.shape[1])])
+
+
+def adamw(model: torch.nn.Module, learning_rate: float, weight_decay: float) -> torch.optim.AdamW:
+    """AdamW that decays matrices alone."""
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), fused=True)
+
+
+def update(model: torch.nn.Module, optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """One step by clipped gradients."""
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def progress_bar(console: Console) -> Progress:
+    """A bar with counts and the time left; none where nobody looks."""
+    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, disable=not console.is_terminal)
+
+
 def stable_then_decay(step: int, steps: int, warmup: int, decay: int) -> float:
     """The warmup-stable-decay schedule's factor: linear up, flat, then 1 - sqrt down to nothing."""
     if step < warmup:
@@ -220,18 +251,10 @@ class Trainer:
         console.print(f"{len(training)} documents, {len(self.windows.stream) / 1e6:.2f} M tokens in an epoch")
         torch.manual_seed(args.seed)
         self.models = {name: build_model(shape).to(self.device) for name, shape in SHAPES.items()}
-        self.optimizers = {name: self._optimizer(name) for name in SHAPES}
+        self.optimizers = {name: adamw(model, SHAPES[name].learning_rate, 0.1) for name, model in self.models.items()}
         self.step = 0
         self.history: list[dict[str, float]] = []
         self._resume()
-
-    def _optimizer(self, name: str) -> torch.optim.Optimizer:
-        parameters = list(self.models[name].parameters())
-        groups = [
-            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.1},
-            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        return torch.optim.AdamW(groups, lr=SHAPES[name].learning_rate, betas=(0.9, 0.95), fused=True)
 
     def _resume(self) -> None:
         path = self.work / "checkpoint.pt"
@@ -261,12 +284,7 @@ class Trainer:
         return logits.flatten(0, 1)
 
     def _update(self, name: str, factor: float) -> None:
-        torch.nn.utils.clip_grad_norm_(self.models[name].parameters(), 1.0)
-        optimizer = self.optimizers[name]
-        for group in optimizer.param_groups:
-            group["lr"] = SHAPES[name].learning_rate * factor
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        update(self.models[name], self.optimizers[name], SHAPES[name].learning_rate * factor)
 
     def _distill(self, ids: Tensor, teacher: Tensor, step: int) -> dict[str, float]:
         """One step of both drafts toward the teacher's law; returns their agreement in top-1."""
@@ -301,11 +319,8 @@ class Trainer:
     def _distill_step(self, own: Tensor) -> dict[str, float]:
         """One step of the second stage: half a batch of the target's own text, half a batch of corpus."""
         args = self.args
-        index, length = self.step - args.steps, own.shape[1]
-        rows = max(2, args.batch_tokens // length)
-        generator = torch.Generator().manual_seed(args.seed * 7919 + index)
-        mine = own[torch.randint(len(own), (rows - rows // 2,), generator=generator)].long()
-        ids = torch.cat([mine, self.windows.batch(index, rows // 2, length)]).to(self.device)
+        rows = max(2, args.batch_tokens // own.shape[1])
+        ids = mixed_batch(own, self.windows, self.step - args.steps, rows, args.seed).to(self.device)
         with torch.no_grad():
             teacher = self._logits("target", ids)
         return self._distill(ids, teacher, self.step - args.drafts_from)
@@ -332,7 +347,7 @@ class Trainer:
                 total[name] += F.cross_entropy(logits.float(), window[:, 1:].flatten()).item() / batches
         return total
 
-    def publish(self, is_final: bool) -> None:
+    def publish(self) -> None:
         """Writes the pair, in fp16, as transformers checkpoints, with `pair.json` and the training's record."""
         out: Path = self.args.out
         for name, model in self.models.items():
@@ -347,7 +362,6 @@ class Trainer:
         (out / "pair.json").write_text(json.dumps(pair, indent=2) + "\n")
         skipped = {"gsm8k", "out", "work", "device", "threads"}
         record = {
-            "is_final": is_final,
             "step": self.step,
             "settings": {key: value for key, value in vars(self.args).items() if key not in skipped},
             "epoch_tokens": len(self.windows.stream),
@@ -362,10 +376,9 @@ class Trainer:
         """Both stages, from wherever the last checkpoint stands, to the published pair."""
         args = self.args
         total = args.steps + args.distill_steps
-        columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
         own: Tensor | None = None
         begun, since = time.perf_counter(), self.step
-        with Progress(*columns, console=self.console, disable=not self.console.is_terminal) as progress:
+        with progress_bar(self.console) as progress:
             task = progress.add_task("training", total=total, completed=self.step)
             while self.step < total:
                 if self.step < args.steps:
@@ -383,14 +396,12 @@ class Trainer:
                     self.history.append({"step": float(self.step), **measured})
                 if self.step % args.save_every == 0:
                     self.save()
-                if self.step == args.provisional_at:
-                    self.publish(is_final=False)
         self.save()
-        self.publish(is_final=True)
+        self.publish()
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
+def main() -> None:
+    """Parses the command line and trains."""
     parser = argparse.ArgumentParser(
         prog="python -m demo.train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -411,13 +422,7 @@ def parser() -> argparse.ArgumentParser:
     add("--seq-len", type=int, default=256)
     add("--log-every", type=int, default=20)
     add("--save-every", type=int, default=200)
-    add("--provisional-at", type=int, default=-1, help="step at which the pair as it stands is published")
-    return parser
-
-
-def main() -> None:
-    """Parses the command line and trains."""
-    args = parser().parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(args.threads)
     Trainer(args, Console(soft_wrap=True)).run()
 

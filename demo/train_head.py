@@ -26,16 +26,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from spectune.demo.card import posterior_gumbel
 from spectune.demo.corpus import corpus
 from spectune.demo.prompts import CATEGORIES, demo_workload
-from spectune.demo.train import Windows, own_text, stable_then_decay
+from spectune.demo.train import Windows, adamw, mixed_batch, own_text, progress_bar, stable_then_decay, update
 
 TAPS = 3
 """Hidden states of the target that the head reads."""
@@ -122,14 +120,13 @@ class Layer(nn.Module):
 
 
 class Head(nn.Module):
-    """An EAGLE-3 head whose state is named as published checkpoints name it; without ``lm_head`` the target's is used."""
+    """An EAGLE-3 head whose state is named as published checkpoints name it; the output matrix is the target's."""
 
-    def __init__(self, config: LlamaConfig, own_lm_head: bool) -> None:
+    def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.fc = nn.Linear(TAPS * config.hidden_size, config.hidden_size, bias=False)
         self.midlayer = Layer(config)
         self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False) if own_lm_head else None
 
 
 class Unroller:
@@ -141,7 +138,6 @@ class Unroller:
         # EAGLE-3's rule where a configuration says nothing: what a low, a middle and a high layer read.
         self.taps = (2, layers // 2, layers - 3)
         self.rotary = LlamaRotaryEmbedding(target.config)
-        self.lm_head = target.get_output_embeddings() if head.lm_head is None else head.lm_head
 
     @torch.no_grad()
     def teacher(self, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -163,13 +159,13 @@ class Unroller:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The head's logits, float32."""
-        out: Tensor = self.lm_head(self.head.norm(hidden)).float()
+        out: Tensor = self.target.get_output_embeddings()(self.head.norm(hidden)).float()
         return out
 
 
 @torch.no_grad()
 def begin_as_target(head: Head, target: LlamaForCausalLM) -> None:
-    """Starts the head from the target's last layer, norm and output matrix; the embedding's half of the attention from little."""
+    """Starts the head from the target's last layer and norm; the embedding's half of the attention from little."""
     hidden, last, layer = target.config.hidden_size, target.model.layers[-1], head.midlayer
     head.fc.weight.mul_(0.1)
     head.fc.weight[:, -hidden:] += torch.eye(hidden)
@@ -182,8 +178,6 @@ def begin_as_target(head: Head, target: LlamaForCausalLM) -> None:
     layer.hidden_norm.weight.copy_(last.input_layernorm.weight)
     layer.post_attention_layernorm.weight.copy_(last.post_attention_layernorm.weight)
     head.norm.weight.copy_(target.model.norm.weight)
-    if head.lm_head is not None:
-        head.lm_head.weight.copy_(target.get_output_embeddings().weight)
 
 
 def train(args: argparse.Namespace, console: Console) -> tuple[Head, dict[str, Any]]:
@@ -197,25 +191,17 @@ def train(args: argparse.Namespace, console: Console) -> tuple[Head, dict[str, A
         torch.save(own_text(target, windows, args.own_rows, args.length, args.seed, args.own_chunk, console), text)
     own: Tensor = torch.load(text, weights_only=True)
     torch.manual_seed(args.seed)
-    head = Head(target.config, args.own_lm_head)
+    head = Head(target.config)
     begin_as_target(head, target)
     unroller = Unroller(target, head)
-    parameters = list(head.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.05},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, betas=(0.9, 0.95), fused=True)
+    optimizer = adamw(head, args.learning_rate, 0.05)
     history: list[dict[str, Any]] = []
     weights = [DECAY**j for j in range(args.unroll)]
-    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
     began = time.perf_counter()
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+    with progress_bar(console) as progress:
         task = progress.add_task("training", total=args.steps)
         for index in range(args.steps):
-            generator = torch.Generator().manual_seed(args.seed * 7919 + index)
-            mine = own[torch.randint(len(own), (args.rows - args.rows // 2,), generator=generator)].long()
-            ids = torch.cat([mine, windows.batch(index, args.rows // 2, args.length)])
+            ids = mixed_batch(own, windows, index, args.rows, args.seed)
             losses, hits = [], []
             with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
                 teacher, features = unroller.teacher(ids)
@@ -228,24 +214,19 @@ def train(args: argparse.Namespace, console: Console) -> tuple[Head, dict[str, A
             loss = sum(w * x for w, x in zip(weights, losses, strict=True)) / sum(weights)
             assert isinstance(loss, Tensor)
             torch.autograd.backward(loss)
-            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-            for group in optimizer.param_groups:
-                group["lr"] = args.learning_rate * stable_then_decay(index, args.steps, 30, args.steps * 2 // 5)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            update(head, optimizer, args.learning_rate * stable_then_decay(index, args.steps, 30, args.steps * 2 // 5))
             progress.update(task, completed=index + 1)
             if (index + 1) % args.log_every == 0:
                 history.append({"step": index + 1, "loss": round(loss.item(), 4), "top1": [round(h, 4) for h in hits]})
                 pace = (time.perf_counter() - began) / (index + 1)
                 console.print(f"step {index + 1}/{args.steps} loss {loss.item():.3f} top-1 {hits} {pace:.2f} s/step")
             if (index + 1) % args.save_every == 0:
-                publish(head, args, {"is_final": False, "step": index + 1})
+                publish(head, args, {"step": index + 1})
     skipped = {"gsm8k", "out", "work", "target", "threads", "measure", "prompts"}
     return head, {
-        "is_final": True,
         "step": args.steps,
         "settings": {key: value for key, value in vars(args).items() if key not in skipped},
-        "parameters": sum(p.numel() for p in parameters),
+        "parameters": sum(p.numel() for p in head.parameters()),
         "history": history,
     }
 
@@ -276,6 +257,20 @@ def publish(head: Head, args: argparse.Namespace, record: dict[str, Any]) -> Non
     (out / "training.json").write_text(json.dumps(record, indent=2) + "\n")
 
 
+def posterior_gumbel(log_distribution: Tensor, choice: Tensor, generator: torch.Generator) -> Tensor:
+    """Gumbel noise [n, vocab] under which `choice` [n] is the argmax of `log_distribution` [n, vocab] + noise.
+
+    Drawn from the noise's law given that choice, so text sampled by any means can be replayed as if it had been
+    sampled with the noise (Maddison, Tarlow and Minka 2014, top-down construction).
+    """
+    uniform = torch.rand(log_distribution.shape, generator=generator).clamp_min(1e-12)
+    free = log_distribution - (-uniform.log()).log()
+    top = -(-torch.rand(len(choice), 1, generator=generator).clamp_min(1e-12).log()).log()
+    # Every other value is a Gumbel truncated below the top, whose law does not depend on where it was reached.
+    below = -torch.logaddexp(-top, -free)
+    return below.scatter(1, choice[:, None], top) - log_distribution
+
+
 @torch.no_grad()
 def measure(
     pair: Path, folder: Path, per_category: int, max_new_tokens: int = 128, seed: int = 0
@@ -290,9 +285,8 @@ def measure(
     load = LlamaForCausalLM.from_pretrained
     target = load(pair / spec["target"], dtype=torch.float32).eval()
     others = {name: load(pair / path, dtype=torch.float32).eval() for name, path in spec["drafts"].items() if name != folder.name}
-    tensors = load_file(folder / "model.safetensors")
-    head = Head(target.config, "lm_head.weight" in tensors)
-    head.load_state_dict(tensors)
+    head = Head(target.config)
+    head.load_state_dict(load_file(folder / "model.safetensors"))
     unroller = Unroller(target, head)
     torch.manual_seed(seed)
     noise = torch.Generator().manual_seed(seed)
@@ -336,8 +330,8 @@ def _chains(hits: list[Tensor]) -> Tensor:
     return torch.stack([hit[j : j + max(0, starts)] for j, hit in enumerate(hits)], 1).long().cumprod(1)
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
+def main() -> None:
+    """Parses the command line, trains, measures."""
     here = Path(__file__).parent / "pair"
     parser = argparse.ArgumentParser(
         prog="python -m demo.train_head", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -356,18 +350,12 @@ def parser() -> argparse.ArgumentParser:
     add("--own-rows", type=int, default=768, help="texts that the target writes")
     add("--own-chunk", type=int, default=96, help="texts it writes at once")
     add("--learning-rate", type=float, default=2e-3)
-    add("--own-lm-head", action="store_true", help="train an output matrix of its own")
     add("--bf16", action=argparse.BooleanOptionalAction, default=True, help="bf16 autocast")
     add("--log-every", type=int, default=10)
     add("--save-every", type=int, default=100)
     add("--prompts", type=int, default=20, help="prompts a category that the head is measured on")
     add("--measure", action="store_true", help="only measure the head at --out")
-    return parser
-
-
-def main() -> None:
-    """Parses the command line, trains, measures."""
-    args = parser().parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(args.threads)
     console = Console(soft_wrap=True)
     if args.measure:

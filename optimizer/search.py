@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import optuna
 
-from spectune.optimizer.simulate.replay import replay, run_replay
+from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace
 from spectune.optimizer.spaces import (
     ALL_KINDS,
@@ -29,10 +29,8 @@ from spectune.optimizer.spaces import (
     WINDOW_ORDER,
     Kinds,
     ShortlistLimit,
-    ShortlistSpace,
     Space,
     TreeLimit,
-    TreeSpace,
     enumerated,
     enumerated_trees,
     with_shortlist,
@@ -40,7 +38,7 @@ from spectune.optimizer.spaces import (
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import AnyPolicy, ChooserPolicy, Policy
 from spectune.traces.errors import PolicyError, TraceError
-from spectune.traces.schema import Counts, LatencyProfile, Outcome
+from spectune.traces.schema import Counts, LatencyProfile
 
 if TYPE_CHECKING:
     from spectune.optimizer.simulate.distributed import ShardedReplay, Shards
@@ -262,9 +260,8 @@ def search(
     for i, policy in enumerate(more):
         judge.value(policy, "enumerated")
         progress(len(todo) + i + 1, total, judge.best)
-    plain = Space(tuple(drafts), gamma_max, kinds) if not trees else TreeSpace(tuple(drafts), gamma_max, kinds, dict(trees))
-    space: Space | ShortlistSpace = ShortlistSpace(plain, possible) if possible else plain
-    study = _seeded_study(space, judge.ranked(), kinds, trials, seed)
+    space = Space(tuple(drafts), gamma_max, kinds, trees or {}, possible)
+    study = _seeded_study(space, judge.ranked(), trials, seed)
     for i in range(trials):
         asked = study.ask()
         policy = space.suggest(asked)
@@ -326,7 +323,7 @@ def _did(parts: Sequence[Replay | ShardedReplay]) -> bytes:
 
 
 def _seeded_study(
-    space: Space | ShortlistSpace, ranked: Sequence[Trial], kinds: Kinds, trials: int, seed: int
+    space: Space, ranked: Sequence[Trial], trials: int, seed: int
 ) -> optuna.study.Study:
     """A study that tries first what was fastest so far, the best of each paper's methods before the others; then as many at random
     (Optuna counts what is enqueued among its start-up trials); then what TPE suggests."""
@@ -335,7 +332,7 @@ def _seeded_study(
     few = max(10, trials // 10)
     first = {_method(t.policy): t for t in reversed(ranked)}
     for trial in dict.fromkeys([*sorted(first.values(), key=lambda t: -t.value), *ranked]):
-        params = space.params(trial.policy) if kinds.hold(trial.policy) else None
+        params = space.params(trial.policy) if space.kinds.hold(trial.policy) else None
         if params is not None:
             study.enqueue_trial(params, skip_if_exists=True)
         if len(study.trials) >= few:
@@ -416,7 +413,3 @@ def _drafting(policy: Policy) -> tuple[str, ...]:
     _, *drafting = _method(policy)
     return policy.draft, *drafting
 
-
-def outcomes(trace: ReplayTrace, profile: LatencyProfile, policies: Iterable[Policy]) -> dict[str, Outcome]:
-    """Replays policies on a trace, by policy id."""
-    return {p.id: replay(trace, p, profile) for p in policies}

@@ -13,11 +13,8 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from spectune.runtime.policies.document import (
     AUTOREGRESSIVE,
     DEFAULT_TOP_N,
-    ChainGrowth,
     ClassifierGrowth,
-    FullShortlist,
     Policy,
-    Select,
     StaticGrowth,
     TopKGrowth,
     parse_plain_policy,
@@ -58,6 +55,7 @@ class Kinds:
 
 ALL_KINDS = Kinds()
 
+
 def enumerated(drafts: Sequence[str], gamma_max: int) -> list[Policy]:
     """The small families, whole: every fixed window, state machine and transformers' schedule of every draft."""
     policies = [AUTOREGRESSIVE]
@@ -82,40 +80,42 @@ RISE = 3 / 7
 """What the second of HeteroSpec's fractions has of the way from the first to 1 (the paper's 0.3, 0.6, 1.0)."""
 BETAS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85)
 """C2T's thresholds that are tried."""
-
-
 SCORES = ("auto", *(f"coupled {s:g}" for s in SHARPNESSES))
 """Scores of top-k growth that are tried with every draft: those that every recording covers."""
 CALIBRATED = "calibrated"
 """The score with the sharpness that was calibrated on the draft's recorded trees, as a parameter."""
 
 
-def _score(name: str) -> dict[str, Any]:
-    kind, _, sharpness = name.partition(" ")
-    return {"score": kind, **({"sharpness": float(sharpness)} if sharpness else {})}
-
-
 @dataclass(frozen=True)
 class TreeLimit:
-    """Trees that may be tried with one draft: what was recorded of it (``width``, ``depth``), and what was fitted on that:
-    ids of ``bins`` and
-    ``classifier`` (with the ``grown`` width and cap it was covered at), ``static`` trees as rank paths, and the ``sharpness`` of its
-    score, None where those of :data:`SCORES` do as well."""
+    """Trees that may be tried with one draft: what was recorded of it (``width``, ``depth``), and what was fitted on that: ids of
+    ``bins`` and ``classifier`` (with the ``grown`` width and cap it was covered at), ``static`` trees as rank paths, and the
+    ``sharpness`` of its score, None where those of :data:`SCORES` do as well."""
 
     width: int
     depth: int
     bins: str | None = None
-    fitted_depth: int = 0
     classifier: str | None = None
     grown: int = 8
     static: tuple[tuple[tuple[int, ...], ...], ...] = ()
     sharpness: float | None = None
 
+    @property
+    def scores(self) -> tuple[str, ...]:
+        """Names of the scores that are worth trying."""
+        return SCORES if self.sharpness is None else (CALIBRATED, *SCORES)
+
     def score(self, name: str) -> dict[str, Any]:
         """What a growth's document says for one of :data:`SCORES` or :data:`CALIBRATED`."""
-        if name == CALIBRATED:
-            return {"score": "coupled"} | ({} if self.sharpness is None else {"sharpness": self.sharpness})
-        return _score(name)
+        kind, _, said = name.partition(" ")
+        sharpness = self.sharpness if name == CALIBRATED else float(said) if said else None
+        found: dict[str, Any] = {"score": "coupled" if name == CALIBRATED else kind}
+        return found if sharpness is None else {**found, "sharpness": sharpness}
+
+    def can_grow(self, growth: str) -> bool:
+        """Whether there are trees of a kind of growth."""
+        fitted = {"static": bool(self.static), "classifier": self.classifier is not None}
+        return growth != "chain" and fitted.get(growth, True)
 
     def grower(self, beta: float, *, chain: bool = False) -> dict[str, Any]:
         """The document of C2T's growth at a threshold; ``chain``: its chain mode, an early exit."""
@@ -135,12 +135,11 @@ def _tree_families(draft: str, limit: TreeLimit) -> tuple[Policy, ...]:
     policies: list[Policy] = []
 
     def add(growth: dict[str, Any], window: dict[str, Any], **blocks: Any) -> None:
-        policies.append(parse_plain_policy({"draft": draft, "growth": growth, "window": window, **blocks}, where="search space"))
+        policies.append(_parsed({"draft": draft, "growth": growth, "window": window, **blocks}))
 
     sizes = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, DEFAULT_TOP_N)
     for width in (w for w in (2, 3, 4, 6, 8, 10, 16) if w <= limit.width):
-        names = SCORES if limit.sharpness is None else (CALIBRATED, *SCORES)
-        scores: list[dict[str, Any]] = [{"kind": "top_k", "width": width, **limit.score(name)} for name in names]
+        scores: list[dict[str, Any]] = [{"kind": "top_k", "width": width, **limit.score(name)} for name in limit.scores]
         papers, sharpest = scores[-len(SCORES)], scores[-1]
         for depth in range(1, limit.depth + 1):
             fixed = {"kind": "fixed", "gamma": depth}
@@ -221,6 +220,11 @@ class ShortlistLimit:
         name = "size" if kind == "frequency" else "k_max"
         return {"kind": kind, name: min(chosen[name], max(1, self.rows // 2)), "artifact": self.frequencies}
 
+    def holds(self, policy: Policy) -> bool:
+        """Whether a policy's shortlist is one of these."""
+        artifact = getattr(policy.shortlist, "artifact", "")
+        return policy.shortlist.kind in self.kinds and artifact in (self.frequencies, self.router)
+
     def judged(self, policy: Policy) -> list[tuple[frozenset[str], Policy]]:
         """For each fold its requests, and a policy with a shortlist of these fits as it would be without them; [] for other policies."""
         name = getattr(policy.shortlist, "artifact", None)
@@ -242,7 +246,7 @@ class ShortlistLimit:
 
 def with_shortlist(policy: Policy, block: dict[str, Any]) -> Policy:
     """A policy with the shortlist of a document."""
-    return parse_plain_policy({**policy.spelled_out(), "shortlist": block}, where="search space")
+    return _parsed({**policy.spelled_out(), "shortlist": block})
 
 
 def transformers_heuristic(draft: str, gamma_max: int) -> Policy:
@@ -257,22 +261,29 @@ def transformers_heuristic(draft: str, gamma_max: int) -> Policy:
 
 @dataclass(frozen=True)
 class Space:
-    """The joint space of draft x window x stop, as Optuna parameters."""
+    """The joint space of draft x window x stop as Optuna parameters; with ``trees`` also of growth x selection x bins, with ``shortlists``
+    of what the draft evaluates of its output head."""
 
     drafts: tuple[str, ...]
     gamma_max: int
-    kinds: Kinds = Kinds()
+    kinds: Kinds = ALL_KINDS
+    trees: Mapping[str, TreeLimit] = field(default_factory=dict)
+    shortlists: Mapping[str, ShortlistLimit] = field(default_factory=dict)
 
-    def distributions(self, window: str, stop: str) -> dict[str, BaseDistribution]:
-        """The parameters that exist for one combination of window and stop."""
-        gamma = IntDistribution(1, self.gamma_max)
-        first = IntDistribution(1, min(8, self.gamma_max))
+    def distributions(self, chosen: Mapping[str, Any]) -> dict[str, BaseDistribution]:
+        """The parameters that exist beside those ``chosen``: at first the kinds of blocks, then what these have, then what a shortlist
+        has."""
         found: dict[str, BaseDistribution] = {
             "draft": CategoricalDistribution(self.drafts),
             "window": CategoricalDistribution(self.kinds.windows),
             "stop": CategoricalDistribution(self.kinds.stops),
-            "gamma": gamma,
         }
+        if self.trees:
+            found["growth"] = CategoricalDistribution(self.kinds.growths)
+        if not chosen:
+            return found
+        window, stop = chosen["window"], chosen["stop"]
+        found["gamma"] = IntDistribution(1, self.gamma_max)
         if window == "analytic":
             found["history"] = IntDistribution(2, 64, log=True)
             found["acc_max"] = FloatDistribution(0.8, 0.995)
@@ -280,7 +291,7 @@ class Space:
         if window in ("analytic", "fsm", "cache_fsm"):
             found["gamma_min"] = IntDistribution(0, 2)
         if window in ("analytic", "fsm", "cache_fsm", "heuristic"):
-            found["gamma_initial"] = first
+            found["gamma_initial"] = IntDistribution(1, min(8, self.gamma_max))
         if window == "heuristic":
             found["transient"] = CategoricalDistribution((False, True))
         if window == "q_learning":
@@ -295,53 +306,87 @@ class Space:
             found["joint_prob"] = FloatDistribution(0.005, 0.9, log=True)
         if stop == "entropy":
             found["entropy"] = FloatDistribution(0.05, 0.9)
+        if self.trees:
+            found |= self._of_growth(chosen["growth"])
+        if chosen["draft"] in self.shortlists:
+            found |= self._of_shortlist(chosen.get("shortlist", "full"))
+        return found
+
+    def _of_growth(self, growth: str) -> dict[str, BaseDistribution]:
+        found: dict[str, BaseDistribution] = {}
+        if growth in ("top_k", "classifier"):
+            found["top_n"] = IntDistribution(2, KEEPS_ALL, log=True)
+            found["alpha"] = IntDistribution(0, 4 if self.kinds.bins else 0)
+            found["low_bins"] = IntDistribution(1, 3)
+            found["fraction"] = FloatDistribution(0.2, 0.8)
+            found["rise"] = FloatDistribution(0.0, 1.0)
+        if growth == "top_k":
+            found["width"] = IntDistribution(2, max(2, *(limit.width for limit in self.trees.values())))
+            found["score"] = CategoricalDistribution((*SCORES, CALIBRATED))
+        if growth == "classifier":
+            found["beta"] = CategoricalDistribution(BETAS)
+            found["early_exit"] = CategoricalDistribution((False, True))
+        if growth == "static":
+            found["tree"] = IntDistribution(0, max(1, *(len(limit.static) for limit in self.trees.values())) - 1)
+        return found
+
+    def _of_shortlist(self, kind: str) -> dict[str, BaseDistribution]:
+        limits = self.shortlists.values()
+        there = {"full", *(kind for limit in limits for kind in limit.kinds)} & set(self.kinds.shortlists)
+        found: dict[str, BaseDistribution] = {"shortlist": CategoricalDistribution(tuple(k for k in SHORTLIST_ORDER if k in there))}
+        rows = max(limit.rows for limit in limits)
+        if kind in ("frequency", "position_frequency"):
+            found["size" if kind == "frequency" else "k_max"] = IntDistribution(max(1, rows // 64), max(1, rows // 2), log=True)
+        if kind == "clusters":
+            most = max(limit.clusters for limit in limits)
+            found |= {name: IntDistribution(1, max(1, most // 2), log=True) for name in ("k0", "k1", "k_min")}
         return found
 
     def suggest(self, trial: optuna.trial.Trial) -> Policy:
         """One policy of the space."""
-
-        kinds = self.distributions("", "")
-        chosen = {name: _ask(trial, name, kinds[name]) for name in ("draft", "window", "stop")}
-        for name, distribution in self.distributions(chosen["window"], chosen["stop"]).items():
-            if name not in chosen:
-                chosen[name] = _ask(trial, name, distribution)
+        chosen: dict[str, Any] = {}
+        while asked := [(name, one) for name, one in self.distributions(chosen).items() if name not in chosen]:
+            chosen |= {name: _ask(trial, name, one) for name, one in asked}
         return self.policy(chosen)
 
-    def policy(self, chosen: dict[str, Any]) -> Policy:
+    def policy(self, chosen: Mapping[str, Any]) -> Policy:
         """The policy of a set of parameters."""
-        kind = chosen["window"]
-        if kind == "fixed":
-            window: dict[str, Any] = {"kind": kind, "gamma": chosen["gamma"]}
-        else:
-            window = {"kind": kind, "gamma_max": chosen["gamma"]}
-            for name in (
-                "history", "acc_max", "estimator", "gamma_min", "gamma_initial", "transient",
-                "learning_rate", "discount", "epsilon", "memory", "reward",
-            ):  # fmt: skip
-                if name in chosen:
-                    window[name] = chosen[name]
-            if "gamma_min" in window:
-                window["gamma_min"] = min(window["gamma_min"], chosen["gamma"])
-            if "gamma_initial" in window:
-                window["gamma_initial"] = min(max(window["gamma_initial"], window.get("gamma_min", 0)), chosen["gamma"])
-            for name in ("acc_max", "learning_rate", "discount", "epsilon"):
-                if name in window:
-                    window[name] = round(window[name], 4)
+        limit = self.trees.get(chosen["draft"])
+        if limit is not None and not limit.can_grow(chosen["growth"]):
+            limit = None
+        gamma = chosen["gamma"] if limit is None else min(chosen["gamma"], limit.depth)
         stop: dict[str, Any] = {"kind": chosen["stop"]}
         if chosen["stop"] != "none":
             stop["threshold"] = round(chosen[chosen["stop"]], 4)
-        return _policy(chosen["draft"], window, stop)
+        document: dict[str, Any] = {"draft": chosen["draft"], "window": _window(chosen, gamma), "stop": stop}
+        if limit is not None:
+            document |= _tree(chosen, limit, gamma)
+        if "shortlist" in chosen:
+            block = self.shortlists[chosen["draft"]].block(chosen)
+            document |= {} if block is None else {"shortlist": block}
+        return _parsed(document)
 
     def params(self, policy: Policy) -> dict[str, Any] | None:
-        """The parameters of a policy, to seed a study; None for one outside the space."""
-        window, stop = policy.window, policy.stop
+        """The parameters of a policy, to seed a study; None for one outside the space. Without trees, or shortlists, what a policy has of
+        these is ignored."""
+        window, stop, shortlist = policy.window, policy.stop, policy.shortlist
         if not policy.speculates or policy.draft not in self.drafts or policy.gamma_max > self.gamma_max:
             return None
         found: dict[str, Any] = {"draft": policy.draft, "window": window.kind, "stop": stop.kind, "gamma": policy.gamma_max}
-        for name, distribution in Space.distributions(self, window.kind, stop.kind).items():
+        if self.trees:
+            grown = self._tree_params(policy)
+            if grown is None:
+                return None
+            found |= grown
+        limit = self.shortlists.get(policy.draft)
+        if self.shortlists and policy.shortlisted and (limit is None or not limit.holds(policy)):
+            return None
+        if limit is not None:
+            found["shortlist"] = shortlist.kind
+        for name, distribution in self.distributions(found).items():
             if name in found:
                 continue
-            value = getattr(stop, "threshold", None) if name == stop.kind else getattr(window, name, None)
+            value = getattr(stop, "threshold", None) if name == stop.kind else getattr(window, name, getattr(shortlist, name, None))
             if name == "gamma_initial" and value is None:
                 value = getattr(window, "first", 1)
             if isinstance(distribution, (IntDistribution, FloatDistribution)):
@@ -351,85 +396,13 @@ class Space:
             found[name] = value
         return found
 
-
-@dataclass(frozen=True)
-class TreeSpace(Space):
-    """The joint space with growth, selection and bins: draft x window x growth x stop x stratify x select."""
-
-    trees: Mapping[str, TreeLimit] = field(default_factory=dict)
-
-    def distributions(self, window: str, stop: str, growth: str = "chain") -> dict[str, BaseDistribution]:
-        found = super().distributions(window, stop)
-        found["growth"] = CategoricalDistribution(self.kinds.growths)
-        widest = max(limit.width for limit in self.trees.values())
-        if growth in ("top_k", "classifier"):
-            found["top_n"] = IntDistribution(2, KEEPS_ALL, log=True)
-            found["alpha"] = IntDistribution(0, 4 if self.kinds.bins else 0)
-            found["low_bins"] = IntDistribution(1, 3)
-            found["fraction"] = FloatDistribution(0.2, 0.8)
-            found["rise"] = FloatDistribution(0.0, 1.0)
-        if growth == "top_k":
-            found["width"] = IntDistribution(2, max(2, widest))
-            found["score"] = CategoricalDistribution((*SCORES, CALIBRATED))
-        if growth == "classifier":
-            found["beta"] = CategoricalDistribution(BETAS)
-            found["early_exit"] = CategoricalDistribution((False, True))
-        if growth == "static":
-            found["tree"] = IntDistribution(0, max(0, max(len(limit.static) for limit in self.trees.values()) - 1))
-        return found
-
-    def suggest(self, trial: optuna.trial.Trial) -> Policy:
-        kinds = self.distributions("", "")
-        chosen = {name: _ask(trial, name, kinds[name]) for name in ("draft", "window", "stop", "growth")}
-        for name, distribution in self.distributions(chosen["window"], chosen["stop"], chosen["growth"]).items():
-            if name not in chosen:
-                chosen[name] = _ask(trial, name, distribution)
-        return self.policy(chosen)
-
-    def policy(self, chosen: dict[str, Any]) -> Policy:
-        limit = self.trees.get(chosen["draft"])
-        growth = chosen.get("growth", "chain")
-        if (
-            limit is None
-            or growth == "chain"
-            or (growth == "classifier" and limit.classifier is None)
-            or (growth == "static" and not limit.static)
-        ):
-            return super().policy(chosen)
-        depth = min(chosen["gamma"], limit.depth)
-        document = dict(super().policy({**chosen, "gamma": depth}).spelled_out())
-        if growth == "static":
-            document["growth"] = {"kind": "static", "paths": limit.static[min(chosen["tree"], len(limit.static) - 1)]}
-            return parse_plain_policy({k: document[k] for k in ("draft", "window", "stop", "growth")}, where="search space")
-        if growth == "top_k":
-            document["growth"] = {"kind": "top_k", "width": min(chosen["width"], limit.width), **limit.score(chosen["score"])}
-        else:
-            document["growth"] = limit.grower(chosen["beta"], chain=chosen["early_exit"])
-            if chosen["early_exit"] or chosen["top_n"] == KEEPS_ALL:
-                return parse_plain_policy({k: document[k] for k in ("draft", "window", "stop", "growth")}, where="search space")
-        document["select"] = {"top_n": chosen["top_n"]}
-        alpha = min(chosen["alpha"], limit.depth - depth)
-        if alpha > 0 and limit.bins is not None:
-            first = round(chosen["fraction"], 2)
-            second = round(first + chosen["rise"] * (1.0 - first), 2)
-            fractions = [first, second, 1.0][: chosen["low_bins"]]
-            document["stratify"] = {"artifact": limit.bins, "alpha": alpha, "fractions": fractions}
-        else:
-            document.pop("stratify", None)
-        return parse_plain_policy(document, where="search space")
-
-    def params(self, policy: Policy) -> dict[str, Any] | None:
-        growth = policy.growth
-        if policy.growth.kind not in self.kinds.growths:
+    def _tree_params(self, policy: Policy) -> dict[str, Any] | None:
+        growth, limit = policy.growth, self.trees.get(policy.draft, TreeLimit(0, 0))
+        if growth.kind not in self.kinds.growths:
             return None
-        chain = policy.model_copy(update={"growth": ChainGrowth(), "select": Select(), "stratify": None})
-        found = super().params(chain)
-        if found is None:
-            return None
-        found["growth"] = growth.kind
+        found: dict[str, Any] = {"growth": growth.kind}
         if isinstance(growth, StaticGrowth):
-            limit = self.trees.get(policy.draft)
-            known = [] if limit is None else [frozenset(paths) for paths in limit.static]
+            known = [frozenset(paths) for paths in limit.static]
             if frozenset(growth.paths) not in known:
                 return None
             found["tree"] = known.index(frozenset(growth.paths))
@@ -446,10 +419,8 @@ class TreeSpace(Space):
             found["rise"] = min(1.0, max(0.0, (second - first) / (1.0 - first))) if first < 1.0 else RISE
         if isinstance(growth, TopKGrowth):
             found["width"] = max(2, growth.width)
-            limit = self.trees.get(policy.draft)
-            names = SCORES if limit is None or limit.sharpness is None else (CALIBRATED, *SCORES)
             said = growth.model_dump().items()
-            found["score"] = next((s for s in names if (limit.score(s) if limit else _score(s)).items() <= said), SCORES[0])
+            found["score"] = next((s for s in limit.scores if limit.score(s).items() <= said), SCORES[0])
         if isinstance(growth, ClassifierGrowth):
             if growth.beta not in BETAS:
                 return None
@@ -458,64 +429,49 @@ class TreeSpace(Space):
         return found
 
 
-@dataclass(frozen=True)
-class ShortlistSpace:
-    """Another space with one more dimension: what of its output head the draft evaluates."""
+def _window(chosen: Mapping[str, Any], gamma: int) -> dict[str, Any]:
+    """The document of a window by its parameters."""
+    if chosen["window"] == "fixed":
+        return {"kind": "fixed", "gamma": gamma}
+    window: dict[str, Any] = {"kind": chosen["window"], "gamma_max": gamma}
+    for name in (
+        "history", "acc_max", "estimator", "gamma_min", "gamma_initial", "transient",
+        "learning_rate", "discount", "epsilon", "memory", "reward",
+    ):  # fmt: skip
+        if name in chosen:
+            window[name] = round(chosen[name], 4) if isinstance(chosen[name], float) else chosen[name]
+    if "gamma_min" in window:
+        window["gamma_min"] = min(window["gamma_min"], gamma)
+    if "gamma_initial" in window:
+        window["gamma_initial"] = min(max(window["gamma_initial"], window.get("gamma_min", 0)), gamma)
+    return window
 
-    inner: Space
-    shortlists: Mapping[str, ShortlistLimit]
 
-    def distributions(self, kind: str) -> dict[str, BaseDistribution]:
-        """The parameters that exist for one kind of shortlist."""
-        limits = self.shortlists.values()
-        there = {"full", *(kind for limit in limits for kind in limit.kinds)} & set(self.inner.kinds.shortlists)
-        found: dict[str, BaseDistribution] = {
-            "shortlist": CategoricalDistribution(tuple(k for k in SHORTLIST_ORDER if k in there))
-        }
-        rows = max(limit.rows for limit in limits)
-        if kind in ("frequency", "position_frequency"):
-            found["size" if kind == "frequency" else "k_max"] = IntDistribution(max(1, rows // 64), max(1, rows // 2), log=True)
-        if kind == "clusters":
-            most = max(limit.clusters for limit in limits)
-            found |= {name: IntDistribution(1, max(1, most // 2), log=True) for name in ("k0", "k1", "k_min")}
-        return found
+def _tree(chosen: Mapping[str, Any], limit: TreeLimit, depth: int) -> dict[str, Any]:
+    """The blocks of a policy of trees by their parameters."""
+    if chosen["growth"] == "static":
+        return {"growth": {"kind": "static", "paths": limit.static[min(chosen["tree"], len(limit.static) - 1)]}}
+    if chosen["growth"] == "classifier":
+        growth = limit.grower(chosen["beta"], chain=chosen["early_exit"])
+        if chosen["early_exit"] or chosen["top_n"] == KEEPS_ALL:
+            return {"growth": growth}
+    else:
+        growth = {"kind": "top_k", "width": min(chosen["width"], limit.width), **limit.score(chosen["score"])}
+    blocks: dict[str, Any] = {"growth": growth, "select": {"top_n": chosen["top_n"]}}
+    alpha = min(chosen["alpha"], limit.depth - depth)
+    if alpha > 0 and limit.bins is not None:
+        first = round(chosen["fraction"], 2)
+        fractions = [first, round(first + chosen["rise"] * (1.0 - first), 2), 1.0][: chosen["low_bins"]]
+        blocks["stratify"] = {"artifact": limit.bins, "alpha": alpha, "fractions": fractions}
+    return blocks
 
-    def suggest(self, trial: optuna.trial.Trial) -> Policy:
-        """One policy of the space."""
-        policy = self.inner.suggest(trial)
-        limit = self.shortlists.get(policy.draft)
-        if limit is None:
-            return policy
-        chosen = {"shortlist": _ask(trial, "shortlist", self.distributions("full")["shortlist"])}
-        for name, distribution in self.distributions(chosen["shortlist"]).items():
-            if name not in chosen:
-                chosen[name] = _ask(trial, name, distribution)
-        return self.policy(policy, chosen)
 
-    def policy(self, policy: Policy, chosen: Mapping[str, Any]) -> Policy:
-        """A policy of the inner space with the shortlist of a set of parameters."""
-        block = self.shortlists[policy.draft].block(chosen)
-        return policy if block is None else with_shortlist(policy, block)
-
-    def params(self, policy: Policy) -> dict[str, Any] | None:
-        """The parameters of a policy, to seed a study; None for one outside the space."""
-        found = self.inner.params(policy.model_copy(update={"shortlist": FullShortlist()}))
-        limit, shortlist = self.shortlists.get(policy.draft), policy.shortlist
-        if found is None or limit is None:
-            return None if policy.shortlisted else found
-        if policy.shortlisted and (
-            shortlist.kind not in limit.kinds or getattr(shortlist, "artifact", "") not in (limit.frequencies, limit.router)
-        ):
-            return None
-        found["shortlist"] = shortlist.kind
-        for name, distribution in self.distributions(shortlist.kind).items():
-            if isinstance(distribution, IntDistribution):
-                found[name] = min(max(getattr(shortlist, name), distribution.low), distribution.high)
-        return found
+def _parsed(document: dict[str, Any]) -> Policy:
+    return parse_plain_policy(document, where="search space")
 
 
 def _policy(draft: str, window: dict[str, Any], stop: dict[str, Any] | None = None) -> Policy:
-    return parse_plain_policy({"draft": draft, "window": window, **({"stop": stop} if stop else {})}, where="search space")
+    return _parsed({"draft": draft, "window": window, **({"stop": stop} if stop else {})})
 
 
 def _ask(trial: optuna.trial.Trial, name: str, distribution: BaseDistribution) -> Any:

@@ -418,7 +418,7 @@ def test_any_candidate_is_weighed_by_what_its_levels_accept(pair: LoadedPair, pl
         rejected = sum(s.accepted < s.depth and s.emitted > s.accepted for s in rounds)
         assert alpha == pytest.approx(accepted / max(1, accepted + rejected))
     chooser = Chooser.from_document(made.document, place.get_artifact(made.artifact).arrays)
-    assert evaluate(chooser, measured, read_prompts(pair, trace.trajectories), profile).tokens_per_s["near"] > 0
+    assert evaluate(chooser, measured, read_prompts(pair, trace.trajectories), profile)["tokens_per_s"]["near"] > 0
     assert not made.document["chooses"]
     best = fit_chooser_artifact(place, info.id, pair, profile=profile).document["candidates"]
     assert set(best) == {"none", "near", "head", "ngram"}

@@ -201,7 +201,7 @@ def test_options_of_none_fixed_windows_and_sampling() -> None:
 
 def an_option(draft: str, step_s: float, verify_s: float = 4e-3, gamma_max: int = 8, more: float = 1e-4) -> Option:
     rounds = np.arange(gamma_max + 1) * (step_s + more) + verify_s
-    return Option(draft, chain(draft), rounds, step_s, verify_s, 0, gamma_max)
+    return Option(draft, rounds, step_s, 0)
 
 
 def test_theorem_3_is_equation_4_of_every_pair() -> None:
@@ -222,7 +222,7 @@ def test_theorem_3_is_equation_4_of_every_pair() -> None:
 
 
 def test_theorem_3_takes_drafts_by_latency_ratio_whatever_their_order() -> None:
-    none = Option("none", AUTOREGRESSIVE, np.array([2.5e-3]), 0.0, 4e-3, 0, 0)
+    none = Option("none", np.array([2.5e-3]), 0.0, 0)
     options = [an_option("far", 2e-4), an_option("near", 1e-4), none]
     alphas = np.random.default_rng(0).uniform(0, 0.98, (300, 3)) * [1, 1, 0]
     first = theorem_3(alphas, options)

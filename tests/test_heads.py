@@ -389,7 +389,7 @@ def test_every_form_computes_what_its_format_says(form: str, tmp_path: Path, pla
 def test_training_goes_through_what_drafting_computes(target: CausalModel, plain: Any, tmp_path: Path) -> None:
     """The trainer's several steps over a text at once, against the runtime's head on the checkpoint that the trainer would publish."""
     torch.manual_seed(0)
-    trained = Head(plain.config, own_lm_head=False)
+    trained = Head(plain.config)
     begin_as_target(trained, plain)
     config = BASE | {"architectures": ["LlamaForCausalLMEagle3"], "intermediate_size": 96, "rms_norm_eps": 1e-6}
     head = _load(Case(config, dict(trained.state_dict()), TAPS), tmp_path, target)

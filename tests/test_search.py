@@ -14,7 +14,7 @@ from spectune.optimizer.parts import mixed, split
 from spectune.optimizer.search import TIE, Study, Trial, _Judge, _seeded_study, complexity, finalists, search
 from spectune.optimizer.simulate.replay import replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
-from spectune.optimizer.spaces import ALL_KINDS, Space, TreeLimit, TreeSpace, enumerated, enumerated_trees
+from spectune.optimizer.spaces import Space, TreeLimit, enumerated, enumerated_trees
 from spectune.optimizer.verdict import Candidate, verdict
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.traces.schema import (
@@ -166,12 +166,12 @@ def test_only_a_confirmed_gain_is_published() -> None:
     assert reason.endswith("autoregression is published")
 
 
-LIMIT = TreeLimit(3, 11, bins="bins", fitted_depth=5, classifier="grower", grown=10, static=(((0,), (0, 0), (1,)),), sharpness=2.4)
+LIMIT = TreeLimit(3, 11, bins="bins", classifier="grower", grown=10, static=(((0,), (0, 0), (1,)),), sharpness=2.4)
 
 
 def test_every_tree_policy_of_the_enumeration_can_seed_the_sampler() -> None:
     """The parameters of a policy make that policy again, so that what is enqueued is what was meant."""
-    space = TreeSpace(("small",), 16, trees={"small": LIMIT})
+    space = Space(("small",), 16, trees={"small": LIMIT})
     policies = enumerated_trees({"small": LIMIT})
     for policy in [*policies[::11], *(p for p in policies if p.growth.kind in ("static", "classifier"))]:
         params = space.params(policy)
@@ -180,7 +180,7 @@ def test_every_tree_policy_of_the_enumeration_can_seed_the_sampler() -> None:
         blocks = ("draft", "stop", "growth", "select", "stratify", "shortlist", "depth_max")
         assert [getattr(made, b) for b in blocks] == [getattr(policy, b) for b in blocks], policy.label()
         assert made.window.kind == policy.window.kind
-        domains = space.distributions(params["window"], params["stop"], params["growth"])
+        domains = space.distributions(params)
         assert domains.keys() == params.keys()
         assert all(domains[name]._contains(domains[name].to_internal_repr(value)) for name, value in params.items())
     kinds = {(p.growth.kind, p.stratify is not None, p.depth_max) for p in policies}
@@ -223,7 +223,7 @@ def test_start_up_trials_are_random_whatever_the_seeds_were_worth() -> None:
     ranked = search(trace(0.7), flat_profile("p", ["near"]), ["near"], gamma_max=GAMMA_MAX, trials=0).trials
     asked: list[list[Policy]] = []
     for sign in (1.0, -1.0):
-        study = _seeded_study(space, ranked, ALL_KINDS, 200, 0)
+        study = _seeded_study(space, ranked, 200, 0)
         asked.append([])
         for _ in range(60):
             trial = study.ask()

@@ -32,15 +32,11 @@ def test_equation_3() -> None:
             nearest = math.floor(Fraction(k1, 2 * t) + Fraction(1, 2))
             assert cluster_budget(t, 60, k1, 0) == max(1, nearest)
     assert [cluster_budget(t, 0, 0, 0) for t in range(4)] == [1, 1, 1, 1]
-    with pytest.raises(ValueError, match="step -1"):
-        cluster_budget(-1, 4, 2, 1)
 
 
 def test_pa_fr() -> None:
     assert [frequency_budget(t, 100) for t in range(7)] == [100, 100, 33, 25, 20, 16, 14]
     assert frequency_budget(50, 20) == 1
-    with pytest.raises(ValueError, match="step -1"):
-        frequency_budget(-1, 100)
 
 
 # -- frequencies -----------------------------------------------------------------------------------------------------------------
@@ -251,9 +247,7 @@ def test_a_routing_survives_its_document() -> None:
     torch.testing.assert_close(again.router.scores(*x), routing.router.scores(*x), rtol=0, atol=0)
     np.testing.assert_array_equal(again.clusters.members, clusters.members)
     np.testing.assert_array_equal(again.clusters.offsets, clusters.offsets)
-    again.check_head(head)
-    with pytest.raises(PolicyError, match=f"another output head .hash {routing.head}"):
-        again.check_head(head + 1)
+    assert again.head == head_hash(head) != head_hash(head + 1)
     with pytest.raises(ValueError, match="lacks head"):
         Routing.from_document({k: v for k, v in document.items() if k != "head"}, arrays)
 
@@ -311,17 +305,17 @@ def test_a_planted_rule_is_learned(planted: tuple[Contexts, Clusters, Frequencie
     held = held_out(read.group, 0.2, 5)
     more = {"labels": 4, "hidden": 32, "epochs": 25, "learning_rate": 1e-2, "seed": 5}
     router, scores = train_router(*planted, ks=(1, 2, 3, 20), **more)
-    assert scores.contexts == held.sum()
-    assert (scores.labels, scores.label_tokens) == (2.0, 4)
-    assert scores.recall[0] == pytest.approx(0.5, abs=0.01)
-    assert min(scores.recall[1], scores.first[1]) > 0.99
-    assert scores.recall[3] == scores.frequency_first[3] == 1.0
-    assert scores.mass[1] == pytest.approx(scores.ceiling, abs=0.01)
-    assert scores.frequency[1] < scores.mass[1] - 0.3
-    assert scores.size[3] == 240
-    losses = [point["held_out_loss"] for point in scores.curve]
-    assert [point["epoch"] for point in scores.curve] == list(range(26))
-    assert scores.curve[0]["loss"] is None
+    assert scores["contexts"] == held.sum()
+    assert (scores["labels"], scores["label_tokens"]) == (2.0, 4)
+    assert scores["recall"][0] == pytest.approx(0.5, abs=0.01)
+    assert min(scores["recall"][1], scores["first"][1]) > 0.99
+    assert scores["recall"][3] == scores["frequency_first"][3] == 1.0
+    assert scores["mass"][1] == pytest.approx(scores["ceiling"], abs=0.01)
+    assert scores["frequency"][1] < scores["mass"][1] - 0.3
+    assert scores["size"][3] == 240
+    losses = [point["held_out_loss"] for point in scores["curve"]]
+    assert [point["epoch"] for point in scores["curve"]] == list(range(26))
+    assert scores["curve"][0]["loss"] is None
     assert losses[-1] < 0.1 < 10 < losses[0], "20 clusters at log 2 each, before"
     # the loss of section 4.2, of the stored weights on raw inputs: standardising is folded in
     y = torch.from_numpy(cluster_labels(read.top[held], clusters)).float()
@@ -347,7 +341,7 @@ def test_training_depends_on_its_seed_and_its_own_part_alone(planted: tuple[Cont
         assert not torch.equal(one, unlike)
     assert a[1] == b[1]
     assert torch.equal(before, torch.random.get_rng_state()), "torch's own generator is left alone"
-    assert a[1].ks == (1, 2, 4, 8, 16)
+    assert a[1]["ks"] == [1, 2, 4, 8, 16]
     with pytest.raises(TraceError, match="at least two"):
         train_router(read.take(read.group == 3), clusters, frequencies)
 
@@ -381,7 +375,7 @@ def test_scores_are_those_of_the_shortlists_themselves() -> None:
             "recall": hits / sum(len(found) for found in labels),
             "oracle": np.mean([sum(m[:k]) for m in masses]),
         }
-        assert {name: getattr(scores, name)[i] for name in expected} == pytest.approx(expected)
-        assert scores.oracle[i] >= scores.mass[i] - 1e-12
-    assert scores.ceiling == pytest.approx(p.sum(1).mean())
-    assert scores.labels == pytest.approx(np.mean([len(found) for found in labels]))
+        assert {name: scores[name][i] for name in expected} == pytest.approx(expected)
+        assert scores["oracle"][i] >= scores["mass"][i] - 1e-12
+    assert scores["ceiling"] == pytest.approx(p.sum(1).mean())
+    assert scores["labels"] == pytest.approx(np.mean([len(found) for found in labels]))

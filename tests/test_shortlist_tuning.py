@@ -27,7 +27,7 @@ from spectune.optimizer.record import RecordRequest, record
 from spectune.optimizer.search import TIE, Study, Trial, search, shortlist_bounds, worth_trying
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
-from spectune.optimizer.spaces import SHORTLIST_ORDER, Kinds, ShortlistLimit, ShortlistSpace, Space, TreeLimit, TreeSpace
+from spectune.optimizer.spaces import SHORTLIST_ORDER, Kinds, ShortlistLimit, Space, TreeLimit
 from spectune.optimizer.tune import TuneOptions, tune
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.loop import StaticSource
@@ -89,30 +89,24 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
         yield Recorded(store, pair, workload, recording, limits, trace)
 
 
-@pytest.mark.parametrize("trees", [{}, {"near": TreeLimit(6, 4, bins="b" * 12, fitted_depth=3)}], ids=["chains", "trees"])
+@pytest.mark.parametrize("trees", [{}, {"near": TreeLimit(6, 4, bins="b" * 12)}], ids=["chains", "trees"])
 def test_shortlists_are_a_dimension_of_the_space(trees: dict[str, TreeLimit]) -> None:
     """Every kind is suggested; what is suggested comes back from its parameters; other artifacts and other drafts are outside."""
-    inner = TreeSpace(("near", "far"), 8, Kinds(), trees) if trees else Space(("near", "far"), 8)
-    space = ShortlistSpace(inner, {"near": LIMIT})
+    space = Space(("near", "far"), 8, trees=trees, shortlists={"near": LIMIT})
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
     kinds = set()
     for _ in range(200):
         policy = space.suggest(study.ask())
         params = space.params(policy)
         assert params is not None
-        again = space.inner.policy(params)
-        assert (again if policy.draft == "far" else space.policy(again, params)) == policy
+        assert space.policy(params) == policy
         assert policy.draft == "near" or not policy.shortlisted
         kinds.add(policy.shortlist.kind)
     assert kinds == set(SHORTLIST_ORDER)
     chain = {"draft": "near", "window": {"kind": "fixed", "gamma": 3}}
     assert space.params(parse_policy({**chain, "shortlist": {"kind": "frequency", "size": 20, "artifact": "other"}})) is None
-    assert (
-        ShortlistSpace(inner, {"near": LIMIT.only(["fixed"])}).params(
-            parse_policy({**chain, "shortlist": {"kind": "clusters", "k0": 4, "k1": 2, "k_min": 1, "artifact": LIMIT.router}})
-        )
-        is None
-    )
+    routed = parse_policy({**chain, "shortlist": {"kind": "clusters", "k0": 4, "k1": 2, "k_min": 1, "artifact": LIMIT.router}})
+    assert Space(("near",), 8, trees=trees, shortlists={"near": LIMIT.only(["fixed"])}).params(routed) is None
 
 
 def test_the_bound_is_what_the_smallest_shortlist_would_give() -> None:

@@ -24,7 +24,7 @@ from spectune.optimizer.fit.recorded_trees import CHUNK, RecordedTrees, TreeSour
 from spectune.optimizer.fit.shared import Progress, StoredFit, held_out, silent, stored
 from spectune.optimizer.simulate.forest import Forest
 from spectune.runtime.policies.artifacts import CLASSIFIER
-from spectune.runtime.policies.c2t import ClassifierWeights, read_weights
+from spectune.runtime.policies.c2t import WEIGHTS, ClassifierWeights, read_weights
 from spectune.runtime.policies.eagle2 import INFINITE
 from spectune.runtime.trees.grow import NONE, Growing, TreeRule
 from spectune.traces.errors import PolicyError, TraceError
@@ -96,25 +96,9 @@ class Classifier(ClassifierWeights):
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
     def to_document(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
-        """(JSON-ready document, arrays) for an artifact; :meth:`from_document` reads them."""
-        document = {
-            "hidden": self.hidden,
-            "features": list(FEATURES),
-            "metrics": dict(self.metrics),
-        }
-        return document, {"w1": self.w1, "b1": self.b1, "w2": self.w2, "b2": self.b2}
-
-    @classmethod
-    def from_document(
-        cls, document: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]
-    ) -> Classifier:
-        """The classifier of :meth:`to_document`. Raises ValueError for anything else."""
-        weights = read_weights(arrays)
-        if list(document.get("features", [])) != list(FEATURES):
-            raise ValueError(f"not a classifier: it lacks the features {', '.join(FEATURES)}")
-        return cls(
-            weights.w1, weights.b1, weights.w2, weights.b2, dict(document.get("metrics", {}))
-        )
+        """(JSON-ready document, arrays) for an artifact, whose weights :func:`read_weights` reads."""
+        document = {"hidden": self.hidden, "features": list(FEATURES), "metrics": dict(self.metrics)}
+        return document, {name: getattr(self, name) for name in WEIGHTS}
 
 
 def fit_c2t(
@@ -135,19 +119,18 @@ def fit_c2t(
 
     ``carried`` names a classifier, of any draft, that is fine-tuned on ``fraction`` of the trees
     instead (appendix B.4); it keeps its size and its features. ``epochs`` is by default the paper's
-    number, more where that makes few steps. Raises TraceError when too little was recorded,
+    number, more where that makes fewer than :data:`STEPS` steps. Raises TraceError when too little was recorded,
     PolicyError for something else than a classifier to carry over.
     """
     first = None if carried is None else _carried(source, carried)
     if first is not None and (hidden is not None or features):
-        raise PolicyError(
-            "--from goes on with a classifier as it is: leave --hidden and --features out"
-        )
+        raise PolicyError("--from goes on with a classifier as it is: leave --hidden and --features out")
     forest = source.trees.forest
     width, depth = width or forest.width, depth or forest.depth
     examples = classifier_examples(source.trees, width, depth, count=starts, seed=seed, progress=progress)
-    epochs = _epochs(examples, 1.0 if first is None else fraction) if epochs is None else epochs
-    steps: dict[str, Any] = {"seed": seed, "epochs": epochs, "progress": progress}
+    nodes = (1 + NEGATIVES) * int(examples.accepted.sum()) * (1.0 if first is None else fraction)
+    enough = min(MOST_EPOCHS, max(EPOCHS, math.ceil(STEPS / max(1.0, nodes / BATCH))))
+    steps: dict[str, Any] = {"seed": seed, "epochs": enough if epochs is None else epochs, "progress": progress}
     try:
         if first is None:
             made = train(examples, hidden=hidden or HIDDEN, features=tuple(features) or FEATURES, **steps)
@@ -169,12 +152,6 @@ def fit_c2t(
     growth = {"kind": "classifier", "artifact": artifact, "width": width, "cap": width, **unusual(source)}
     policy = {"draft": forest.draft, "window": {"kind": "fixed", "gamma": depth}, "growth": growth}
     return StoredFit(artifact, CLASSIFIER, document, policy)
-
-
-def _epochs(examples: Examples, fraction: float) -> int:
-    """The paper's number of epochs, or more where that makes fewer than :data:`STEPS` steps."""
-    nodes = (1 + NEGATIVES) * int(examples.accepted.sum()) * fraction
-    return min(MOST_EPOCHS, max(EPOCHS, math.ceil(STEPS / max(1.0, nodes / BATCH))))
 
 
 def classifier_examples(
@@ -204,13 +181,8 @@ def classifier_examples(
                 )
             done += len(some)
             progress("trees", done, len(starts))
-    dtypes = (np.int32, np.int32, np.int32, np.bool_, np.int64)
-    return Examples(
-        *(
-            np.concatenate(column).astype(t)
-            for column, t in zip(zip(*parts, strict=True), dtypes, strict=True)
-        )
-    )
+    joint, entropy, levels, accepted, tree = (np.concatenate(column) for column in zip(*parts, strict=True))
+    return Examples(joint.astype(np.int32), entropy.astype(np.int32), levels.astype(np.int32), accepted, tree)
 
 
 def _grown(
@@ -244,7 +216,7 @@ def _grown(
         front = np.where(there, forest.child[np.maximum(parent, 0), rank], -1).astype(np.int64)
 
 
-def evaluate(classifier: Classifier, examples: Examples) -> dict[str, float | None]:
+def evaluate(classifier: ClassifierWeights, examples: Examples) -> dict[str, float | None]:
     """Appendix B.2's figures over all examples: ``recall``, the share of accepted nodes with a
     confidence above 0.5 (None where none was accepted), and ``positive_rate``, the share of all
     nodes with one."""
@@ -275,15 +247,14 @@ def train(
     chosen = _balanced(examples.take(~held), seed)
     generator = torch.Generator().manual_seed(seed)
     standard = perceptron.initial(len(FEATURES), hidden, 1, generator)
-    start = standard._replace(w1=standard.w1 * torch.from_numpy(mask)).on_raw(
-        perceptron.Scale.of(chosen.features(mask))
-    )
+    used = standard._replace(w1=standard.w1 * torch.from_numpy(mask))
+    start = used.on_raw(perceptron.Scale.of(chosen.features(mask)))
     made = {"seed": seed, "fine_tuned": False}
     return _descend(start, chosen, examples.take(held), mask, generator, made, **steps)
 
 
 def fine_tune(
-    classifier: Classifier,
+    classifier: ClassifierWeights,
     examples: Examples,
     fraction: float = 0.1,
     *,
@@ -377,10 +348,10 @@ def _descend(
     return classifier(last, {**_metrics(curve, examples, held, mask), **steps, **made})
 
 
-def _carried(source: TreeSource, name: str) -> tuple[str, Classifier]:
-    """(id, classifier) of a stored one. Raises PolicyError for anything else."""
+def _carried(source: TreeSource, name: str) -> tuple[str, ClassifierWeights]:
+    """(id, weights) of a stored classifier. Raises PolicyError for anything else."""
     found = stored(source.store, "--from", name, CLASSIFIER)
     try:
-        return found.id, Classifier.from_document(found.document, found.arrays)
+        return found.id, read_weights(found.arrays)
     except ValueError as error:
         raise PolicyError(f"--from {name}: artifact {found.id}: {error}") from None

@@ -11,11 +11,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.fit.on_the_fly import fit_chooser, read_prompts
-from spectune.optimizer.fit.shared import Progress, StoredFit, keep, profile_of, recording_of, search_part
+from spectune.optimizer.fit.shared import Progress, StoredFit, keep, profile_of, recording_of, search_part, silent
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.trace import open_trace
@@ -54,14 +53,14 @@ def fit_chooser_artifact(
     profile: LatencyProfile | str | None = None,
     rule: Rule = "throughput",
     seed: int = 0,
-    progress: Progress = lambda *_: None,
+    progress: Progress = silent,
 ) -> StoredFit:
     """Fits a chooser of ``candidates`` (a policy by draft; by default :func:`best_by_draft`) to a recording of this pair and stores it.
 
     ``profile``: costs, or the id of a stored profile; by default the latest of the pair and its device. The document
-    has :func:`optimizer.fit.on_the_fly.evaluate`'s scores on the
-    requests held out, and the choice for each recorded request. Raises PolicyError for candidates that cannot be weighed, TraceError where
-    the recording is another pair's, or lacks a draft, or there is no profile.
+    has :func:`optimizer.fit.on_the_fly.evaluate`'s scores on the requests held out, and the choice for each recorded request. Raises
+    PolicyError for candidates that cannot be weighed, TraceError where the recording is another pair's, or lacks a draft, or there is no
+    profile.
     """
     costs, profile_id = (
         (profile, None) if isinstance(profile, LatencyProfile) else profile_of(store, pair.id, pair.device.type, profile)
@@ -84,32 +83,9 @@ def fit_chooser_artifact(
         {"recording": info.id, "profile": profile_id, "sampling": asdict(info.sampling), "seed": seed},
     )
     progress("reading prompts", 1, 1)
-    chooser = fit_source(store, pair, source, candidates, costs, rule=rule, seed=seed)
+    how: dict[str, Any] = {"reader": prompt_reader(pair), "rule": rule, "seed": seed, "artifacts": fitted(store, pair.id)}
+    chooser = fit_chooser(trace, source.prompts, candidates, costs, guarded=True, **how)
     return keep_chooser(store, pair, source, chooser, costs)
-
-
-def fit_source(
-    store: TraceStore,
-    pair: LoadedPair,
-    source: ChooserSource,
-    candidates: Mapping[str, Policy],
-    profile: LatencyProfile,
-    *,
-    rule: Rule = "throughput",
-    seed: int = 0,
-) -> Chooser:
-    """:func:`optimizer.fit.on_the_fly.fit_chooser`, guarded, of a source. Raises what that raises."""
-    return fit_chooser(
-        source.trace,
-        source.prompts,
-        candidates,
-        profile,
-        reader=prompt_reader(pair),
-        rule=rule,
-        guarded=True,
-        seed=seed,
-        artifacts=fitted(store, pair.id),
-    )
 
 
 def keep_chooser(
@@ -118,6 +94,13 @@ def keep_chooser(
     """Stores a chooser with what it predicts, and by ``profile`` chooses, for every prompt of a source, and the candidates as policies."""
     # One by one, as a decoder does: a product of matrices need not have the same last bits.
     predicted = np.concatenate([chooser.accuracies(chooser.features.transform([p])) for p in source.prompts])
+    find, trace = fitted(store, pair.id), source.trace
+    ready = {d: compile_plan(p, pair.draft_names, profile=profile, artifacts=find) for d, p in chooser.candidates.items()}
+    options = [chooser.options(profile, sampled=sampled, ready=ready) for sampled in (False, True)]
+    choices = [
+        chooser.drafts[int(chooser.decide(row[None], options[int(hot)], [prompt], [budget])[0])]
+        for row, hot, prompt, budget in zip(predicted, trace.sampled > 0, trace.prompts, trace.budgets, strict=True)
+    ]
     described, arrays = chooser.to_document()
     document = {
         **source.about,
@@ -125,7 +108,7 @@ def keep_chooser(
         **described,
         PREDICTED: [
             {"request": t.request_id, "prompt": prompt_key(t.prompt_ids), "draft": draft}
-            for t, draft in zip(source.trace.trajectories, _choices(store, pair, source, chooser, predicted, profile), strict=True)
+            for t, draft in zip(trace.trajectories, choices, strict=True)
         ],
     }
     artifact = keep(
@@ -149,7 +132,7 @@ def best_by_draft(
     tried: Mapping[str, Sequence[Policy]],
     profile: LatencyProfile,
     *,
-    progress: Progress = lambda *_: None,
+    progress: Progress = silent,
 ) -> dict[str, Policy]:
     """The fastest policy of every draft by replay of the requests that a search may see: of all chains that
     :func:`optimizer.spaces.enumerated` has, and of those in ``tried``. ``none`` comes first.
@@ -189,23 +172,3 @@ def _tried(store: TraceStore, info: RecordingInfo, pair: LoadedPair) -> dict[str
     for draft in found.keys() & info.trees.keys() - set(pair.chain_drafts):
         found[draft] = found[draft] or [Policy.model_validate({"draft": draft, "window": {"kind": "fixed", "gamma": 2}})]
     return found
-
-
-def _choices(
-    store: TraceStore,
-    pair: LoadedPair,
-    source: ChooserSource,
-    chooser: Chooser,
-    predicted: npt.NDArray[np.float64],
-    profile: LatencyProfile,
-) -> list[str]:
-    """The draft for every recorded request."""
-    find, trace = fitted(store, pair.id), source.trace
-    ready = {
-        d: compile_plan(p, pair.draft_names, profile=profile, artifacts=find) for d, p in chooser.candidates.items()
-    }
-    options = [chooser.options(profile, sampled=sampled, ready=ready) for sampled in (False, True)]
-    return [
-        chooser.drafts[int(chooser.decide(row[None], options[int(hot)], [prompt], [budget])[0])]
-        for row, hot, prompt, budget in zip(predicted, trace.sampled > 0, trace.prompts, trace.budgets, strict=True)
-    ]

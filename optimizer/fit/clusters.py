@@ -142,15 +142,11 @@ def _spherical(unit: FloatArray, count: int, seed: int) -> npt.NDArray[np.int64]
 
     large = unit.size * count > LARGE
     if large:
-        model = MiniBatchKMeans(
-            count, random_state=seed, n_init=1, batch_size=max(1024, 4 * count), max_iter=10
-        )
+        model = MiniBatchKMeans(count, random_state=seed, n_init=1, batch_size=max(1024, 4 * count), max_iter=10)
     else:
         model = KMeans(count, random_state=seed, n_init=1, max_iter=20)
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", ConvergenceWarning
-        )  # fewer distinct rows than clusters: some stay empty
+        warnings.simplefilter("ignore", ConvergenceWarning)  # fewer distinct rows than clusters: some stay empty
         centres = _unit_rows(model.fit(unit).cluster_centers_, unit[:1])
     of = _nearest(unit, centres)
     for _ in range(LARGE_ROUNDS if large else ROUNDS):

@@ -75,16 +75,11 @@ class _HeadStates(HeadPasses):
 
 
 def states_over(pair: LoadedPair, draft: str, text: list[int], prompt: int) -> States:
-    """The states of a draft over a text whose first ``prompt`` tokens are its prompt."""
+    """The states of a draft over a text whose first ``prompt`` tokens are its prompt. A head reads the target's features; its first row is
+    zeros."""
     if draft in pair.heads:
         return _HeadStates(pair.target, pair.heads[draft], text, prompt)
     return _LanguageModelStates(pair.drafts[draft], text, prompt)
-
-
-def text_states(pair: LoadedPair, draft: str, text: list[int]) -> Tensor:
-    """What the draft's output matrix reads after each token of a text, [tokens, d]. A head reads the target's features; its first row is
-    zeros."""
-    return states_over(pair, draft, text, 1).text_states()
 
 
 GROUP: Final = 16

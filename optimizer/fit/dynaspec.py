@@ -10,7 +10,7 @@ those tokens. Using a router is the runtime's: :class:`runtime.policies.router.R
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -19,7 +19,7 @@ import torch
 
 from spectune.optimizer.fit import perceptron
 from spectune.optimizer.fit.clusters import check_draft, cohesion, fit_clusters, stored_clusters
-from spectune.optimizer.fit.draft_distributions import text_states
+from spectune.optimizer.fit.draft_distributions import states_over
 from spectune.optimizer.fit.fr_spec import count_tokens, frequency_order, shown_sizes, token_ids
 from spectune.optimizer.fit.perceptron import Weights
 from spectune.optimizer.fit.ranks import recorded_ranks
@@ -70,37 +70,6 @@ class Contexts:
         return Contexts(inputs, self.top[rows], self.probabilities[rows], self.group[rows])
 
 
-@dataclass(frozen=True)
-class RouterScores:
-    """What shortlists of the k highest-scored clusters keep, over ``contexts`` contexts. The tuples
-    have one entry for each of ``ks``.
-
-    ``recall``: the share of all label clusters among the top k; ``labels``: label clusters of a
-    context, on average, of the draft's first ``label_tokens`` tokens. ``size``: tokens in the
-    union, on average. ``first``: the share of contexts whose most probable token is kept; ``mass``:
-    the mean probability kept of the tokens given, of at most ``ceiling``, their mean sum;
-    ``oracle``: that of the best k clusters under these probabilities, so that ``oracle - mass`` is
-    the mean routing regret of corollary 5.2. ``frequency_first`` and ``frequency``: ``first`` and
-    ``mass`` of one frequency shortlist of round(size) tokens. ``curve``, by epoch, 0 being before
-    training: the loss (equation of section 4.2, a sum over clusters) on the examples trained on,
-    None at 0, and on those held out.
-    """
-
-    contexts: int
-    label_tokens: int
-    labels: float
-    ks: tuple[int, ...]
-    recall: tuple[float, ...]
-    size: tuple[float, ...]
-    first: tuple[float, ...]
-    mass: tuple[float, ...]
-    oracle: tuple[float, ...]
-    ceiling: float
-    frequency_first: tuple[float, ...]
-    frequency: tuple[float, ...]
-    curve: tuple[dict[str, float | None], ...] = ()
-
-
 @dataclass
 class Shared:
     """What fits of routers to parts of the same recording share: the clusters of the draft's head
@@ -147,8 +116,9 @@ def fit_router(
     shared.clusters, partition = name, stored_clusters(store, pair, draft, name)
     read = contexts(pair, draft, texts, known=shared.texts, progress=progress)
     steps: dict[str, Any] = {"labels": labels, "hidden": hidden, "epochs": epochs, "seed": seed, "progress": progress}
-    router, scores = train_router(read, partition, head_frequencies(pair, draft, texts), **steps)
     output = pair.models[draft].output
+    frequencies = frequency_order(count_tokens(token_ids(texts), pair.target.vocab_size)[output.ids])  # of the head's rows
+    router, scores = train_router(read, partition, frequencies, **steps)
     described, arrays = Routing(router, partition, output.hash).to_document()
     document = {
         "recording": recording,
@@ -163,7 +133,7 @@ def fit_router(
         "seed": seed,
         "cluster_sizes": partition.sizes.tolist(),
         "cohesion": cohesion(output.weight.float().cpu().numpy(), partition),
-        "scores": asdict(scores),
+        "scores": scores,
     }
     fitted_to = read.top, read.group
     artifact = keep(store, ROUTER, document, arrays, pair_id=pair.id, fitted_to=fitted_to, recording=recording)
@@ -171,15 +141,11 @@ def fit_router(
     if ranked and draft in store.get_recording(recording).trees:
         (made,) = recorded_ranks(store, pair, recording, draft, [artifact], progress=progress)
         ranks = made.artifact
-    return StoredFit(artifact, ROUTER, {**document, "ranks": ranks}, _to_begin_with(draft, artifact, partition))
-
-
-def _to_begin_with(draft: str, artifact: str, clusters: Clusters) -> dict[str, Any]:
-    """A policy that takes :data:`SHARE` of the clusters at its first step, then fewer."""
-    first = max(1, round(SHARE * clusters.count))
+    first = max(1, round(SHARE * partition.count))
     sizes = {"k0": first, "k1": max(1, first // 2), "k_min": max(1, first // 4)}
     shortlist = {"kind": "clusters", **sizes, "artifact": artifact}
-    return {"draft": draft, "window": {"kind": "fixed", "gamma": 4}, "shortlist": shortlist}
+    policy = {"draft": draft, "window": {"kind": "fixed", "gamma": 4}, "shortlist": shortlist}
+    return StoredFit(artifact, ROUTER, {**document, "ranks": ranks}, policy)
 
 
 def fit_ranks(
@@ -270,20 +236,13 @@ def _contexts_of(
     """Inputs, most probable rows and their probabilities after the tokens of one text from
     ``first`` on."""
     model, ids = pair.models[draft], [*text.prompt_ids.tolist(), *text.output_ids.tolist()]
-    states = text_states(pair, draft, ids)
+    states = states_over(pair, draft, ids, 1).text_states()
     output = model.output
     logits = torch.nn.functional.linear(states[first:], output.weight, output.bias).float()
     best = logits.log_softmax(-1).topk(min(TOP, output.rows), dim=-1)
     embedded = model.embedded(torch.tensor(ids, device=pair.device))
     inputs = torch.cat([embedded[first:].float(), states[first - 1 : -1].float()], 1)
     return inputs, best.indices, best.values.exp()
-
-
-def head_frequencies(pair: LoadedPair, draft: str, texts: Sequence[Trajectory]) -> Frequencies:
-    """The rows of a draft's output head by the frequency of their tokens in texts."""
-    output = pair.models[draft].output
-    counts = count_tokens(token_ids(texts), pair.target.vocab_size)
-    return frequency_order(counts[output.ids])
 
 
 def cluster_labels(top: IntArray, clusters: Clusters) -> npt.NDArray[np.bool_]:
@@ -306,26 +265,21 @@ def train_router(
     ks: Sequence[int] | None = None,
     seed: int = 0,
     progress: Progress = silent,
-) -> tuple[Router, RouterScores]:
-    """Trains a router by binary cross-entropy on multi-hot labels (section 4.2), and scores it on
-    texts held out (:func:`score_router`).
+) -> tuple[Router, dict[str, Any]]:
+    """Trains a router by binary cross-entropy on multi-hot labels (section 4.2), and scores it on texts held out (:func:`score_router`).
 
-    The same seed gives the same router on the same machine. Raises TraceError where there are fewer
-    than two texts.
-    """
+    The scores' ``curve``, by epoch, 0 being before training: the loss (equation of section 4.2, a sum over clusters) on the examples
+    trained on, None at 0, and on those held out. The same seed gives the same router on the same machine. Raises TraceError where there
+    are fewer than two texts."""
     try:
         held = held_out(contexts.group, HELD_OUT, seed)
     except ValueError as error:
         raise TraceError(f"a router is trained and scored on different texts: {error}") from None
     learning, apart = contexts.take(~held), contexts.take(held)
-    y, y_apart = (
-        torch.from_numpy(cluster_labels(part.top[:, :labels], clusters))
-        for part in (learning, apart)
-    )
+    y, y_apart = (torch.from_numpy(cluster_labels(part.top[:, :labels], clusters)) for part in (learning, apart))
     generator = torch.Generator().manual_seed(seed)
-    start = perceptron.initial(learning.inputs.shape[1], hidden, clusters.count, generator).on_raw(
-        perceptron.Scale.of(learning.inputs)
-    )
+    standard = perceptron.initial(learning.inputs.shape[1], hidden, clusters.count, generator)
+    start = standard.on_raw(perceptron.Scale.of(learning.inputs))
     curve: list[dict[str, float | None]] = []
 
     def after(epoch: int, loss: float | None, weights: Weights) -> None:
@@ -337,7 +291,7 @@ def train_router(
     steps: dict[str, Any] = {"epochs": epochs, "batch": BATCH, "learning_rate": learning_rate}
     router = Router(*perceptron.train(start, learning.inputs, y, generator=generator, after=after, **steps))
     scores = score_router(router, apart, clusters, frequencies, labels=labels, ks=ks)
-    return router, replace(scores, curve=tuple(curve))
+    return router, {**scores, "curve": curve}
 
 
 def score_router(
@@ -348,11 +302,16 @@ def score_router(
     *,
     labels: int = LABELS,
     ks: Sequence[int] | None = None,
-) -> RouterScores:
-    """What the router's top k clusters keep of contexts, for each k of ``ks`` (by default 1, 2, 4,
-    ... below M). Mass is counted of the tokens given, so it approaches the distribution's as L'
-    grows."""
-    chosen_ks = tuple(ks or (1 << i for i in range(max(1, (clusters.count - 1).bit_length()))))
+) -> dict[str, Any]:
+    """What the router's top k clusters keep of ``contexts`` contexts, JSON-ready, for each k of ``ks`` (by default 1, 2, 4, ... below M).
+    Mass is counted of the tokens given, so it approaches the distribution's as L' grows.
+
+    ``recall``: the share of all label clusters among the top k; ``labels``: label clusters of a context, on average, of the draft's first
+    ``label_tokens`` tokens. ``size``: tokens in the union, on average. ``first``: the share of contexts whose most probable token is kept;
+    ``mass``: the mean probability kept of the tokens given, of at most ``ceiling``, their mean sum; ``oracle``: that of the best k clusters
+    under these probabilities, so that ``oracle - mass`` is the mean routing regret of corollary 5.2. ``frequency_first`` and ``frequency``:
+    ``first`` and ``mass`` of one frequency shortlist of round(size) tokens."""
+    chosen_ks = list(ks or (1 << i for i in range(max(1, (clusters.count - 1).bit_length()))))
     n, tokens, mass = len(contexts.top), contexts.top, contexts.probabilities
     weights = Weights(router.w1, router.b1, router.w2, router.b2)
     with torch.no_grad():
@@ -372,17 +331,17 @@ def score_router(
     def kept(inside: npt.NDArray[np.bool_]) -> float:
         return float(np.where(inside, mass, 0.0).sum(1).mean())
 
-    return RouterScores(
-        contexts=n,
-        label_tokens=min(labels, tokens.shape[1]),
-        labels=float(wanted.sum(1).mean()),
-        ks=chosen_ks,
-        recall=tuple(float((place[wanted] < k).mean()) for k in chosen_ks),
-        size=tuple(float(sizes[k - 1]) for k in chosen_ks),
-        first=tuple(float((place_of_tokens[:, 0] < k).mean()) for k in chosen_ks),
-        mass=tuple(kept(place_of_tokens < k) for k in chosen_ks),
-        oracle=tuple(float(best[k - 1]) for k in chosen_ks),
-        ceiling=float(mass.sum(1).mean()),
-        frequency_first=tuple(float((ranks[:, 0] < taken[k]).mean()) for k in chosen_ks),
-        frequency=tuple(kept(ranks < taken[k]) for k in chosen_ks),
-    )
+    return {
+        "contexts": n,
+        "label_tokens": min(labels, tokens.shape[1]),
+        "labels": float(wanted.sum(1).mean()),
+        "ks": chosen_ks,
+        "recall": [float((place[wanted] < k).mean()) for k in chosen_ks],
+        "size": [float(sizes[k - 1]) for k in chosen_ks],
+        "first": [float((place_of_tokens[:, 0] < k).mean()) for k in chosen_ks],
+        "mass": [kept(place_of_tokens < k) for k in chosen_ks],
+        "oracle": [float(best[k - 1]) for k in chosen_ks],
+        "ceiling": float(mass.sum(1).mean()),
+        "frequency_first": [float((ranks[:, 0] < taken[k]).mean()) for k in chosen_ks],
+        "frequency": [kept(ranks < taken[k]) for k in chosen_ks],
+    }

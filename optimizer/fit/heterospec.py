@@ -106,9 +106,7 @@ def fit_heterospec(
     depth = depth or max(1, forest.depth - ALPHA)
     if not 1 <= top_n <= NODE_LIMIT:
         raise PolicyError(f"--top-n {top_n}: from 1 to {NODE_LIMIT} nodes can be kept")
-    rounds = bin_rounds(
-        source.trees, width, depth, top_n, count=starts, seed=seed, progress=progress
-    )
+    rounds = bin_rounds(source.trees, width, depth, top_n, count=starts, seed=seed, progress=progress)
     bins = fit_bins(rounds, depth)
     if not bins.thresholds:
         raise TraceError(
@@ -116,11 +114,8 @@ def fit_heterospec(
             f"draft {forest.draft!r}, so there is but one bin; record more requests, or fit deeper trees "
             "(--depth)"
         )
-    document = (
-        source.document()
-        | asdict(bins)
-        | {"width": width, "top_n": top_n, "starts": len(rounds.phi), "seed": seed}
-    )
+    fitted = {"width": width, "top_n": top_n, "starts": len(rounds.phi), "seed": seed}
+    document = source.document() | asdict(bins) | fitted
     artifact = source.keep(BINS, document, {}, (rounds.phi, rounds.tcr, rounds.fully_accepted))
     policy = {
         "draft": forest.draft,
@@ -161,16 +156,11 @@ def bin_rounds(
         some = starts[at : at + CHUNK]
         part = replace(trees.forest, root=trees.forest.root[some], limit=trees.forest.limit[some])
         is_sampled = trees.sampled[some]
-        table = tabulate_growth(
-            part,
-            [(greedy, np.flatnonzero(~is_sampled)), (sampled, np.flatnonzero(is_sampled))],
-            depth,
-        )
+        rules = [(greedy, np.flatnonzero(~is_sampled)), (sampled, np.flatnonzero(is_sampled))]
+        table = tabulate_growth(part, rules, depth)
         accepted, tcr = terminal_ranks(table, top_n)
         known = (table.missing == NEVER) | (table.missing > depth)
-        parts.append(
-            (table.phi[known, depth - 1].astype(np.int64), tcr[known], accepted[known] == depth)
-        )
+        parts.append((table.phi[known, depth - 1].astype(np.int64), tcr[known], accepted[known] == depth))
         progress("trees", at + len(some), len(starts))
     return Rounds(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 

@@ -9,7 +9,7 @@ and against an oracle that knows each request's best draft.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -174,7 +174,6 @@ class Measured:
             bool(trace.sampled[order].any()),
         )
 
-
     def take(self, rows: IntArray) -> Measured:
         """The same of some requests, by their rows."""
         fields = ("alphas", "seconds", "before", "prompt_tokens", "new_tokens", "budgets")
@@ -216,8 +215,11 @@ def fit_features(
     vocabulary: tuple[str, ...] = ()
     idf, projection = np.zeros(0), np.zeros((0, 0))
     vectorizer = TfidfVectorizer(token_pattern=TOKEN_PATTERN, min_df=MIN_PROMPTS, max_features=MAX_TERMS, dtype=np.float64)
-    counts = _vectors(vectorizer, texts)
-    if counts is not None:
+    try:
+        counts = vectorizer.fit_transform(texts)
+    except ValueError:  # no term occurs in enough of them
+        pass
+    else:
         vocabulary = tuple(str(t) for t in vectorizer.get_feature_names_out())
         idf = np.asarray(vectorizer.idf_, dtype=np.float64)
         room = len(prompts) // PROMPTS_PER_FEATURE - 1 - len(SCALARS)
@@ -235,14 +237,6 @@ def fit_features(
     center = np.where(known, raw, 0.0).sum(0) / np.maximum(1, known.sum(0))
     scale = np.sqrt((np.where(known, raw - center, 0.0) ** 2).sum(0) / np.maximum(1, known.sum(0)))
     return replace(bare, center=center, scale=np.where(scale > 1e-12, scale, 1.0))
-
-
-def _vectors(vectorizer: Any, texts: Sequence[str]) -> Any:
-    """TF-IDF of the texts, or None where no term occurs in enough of them (scikit-learn raises)."""
-    try:
-        return vectorizer.fit_transform(texts)
-    except ValueError:
-        return None
 
 
 def least_squares(features: FloatArray, alpha: FloatArray, *, ridge: Ridge = 0.0) -> LinearAccuracy:
@@ -309,12 +303,16 @@ def fit_chooser(
     Raises PolicyError without candidates or for one that is not its draft's, TraceError when the recording lacks a draft or has too few
     prompts.
     """
-    _check_candidates(candidates)
+    if not candidates:
+        raise PolicyError("a chooser needs drafts to choose from; give at least one policy")
+    for draft, policy in candidates.items():
+        checked_candidate(draft, policy)
     if len(prompts) != len(trace.trajectories):
-        raise TraceError(
-            f"{len(prompts)} prompts for {len(trace.trajectories)} recorded requests; read them from the same recording"
-        )
-    fit_part, test_part = parts or _fit_and_held_out(trace)
+        raise TraceError(f"{len(prompts)} prompts for {len(trace.trajectories)} recorded requests; read them from the same recording")
+    if parts is None:
+        of = split([t.category for t in trace.trajectories])
+        parts = of.search, sorted([*of.race, *of.confirm]) or of.search
+    fit_part, test_part = parts
     measured = Measured.of(trace.select(fit_part), candidates, profile, artifacts=artifacts)
     ready = {d: compile_plan(p, [d], profile=profile, artifacts=artifacts) for d, p in candidates.items()}
     options = tuple(Option.of(d, p, profile, sampled=measured.sampled, ready=ready[d]) for d, p in candidates.items())
@@ -338,25 +336,13 @@ def fit_chooser(
     }
     if guarded:
         gained = cross_validated(measured, chosen, fitted_to, options, profile, seed=seed)
-        metrics["cross_validated"] = gained.to_json()
+        metrics["cross_validated"] = asdict(gained)
         chooser = replace(chooser, chooses=gained.holds, reason=gained.reason)
-    metrics["fit"] = evaluate(chooser, measured, chosen, profile, options=options).to_json()
+    metrics["fit"] = evaluate(chooser, measured, chosen, profile, options=options)
     if list(test_part) != list(fit_part):
         held_out = Measured.of(trace.select(test_part), candidates, profile, artifacts=artifacts)
-        metrics["held_out"] = evaluate(chooser, held_out, [prompts[r] for r in test_part], profile, options=options).to_json()
+        metrics["held_out"] = evaluate(chooser, held_out, [prompts[r] for r in test_part], profile, options=options)
     return replace(chooser, metrics=metrics)
-
-
-def _fit_and_held_out(trace: ReplayTrace) -> tuple[Sequence[int], Sequence[int]]:
-    parts = split([t.category for t in trace.trajectories])
-    return parts.search, sorted([*parts.race, *parts.confirm]) or parts.search
-
-
-def _check_candidates(candidates: Mapping[str, Policy]) -> None:
-    if not candidates:
-        raise PolicyError("a chooser needs drafts to choose from; give at least one policy")
-    for draft, policy in candidates.items():
-        checked_candidate(draft, policy)
 
 
 @dataclass(frozen=True)
@@ -367,7 +353,7 @@ class Gained:
     requests: int
     folds: int
     gain: float = 0.0
-    interval: tuple[float, float] = (0.0, 0.0)
+    interval: Sequence[float] = field(default_factory=lambda: [0.0, 0.0])
 
     @property
     def holds(self) -> bool:
@@ -383,10 +369,6 @@ class Gained:
         shown = f"choosing gains {100 * self.gain:.1f}% ({100 * low:.1f} to {100 * high:.1f}) over one draft for all"
         judged = "beyond noise" if self.holds else "not beyond noise"
         return f"by {self.folds}-fold cross-validation on the {self.requests} requests fitted to, {shown}: {judged}"
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return {**asdict(self), "interval": list(self.interval)}
 
 
 def cross_validated(
@@ -419,37 +401,6 @@ def cross_validated(
 # ----------------------------------------------------------------------------------------------------------------- evaluation
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """What choosing is worth on some requests, by replayed seconds.
-
-    ``accuracy``: mean alpha by draft. ``r2``: of the predicted accuracies, by draft (None where all are equal). ``tokens_per_s``: total
-    tokens over total seconds of every draft, of the ``oracle`` that takes each request's fastest draft, and of the rules: ``throughput``,
-    ``theorem_3``, ``known`` (the rule ``throughput`` told the true accuracies, which is what better prediction could reach), and
-    ``guarded`` (what the chooser does, which may be not to choose). ``single``: the best single draft on these requests, known in
-    hindsight. ``gain``: tokens per second over the best single draft's, less 1; ``interval``: its 95% bootstrap interval over requests,
-    the single draft kept. ``share``: of the oracle's gain in seconds (1: the oracle, 0: the best single draft, below: worse than not
-    choosing; None where there is nothing to gain). ``picks``: requests by rule and draft. ``rmse``: root mean square error of the
-    predicted accuracies, by draft.
-    """
-
-    requests: int
-    tokens: int
-    accuracy: Mapping[str, float]
-    r2: Mapping[str, float | None]
-    rmse: Mapping[str, float]
-    tokens_per_s: Mapping[str, float]
-    single: str
-    gain: Mapping[str, float]
-    interval: Mapping[str, tuple[float, float]]
-    share: Mapping[str, float | None]
-    picks: Mapping[str, Mapping[str, int]]
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON-ready: intervals are lists."""
-        return {**asdict(self), "interval": {name: list(bounds) for name, bounds in self.interval.items()}}
-
-
 def evaluate(
     chooser: Chooser,
     measured: Measured,
@@ -457,10 +408,18 @@ def evaluate(
     profile: LatencyProfile,
     *,
     options: Sequence[Option] | None = None,
-) -> Evaluation:
-    """Chooses for every request and charges what replay says the choice cost, and the pass that reads the prompt's perplexity
-    (:meth:`Chooser.reading_seconds`); ``prompts`` are those of ``measured``'s requests. ``options``: of the candidates, where they
-    need artifacts.
+) -> dict[str, Any]:
+    """What choosing is worth on some requests, JSON-ready: every request is charged what replay says the choice cost, and the pass that
+    reads the prompt's perplexity (:meth:`Chooser.reading_seconds`). ``prompts`` are those of ``measured``'s requests. ``options``: of the
+    candidates, where they need artifacts.
+
+    ``accuracy``: mean alpha by draft. ``r2`` (None where all are equal) and ``rmse`` of the predicted accuracies, by draft.
+    ``tokens_per_s``: total tokens over total seconds of every draft, of the ``oracle`` that takes each request's fastest draft, and of the
+    rules: ``throughput``, ``theorem_3``, ``known`` (the rule ``throughput`` told the true accuracies, which is what better prediction
+    could reach), and ``guarded`` (what the chooser does, which may be not to choose). ``single``: the best single draft on these requests,
+    known in hindsight. ``gain``: tokens per second over the best single draft's, less 1; ``interval``: its 95% bootstrap interval over
+    requests, the single draft kept. ``share``: of the oracle's gain in seconds (1: the oracle, 0: the best single draft, below: worse than
+    not choosing; None where there is nothing to gain). ``picks``: requests by rule and draft.
     """
     options = chooser.options(profile, sampled=measured.sampled) if options is None else options
     predicted = chooser.accuracies(chooser.features.transform(prompts))
@@ -486,23 +445,20 @@ def evaluate(
     others = ("oracle", *(name for name, *_ in rules))
     saved = {name: float(best.sum() - spent[name].sum()) for name in others}
     tokens = int(measured.new_tokens.sum())
-    return Evaluation(
-        requests=len(rows),
-        tokens=tokens,
-        accuracy=dict(zip(drafts, measured.alphas.mean(0).tolist(), strict=True)),
-        r2={d: r_squared(measured.alphas[:, k], predicted[:, k]) for k, d in enumerate(drafts) if d != NO_DRAFT},
-        rmse={
-            d: float(np.sqrt(((measured.alphas[:, k] - predicted[:, k]) ** 2).mean()))
-            for k, d in enumerate(drafts)
-            if d != NO_DRAFT
-        },
-        tokens_per_s={name: tokens / float(seconds.sum()) for name, seconds in spent.items()},
-        single=single,
-        gain={name: float(best.sum() / spent[name].sum()) - 1.0 for name in others},
-        interval={name: _interval(best, spent[name]) for name in others},
-        share={name: saved[name] / saved["oracle"] if saved["oracle"] > 0 else None for name in others},
-        picks={name: {d: int((picks == k).sum()) for k, d in enumerate(drafts)} for name, picks in picked.items()},
-    )
+    fitted = {d: (measured.alphas[:, k], predicted[:, k]) for k, d in enumerate(drafts) if d != NO_DRAFT}
+    return {
+        "requests": len(rows),
+        "tokens": tokens,
+        "accuracy": dict(zip(drafts, measured.alphas.mean(0).tolist(), strict=True)),
+        "r2": {d: r_squared(true, guessed) for d, (true, guessed) in fitted.items()},
+        "rmse": {d: float(np.sqrt(((true - guessed) ** 2).mean())) for d, (true, guessed) in fitted.items()},
+        "tokens_per_s": {name: tokens / float(seconds.sum()) for name, seconds in spent.items()},
+        "single": single,
+        "gain": {name: float(best.sum() / spent[name].sum()) - 1.0 for name in others},
+        "interval": {name: _interval(best, spent[name]) for name in others},
+        "share": {name: saved[name] / saved["oracle"] if saved["oracle"] > 0 else None for name in others},
+        "picks": {name: {d: int((picks == k).sum()) for k, d in enumerate(drafts)} for name, picks in picked.items()},
+    }
 
 
 def r_squared(true: FloatArray, predicted: FloatArray) -> float | None:
@@ -511,8 +467,8 @@ def r_squared(true: FloatArray, predicted: FloatArray) -> float | None:
     return 1.0 - float(((true - predicted) ** 2).sum()) / total if total > 0 else None
 
 
-def _interval(base: FloatArray, spent: FloatArray, *, level: float = 0.95) -> tuple[float, float]:
-    """The bootstrap interval of sum(base) / sum(spent) - 1 over requests."""
+def _interval(base: FloatArray, spent: FloatArray) -> list[float]:
+    """The 95% bootstrap interval of sum(base) / sum(spent) - 1 over requests."""
     pick = np.random.default_rng(0).integers(0, len(base), (RESAMPLES, len(base)))
-    low, high = np.quantile(base[pick].sum(1) / spent[pick].sum(1) - 1.0, [(1 - level) / 2, (1 + level) / 2])
-    return float(low), float(high)
+    found: list[float] = np.quantile(base[pick].sum(1) / spent[pick].sum(1) - 1.0, [0.025, 0.975]).tolist()
+    return found

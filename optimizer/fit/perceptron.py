@@ -30,29 +30,14 @@ class Weights(NamedTuple):
 
     def on_raw(self, scale: Scale) -> Weights:
         """The same function of raw inputs, of weights that read standardised ones; float32."""
-        w1 = self.w1.detach().double() / scale.deviation
-        folded = (
-            w1,
-            self.b1.detach().double() - w1 @ scale.mean,
-            self.w2.detach(),
-            self.b2.detach(),
-        )
-        return Weights(*(w.float() for w in folded))
+        w1, b1, w2, b2 = (w.detach().double() for w in self)
+        w1 = w1 / scale.deviation
+        return Weights(*(w.float() for w in (w1, b1 - w1 @ scale.mean, w2, b2)))
 
     def on_standardised(self, scale: Scale) -> Weights:
         """The inverse of :meth:`on_raw`."""
-        w1 = self.w1.double()
-        return Weights(
-            *(
-                w.float()
-                for w in (
-                    w1 * scale.deviation,
-                    self.b1.double() + w1 @ scale.mean,
-                    self.w2,
-                    self.b2,
-                )
-            )
-        )
+        w1, b1, w2, b2 = (w.double() for w in self)
+        return Weights(*(w.float() for w in (w1 * scale.deviation, b1 + w1 @ scale.mean, w2, b2)))
 
 
 class Scale(NamedTuple):
@@ -63,14 +48,10 @@ class Scale(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor) -> Scale:
-        mean = torch.stack([part.double().sum(0) for part in torch.split(x, SCORED)]).sum(0) / len(
-            x
-        )
-        variance = torch.stack(
-            [(part.double() - mean).square().sum(0) for part in torch.split(x, SCORED)]
-        ).sum(0) / len(x)
-        deviation = variance.sqrt()
-        return cls(mean, torch.where(deviation > 1e-9, deviation, 1.0))
+        mean = sum(part.double().sum(0) for part in torch.split(x, SCORED)) / len(x)
+        variance = sum((part.double() - mean).square().sum(0) for part in torch.split(x, SCORED)) / len(x)
+        deviation = torch.as_tensor(variance).sqrt()
+        return cls(torch.as_tensor(mean), torch.where(deviation > 1e-9, deviation, 1.0))
 
     def apply(self, x: Tensor) -> Tensor:
         return (x.float() - self.mean.float()) / self.deviation.float()
@@ -83,12 +64,8 @@ def initial(inputs: int, hidden: int, outputs: int, generator: torch.Generator) 
     def uniform(shape: tuple[int, ...], fan_in: int) -> Tensor:
         return (torch.rand(shape, generator=generator) * 2 - 1) / math.sqrt(fan_in)
 
-    return Weights(
-        uniform((hidden, inputs), inputs),
-        uniform((hidden,), inputs),
-        uniform((outputs, hidden), hidden),
-        uniform((outputs,), hidden),
-    )
+    first = uniform((hidden, inputs), inputs), uniform((hidden,), inputs)
+    return Weights(*first, uniform((outputs, hidden), hidden), uniform((outputs,), hidden))
 
 
 def losses(weights: Weights, x: Tensor, y: Tensor) -> Tensor:
@@ -100,9 +77,7 @@ def losses(weights: Weights, x: Tensor, y: Tensor) -> Tensor:
 def mean_loss(weights: Weights, x: Tensor, y: Tensor) -> float:
     """The mean of :func:`losses`, for weights that act on raw inputs."""
     parts = zip(torch.split(x, SCORED), torch.split(y, SCORED), strict=True)
-    return sum(float(losses(weights, some.float(), labels).sum()) for some, labels in parts) / len(
-        x
-    )
+    return sum(float(losses(weights, some.float(), labels).sum()) for some, labels in parts) / len(x)
 
 
 def train(

@@ -48,9 +48,7 @@ class RecordedTrees:
             known = ", ".join(sorted(d for d, p in trace.forests if p == proposals)) or "none"
             raise TraceError(f"the recording has no trees of draft {draft!r} (it has: {known})")
         lengths = np.diff(trace.offsets)
-        levels = np.minimum(
-            np.repeat(trace.offsets[1:], lengths) - np.arange(lengths.sum()), forest.limit
-        )
+        levels = np.minimum(np.repeat(trace.offsets[1:], lengths) - np.arange(lengths.sum()), forest.limit)
         starts = np.flatnonzero(np.repeat(np.isin(np.arange(len(lengths)), trace.order), lengths))
         return cls(forest, proposals, starts, levels, np.repeat(trace.sampled > 0, lengths))
 
@@ -85,12 +83,8 @@ class RecordedTrees:
     def along_text(self, nodes: Index) -> Index:
         """The node after each of some nodes on the text, if the text's next token is a recorded
         child and was expanded; else -1."""
-        slot = self.forest.text_slot[nodes].astype(np.int64)
-        return np.where(
-            slot < self.forest.width,
-            self.forest.child[nodes, np.minimum(slot, self.forest.width - 1)],
-            -1,
-        ).astype(np.int64)
+        width, slot = self.forest.width, self.forest.text_slot[nodes].astype(np.int64)
+        return np.where(slot < width, self.forest.child[nodes, np.minimum(slot, width - 1)], -1).astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -127,16 +121,8 @@ class TreeSource:
         fitted_to: tuple[npt.NDArray[Any], ...],
     ) -> str:
         """Stores an artifact (:func:`optimizer.fit.shared.keep`)."""
-        origin = {"recording": self.info.id, "requests": list(self.trace.request_ids)}
-        return keep(
-            self.store,
-            kind,
-            document,
-            arrays,
-            pair_id=self.info.pair_id,
-            fitted_to=fitted_to,
-            **origin,
-        )
+        origin: dict[str, Any] = {"recording": self.info.id, "requests": list(self.trace.request_ids)}
+        return keep(self.store, kind, document, arrays, pair_id=self.info.pair_id, fitted_to=fitted_to, **origin)
 
 
 def tree_source(
@@ -146,14 +132,9 @@ def tree_source(
     there is not, TraceError where there are no trees of it."""
     info = store.get_recording(recording)
     if draft not in (info.trees if proposals == "coupled" else info.trees_q):
-        known = dict.fromkeys(
-            [*store.get_pair(info.pair_id).document.get("drafts", {}), *info.drafts, *info.trees]
-        )
-        known.pop("ngram", None)
         if draft == "ngram":
-            raise PolicyError(
-                "--draft ngram: it proposes one continuation and grows no trees; name another draft"
-            )
+            raise PolicyError("--draft ngram: it proposes one continuation and grows no trees; name another draft")
+        known = {*store.get_pair(info.pair_id).document.get("drafts", {}), *info.drafts, *info.trees} - {"ngram"}
         if draft not in known:
             raise PolicyError(
                 f"--draft {draft}: the pair of recording {info.id} has no such draft; it has: {', '.join(sorted(known))}"
@@ -189,8 +170,6 @@ def child_probabilities(
     children leave, at least that.
     """
     exists = np.arange(logp.shape[1]) < count[:, None]
-    q: npt.NDArray[np.float64] = np.where(
-        exists & (logp > 0), np.exp(-(logp + 0.5) / TREE_SCALE), 0.0
-    )
+    q: npt.NDArray[np.float64] = np.where(exists & (logp > 0), np.exp(-(logp + 0.5) / TREE_SCALE), 0.0)
     first = exists & (logp == 0)
     return np.where(first, np.maximum(1.0 - q.sum(1, keepdims=True), np.exp(-1 / TREE_SCALE)), q)

@@ -132,34 +132,17 @@ def fit_score(
     examples = score_examples(source.trees, width, depth, count=starts, seed=seed)
     requests = np.searchsorted(source.trace.offsets, examples.start, side="right")
     try:
-        score = fit_sharpness(
-            examples, requests if len(np.unique(requests)) > 1 else examples.start, seed=seed
-        )
+        score = fit_sharpness(examples, requests if len(np.unique(requests)) > 1 else examples.start, seed=seed)
     except ValueError as error:
         raise TraceError(f"recording {source.info.id}: {error}") from None
     progress("distributions", 1, 1)
     document = source.document() | asdict(score) | {"width": width, "depth": depth, "seed": seed}
     document["starts"] = len(np.unique(examples.start))
     artifact = source.keep(SCORE, document, {}, tuple(vars(examples).values()))
-    growth = {
-        "kind": "top_k",
-        "width": width,
-        "score": "coupled",
-        "sharpness": score.sharpness,
-        **unusual(source),
-    }
+    growth = {"kind": "top_k", "width": width, "score": "coupled", "sharpness": score.sharpness, **unusual(source)}
     window = {"kind": "fixed", "gamma": depth}
-    return StoredFit(
-        artifact,
-        SCORE,
-        document,
-        {
-            "draft": forest.draft,
-            "window": window,
-            "growth": growth,
-            "select": {"top_n": DEFAULT_TOP_N},
-        },
-    )
+    policy = {"draft": forest.draft, "window": window, "growth": growth, "select": {"top_n": DEFAULT_TOP_N}}
+    return StoredFit(artifact, SCORE, document, policy)
 
 
 def score_examples(
@@ -275,24 +258,14 @@ def _least(loss: Callable[[float], float], known: dict[float, float]) -> float:
 
     at = GRID.index(best(set(GRID)))
     low, high = GRID[max(0, at - 1)], GRID[min(len(GRID) - 1, at + 1)]
-    middle = best(
-        {round(float(x), 2) for x in np.linspace(low, high, 21)}
-        | ({DEFAULT} if low <= DEFAULT <= high else set())
-    )
+    middle = best({round(float(x), 2) for x in np.linspace(low, high, 21)} | ({DEFAULT} if low <= DEFAULT <= high else set()))
     step = (high - low) / 20
-    around = range(
-        round(100 * max(LEAST, middle - step)), round(100 * min(MOST, middle + step)) + 1
-    )
+    around = range(round(100 * max(LEAST, middle - step)), round(100 * min(MOST, middle + step)) + 1)
     return best({middle, *(hundredth / 100 for hundredth in around)})
 
 
 def _ranks(examples: ScoreExamples, sharpness: float) -> tuple[Rank, ...]:
-    columns = (
-        examples.hit,
-        estimates(examples, sharpness),
-        estimates(examples, DEFAULT),
-        examples.q,
-    )
+    columns = examples.hit, estimates(examples, sharpness), estimates(examples, DEFAULT), examples.q
     there = [examples.count > rank for rank in range(examples.gap.shape[1])]
     return tuple(
         Rank(rank, int(some.sum()), *(float(x[some, rank].mean()) for x in columns))

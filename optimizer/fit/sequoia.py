@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -59,14 +59,9 @@ def fit_sequoia(
         if value is not None and not 1 <= value <= limit:
             raise PolicyError(f"{flag} {value}: from 1 to {limit} is possible")
     forest = source.trees.forest
-    costs = (
-        _costs(source, profile) if profile is not None or nodes is None or depth is None else None
-    )
+    costs = _costs(source, profile) if profile is not None or nodes is None or depth is None else None
     # Where a distribution is a function of the prefix, the text's own ranks say all, at any depth.
-    deepest, most = (
-        depth or (DEPTH if forest.shared and forest.full else forest.depth),
-        nodes or NODES,
-    )
+    deepest, most = depth or (DEPTH if forest.shared and forest.full else forest.depth), nodes or NODES
     progress("acceptance", 0, 1)
     acceptance = rank_acceptance(source.trees, deepest)
     tree = _tree(acceptance, most, deepest, costs)
@@ -266,31 +261,15 @@ def frontier_widths(paths: Sequence[Path]) -> list[int]:
     return [parents[level] for level in range(len(parents))]
 
 
-@dataclass(frozen=True)
-class _Costs:
-    """A profile's costs of trees with one draft, in the middle of the recording's contexts,
-    seconds; ``token_s`` is an emitted one's."""
+class _Costs(NamedTuple):
+    """A profile's costs of trees with one draft, in the middle of the recording's contexts, as :func:`choose` takes them; ``token_s`` is
+    an emitted one's."""
 
     profile_id: str
-    first_s: float
-    level_s: FloatArray
-    verify_s: FloatArray
+    draft_level_s: Callable[[int, int], float]
+    verify_s: Callable[[int], float]
     overhead_s: float
     token_s: float
-
-    def draft_level_s(self, level: int, width: int) -> float:
-        """Seconds of the pass that makes a level, from ``width`` nodes; beyond the widths measured
-        as the last ones go on."""
-        if level == 1:
-            return self.first_s
-        beyond = max(0, width - WIDTH_LIMIT) * (
-            self.level_s[WIDTH_LIMIT] - self.level_s[WIDTH_LIMIT - 1]
-        )
-        return float(self.level_s[min(width, WIDTH_LIMIT)] + max(0.0, beyond))
-
-    def verification_s(self, tokens: int) -> float:
-        """Seconds of the target's pass over root and nodes."""
-        return float(self.verify_s[tokens - 1])
 
 
 def _costs(source: TreeSource, profile: str | None) -> _Costs:
@@ -309,27 +288,25 @@ def _costs(source: TreeSource, profile: str | None) -> _Costs:
     context = np.array([float((trace.prompts[trace.order] + lengths / 2).mean())])
     kind, sampled = RoundKind(draft, "static", sampled=source.sampled), int(source.sampled)
     costs = round_costs(measured, kind, context)
-    return _Costs(
-        profile_id,
-        float(costs.first_s[sampled, LAG] + costs.later_s[sampled, 1]),
-        pass_seconds(measured, kind, context, np.arange(WIDTH_LIMIT + 1.0))[0],
-        costs.verify_s[sampled],
-        costs.rest_s,
-        float(costs.emitted_s[sampled]),
-    )
+    first_s = float(costs.first_s[sampled, LAG] + costs.later_s[sampled, 1])
+    level_s = pass_seconds(measured, kind, context, np.arange(WIDTH_LIMIT + 1.0))[0]
+    more_s = max(0.0, level_s[WIDTH_LIMIT] - level_s[WIDTH_LIMIT - 1])
+
+    def draft_level_s(level: int, width: int) -> float:
+        """Of the pass that makes a level, from ``width`` nodes; beyond the widths measured as the last ones go on."""
+        return first_s if level == 1 else float(level_s[min(width, WIDTH_LIMIT)] + max(0, width - WIDTH_LIMIT) * more_s)
+
+    verify_s = costs.verify_s[sampled]
+    return _Costs(profile_id, draft_level_s, lambda tokens: float(verify_s[tokens - 1]), costs.rest_s, float(costs.emitted_s[sampled]))
 
 
 def _tree(acceptance: RankAcceptance, nodes: int, depth: int, costs: _Costs | None) -> StaticTree:
     try:
         if costs is None:
             best = best_static_tree(acceptance.chance, max_nodes=nodes, max_depth=depth)
-            return StaticTree(
-                best.paths(nodes, depth), 1.0 + float(best.accepted[nodes, depth]), 0.0
-            )
-        limits = {"max_nodes": nodes, "max_depth": depth}
-        chosen = choose(
-            acceptance.chance, costs.draft_level_s, costs.verification_s, costs.overhead_s, **limits
-        )
+            return StaticTree(best.paths(nodes, depth), 1.0 + float(best.accepted[nodes, depth]), 0.0)
+        seconds = costs.draft_level_s, costs.verify_s, costs.overhead_s
+        chosen = choose(acceptance.chance, *seconds, max_nodes=nodes, max_depth=depth)
     except ValueError as error:
         raise TraceError(f"no static tree: {error}") from None
     # Noise and near ties are paid for each token emitted, whatever the tree.

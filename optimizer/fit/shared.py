@@ -41,12 +41,7 @@ class StoredFit:
     policy: dict[str, Any]
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "artifact": self.artifact,
-            "kind": self.kind,
-            **self.document,
-            "policy": self.policy,
-        }
+        return {"artifact": self.artifact, "kind": self.kind, **self.document, "policy": self.policy}
 
 
 def search_part(texts: Sequence[Trajectory]) -> list[int]:
@@ -103,19 +98,14 @@ def keep(
     fitted_to: Sequence[npt.NDArray[Any]],
     **origin: Any,
 ) -> str:
-    """Stores an artifact with where it comes from and the hash of the arrays it was fitted to; its
-    id. The same fit is the same artifact."""
-    provenance = {**origin, "fitted_to": hash_of(fitted_to)}
+    """Stores an artifact with where it comes from and the SHA-256 of the arrays it was fitted to; its id. The same fit is the same
+    artifact."""
+    evidence = hashlib.sha256()
+    for array in fitted_to:
+        evidence.update(f"{array.dtype.str} {array.shape}".encode())
+        evidence.update(np.ascontiguousarray(array).tobytes())
+    provenance = {**origin, "fitted_to": evidence.hexdigest()}
     return store.put_artifact(kind, document, arrays, pair_id=pair_id, provenance=provenance)
-
-
-def hash_of(arrays: Sequence[npt.NDArray[Any]]) -> str:
-    """The SHA-256 of arrays with their dtypes and shapes, in hexadecimal."""
-    h = hashlib.sha256()
-    for array in arrays:
-        h.update(f"{array.dtype.str} {array.shape}".encode())
-        h.update(np.ascontiguousarray(array).tobytes())
-    return h.hexdigest()
 
 
 def held_out(group: npt.NDArray[Any], share: float, seed: int) -> npt.NDArray[np.bool_]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 from spectune.db.errors import CorruptedChunkError, NotFoundError
 from spectune.optimizer.fit.c2t import fit_c2t
@@ -65,32 +66,22 @@ def _fit_draft(source: TreeSource, profile: str | None, seed: int) -> TreeLimit:
     width, depth = min(WIDTH, extent.width), max(1, extent.depth - ALPHA)
     bins = classifier = sharpness = None
     with suppress(TraceError):
-        bins = fit_heterospec(
-            source, depth=depth, width=width, top_n=FEWEST_TOP_N, seed=seed
-        ).artifact
+        bins = fit_heterospec(source, depth=depth, width=width, top_n=FEWEST_TOP_N, seed=seed).artifact
     with suppress(TraceError):
         classifier = fit_c2t(source, width=width, seed=seed).artifact
     with suppress(TraceError):
         score = fit_score(source, width=width, seed=seed).document
-        if (
-            score["loss"]["fitted"] < score["loss"]["default"]
-            and score["sharpness"] not in SHARPNESSES
-        ):
+        if score["loss"]["fitted"] < score["loss"]["default"] and score["sharpness"] not in SHARPNESSES:
             sharpness = score["sharpness"]
+    sizes: list[dict[str, Any]] = [{"nodes": nodes, "depth": min(levels, extent.depth)} for nodes, levels in STATIC_SIZES]
+    if profile:
+        sizes.insert(0, {"profile": profile})
     static: dict[tuple[tuple[int, ...], ...], None] = {}
-    limits: list[tuple[int | None, int | None, str | None]] = (
-        [(None, None, profile)] if profile else []
-    )
-    for nodes, levels, costs in [
-        *limits,
-        *((nodes, min(levels, extent.depth), None) for nodes, levels in STATIC_SIZES),
-    ]:
+    for size in sizes:
         with suppress(TraceError):
-            paths = fit_sequoia(source, nodes=nodes, depth=levels, profile=costs).document["paths"]
+            paths = fit_sequoia(source, **size).document["paths"]
             static[tuple(tuple(path) for path in paths)] = None
-    return TreeLimit(
-        extent.width, extent.depth, bins, depth, classifier, width, tuple(static), sharpness
-    )
+    return TreeLimit(extent.width, extent.depth, bins, classifier, width, tuple(static), sharpness)
 
 
 FOLDS = 3
@@ -118,42 +109,27 @@ def fit_shortlists(
     little text) is too. Raises TraceError for a recording of another pair or without texts.
     """
     trees = store.get_recording(recording).trees
-    usable = [
-        d for d in drafts if d in pair.models and d in trees and trees[d].width > 1
-    ]
+    usable = [d for d in drafts if d in pair.models and d in trees and trees[d].width > 1]
     if not usable:
         return {}
     texts = [t.request_id for t in search_texts(store, recording, pair.id)]
-    folds: list[LeftOut] = (
-        [(i, min(FOLDS, len(texts))) for i in range(min(FOLDS, len(texts)))]
-        if len(texts) > 1
-        else []
-    )
+    count = min(FOLDS, len(texts))
+    folds: list[LeftOut] = [(i, count) for i in range(count)] if count > 1 else []
     parts = (None, *folds)
-    orders = [
-        fit_fr_spec(
-            store, recording, pair, left_out=part, ranked=False, progress=progress
-        ).artifact
-        for part in parts
-    ]
+    orders = [fit_fr_spec(store, recording, pair, left_out=part, ranked=False, progress=progress).artifact for part in parts]
     found: dict[str, ShortlistLimit] = {}
     for n, draft in enumerate(usable):
         routers: list[str | None] = [None] * len(parts)
         if routed is None or draft in routed:
             with suppress(TraceError):  # texts too few: the shortlists that need no router remain
                 shared = Shared()
-                routers = [
-                    _router(store, pair, recording, draft, len(texts), part, seed, shared, progress)
-                    for part in parts
-                ]
+                routers = [_router(store, pair, recording, draft, len(texts), part, seed, shared, progress) for part in parts]
         apart = (
             Fold(frozenset(texts[i::of]), *fits)
             for (i, of), *fits in zip(folds, orders[1:], routers[1:], strict=True)
         )
         rows = pair.models[draft].output.rows
-        found[draft] = ShortlistLimit(
-            rows, orders[0], routers[0], default_clusters(rows) if routers[0] else 0, tuple(apart)
-        )
+        found[draft] = ShortlistLimit(rows, orders[0], routers[0], default_clusters(rows) if routers[0] else 0, tuple(apart))
         progress("fit shortlists", n + 1, len(usable))
     return found
 
@@ -174,9 +150,7 @@ def _router(
     output = pair.models[draft].output
     same = {
         "recording": recording,
-        "requests": texts
-        if left_out is None
-        else sum(i % left_out[1] != left_out[0] for i in range(texts)),
+        "requests": sum(left_out is None or i % left_out[1] != left_out[0] for i in range(texts)),
         "left_out": None if left_out is None else list(left_out),
         "draft": draft,
         "head": output.hash,
@@ -190,17 +164,8 @@ def _router(
         with suppress(CorruptedChunkError):
             if same.items() <= store.get_artifact(name).document.items():
                 return name
-    return fit_router(
-        store,
-        recording,
-        pair,
-        draft,
-        seed=seed,
-        left_out=left_out,
-        ranked=False,
-        shared=shared,
-        progress=progress,
-    ).artifact
+    how: dict[str, Any] = {"left_out": left_out, "shared": shared, "seed": seed, "progress": progress}
+    return fit_router(store, recording, pair, draft, ranked=False, **how).artifact
 
 
 def ranks_for(

@@ -11,11 +11,10 @@ from spectune.optimizer.schedule.book import (
     resume_schedule,
 )
 from spectune.optimizer.schedule.lease import JobContext, LeaseLostError
-from spectune.optimizer.schedule.stop import HandBack
 from spectune.optimizer.schedule.tick import tick
 from spectune.optimizer.schedule.times import ScheduleError, Timing, format_duration, parse_duration
 from spectune.optimizer.schedule.values import Fire, Job, Schedule
-from spectune.optimizer.schedule.worker import Ended, Execute, WorkReport, run_once, run_worker
+from spectune.optimizer.schedule.worker import Ended, Execute, HandBack, WorkReport, run_once, run_worker
 
 __all__ = [
     "Ended",

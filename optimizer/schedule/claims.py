@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 from sqlalchemy import ColumnElement, and_, or_, select, update
@@ -94,16 +95,10 @@ def owns(database: Database, job: Job, session: Session | None = None) -> bool:
     With the ``session`` of a write transaction the answer stays true until that transaction ends: nobody can claim the job
     in between, so what is written in it is written by the owner.
     """
-    if session is None:
-        with database.read() as reading:
-            return _holds(database, job, reading, lock=False)
-    return _holds(database, job, session, lock=True)
-
-
-def _holds(database: Database, job: Job, session: Session, *, lock: bool) -> bool:
     query = select(JobRow.lease_until).where(_claimed(job))
-    lease_until = session.scalar(query.with_for_update() if lock else query)
-    return lease_until is not None and lease_until > database.now(session).timestamp()
+    with database.read() if session is None else nullcontext(session) as asked:
+        lease_until = asked.scalar(query if session is None else query.with_for_update())
+        return lease_until is not None and lease_until > database.now(asked).timestamp()
 
 
 def complete(database: Database, job: Job, result: Mapping[str, Any]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from typing import Any, Literal
 
@@ -17,18 +17,24 @@ LATEST = 253_402_300_799
 """The last instant of the calendar, the end of the year 9999."""
 
 
-def _json(value: Any) -> dict[str, Any]:
-    return {k: _json_value(v) for k, v in asdict(value).items()}
-
-
-def _json_value(value: Any) -> Any:
+def _json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _json(inner) for key, inner in value.items()}
     if isinstance(value, datetime):
         return value.isoformat()
     return repr(value) if isinstance(value, bytes) else value  # SQLite keeps bytes in any column
 
 
 @dataclass(frozen=True)
-class Schedule:
+class _Value:
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dict, moments in ISO 8601."""
+        found: dict[str, Any] = _json(asdict(self))
+        return found
+
+
+@dataclass(frozen=True)
+class Schedule(_Value):
     """What is to be done when. Moments are aware UTC; ``misfire_grace_s`` and ``max_instances`` None mean no limit.
 
     ``payload`` belongs to the job function; the scheduler only carries it. ``budget_s`` is what one attempt may take. ``parked`` says
@@ -58,13 +64,9 @@ class Schedule:
             return f"{self.cron} ({self.tz})"
         return f"every {format_duration(self.interval_s) if isinstance(self.interval_s, int) else self.interval_s}"
 
-    def to_json(self) -> dict[str, Any]:
-        """A JSON-ready dict, moments in ISO 8601."""
-        return _json(self)
-
 
 @dataclass(frozen=True)
-class Job:
+class Job(_Value):
     """One job with what it needs of its schedule. ``attempt`` counts claims: 0 until the first.
 
     ``fire_at`` is the slot it stands for, ``idempotency_key`` names that slot for ever: what a job publishes under it must be
@@ -89,13 +91,9 @@ class Job:
     started_at: datetime | None
     finished_at: datetime | None
 
-    def to_json(self) -> dict[str, Any]:
-        """A JSON-ready dict, moments in ISO 8601."""
-        return _json(self)
-
 
 @dataclass(frozen=True)
-class Fire:
+class Fire(_Value):
     """One slot, what became of it, and its job if it has one."""
 
     schedule: str
@@ -103,10 +101,6 @@ class Fire:
     outcome: Outcome
     noticed_at: datetime
     job: Job | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON-ready dict, moments in ISO 8601."""
-        return {**_json(self), "job": self.job.to_json() if self.job else None}
 
 
 def timing_of(row: ScheduleRow) -> Timing:
@@ -150,52 +144,24 @@ def shown_moment(instant: Any) -> datetime:
         return utc(0)
 
 
-def _shown_moment_of(instant: float | None) -> datetime | None:
-    return None if instant is None else shown_moment(instant)
+def _columns(row: ScheduleRow | JobRow, value: type[_Value]) -> dict[str, Any]:
+    """What a value takes of a row, by name: moments to be shown, all else as it stands."""
+    found = {field.name: getattr(row, field.name) for field in fields(value) if hasattr(row, field.name)}
+    return {name: shown_moment(v) if name.endswith("_at") and v is not None else v for name, v in found.items()}
 
 
 def schedule_of(row: ScheduleRow) -> Schedule:
-    return Schedule(
-        id=row.id,
-        name=row.name,
-        cron=row.cron,
-        interval_s=row.interval_s,
-        tz=row.tz,
-        next_fire_at=shown_moment(row.next_fire_at),
-        misfire_grace_s=row.misfire_grace_s,
-        coalesce=row.coalesce,
-        max_instances=row.max_instances,
-        max_attempts=row.max_attempts,
-        budget_s=row.budget_s,
-        enabled=row.enabled,
-        parked=row.parked,
-        payload=_shown_payload(row),
-        created_at=shown_moment(row.created_at),
-    )
+    return Schedule(**_columns(row, Schedule) | {"payload": _shown_payload(row)})
 
 
 def job_of(row: JobRow, schedule: ScheduleRow) -> Job:
-    return Job(
-        id=row.id,
-        schedule=schedule.name,
-        fire_at=shown_moment(row.fire_at),
-        state=row.state,  # type: ignore[arg-type]  # the table checks it
-        attempt=row.attempt,
-        max_attempts=row.max_attempts,
-        idempotency_key=row.idempotency_key,
-        payload=_shown_payload(schedule),
-        budget_s=schedule.budget_s,
-        lease_owner=row.lease_owner,
-        lease_until=_shown_moment_of(row.lease_until),
-        result=row.result if isinstance(row.result, dict) else None,
-        error=row.error,
-        queued_at=shown_moment(row.queued_at),
-        started_at=_shown_moment_of(row.started_at),
-        finished_at=_shown_moment_of(row.finished_at),
-    )
+    of_schedule = {"schedule": schedule.name, "payload": _shown_payload(schedule), "budget_s": schedule.budget_s}
+    leased = None if row.lease_until is None else shown_moment(row.lease_until)
+    result = row.result if isinstance(row.result, dict) else None
+    return Job(**_columns(row, Job) | of_schedule | {"lease_until": leased, "result": result})
 
 
-def fire_of(row: FireRow, schedule: ScheduleRow, job: JobRow | None = None) -> Fire:
+def fire_of(row: FireRow, schedule: ScheduleRow, job: JobRow | None) -> Fire:
     outcome: Any = row.outcome
     made = job_of(job, schedule) if job else None
     return Fire(schedule.name, shown_moment(row.fire_at), outcome, shown_moment(row.noticed_at), made)

@@ -10,20 +10,22 @@ import json
 import logging
 import os
 import secrets
+import signal
 import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from types import FrameType
 from typing import Any, Literal
 
 from spectune.db.database import Database
 from spectune.db.errors import DatabaseError, UnavailableError
 from spectune.optimizer.schedule.claims import claim, complete, fail, release, retry
 from spectune.optimizer.schedule.lease import Clock, Heartbeat, JobContext, LeaseLostError
-from spectune.optimizer.schedule.stop import HandBack, Stopper
 from spectune.optimizer.schedule.tick import tick
 from spectune.optimizer.schedule.values import Fire, Job
 from spectune.traces.errors import SpectuneError
@@ -67,6 +69,47 @@ class WorkReport:
         return {"noticed": self.noticed, **self.ended}
 
 
+class HandBack(KeyboardInterrupt):
+    """Raised in a job function to end it at once and queue the job again. Not an Exception, so that no handler swallows it."""
+
+
+class Stopper:
+    """Turns SIGINT and SIGTERM into a clean stop: the first lets the job at hand finish, the next hands it back at once."""
+
+    def __init__(self, event: threading.Event | None = None) -> None:
+        self.event = event or threading.Event()
+        self._is_busy = False
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Marks the part that a second signal may interrupt."""
+        self._is_busy = True
+        try:
+            yield
+        finally:
+            self._is_busy = False
+
+    @contextmanager
+    def listening(self) -> Iterator[Stopper]:
+        """Listens to signals, if in the main thread; handlers are put back at the end."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if self._is_busy and self.event.is_set():
+            raise HandBack
+        self.event.set()
+        if self._is_busy:
+            log.warning("%s: finishing the job at hand; once more to hand it back", signal.Signals(number).name)
+
+
 def run_worker(
     database: Database,
     execute: Execute,
@@ -83,7 +126,7 @@ def run_worker(
     Slots are due by ``clock``, the database's by default; ``owner`` must differ between workers and is made up by default. A
     database that goes away later is waited for, a little longer each time; if it cannot be used at the start, DatabaseError is raised.
     """
-    shift = _Shift(database, execute, owner, lease_s, clock, Stopper(stop), watch)
+    shift = _Shift(database, execute, owner or _made_up(), lease_s, clock, watch, Stopper(stop))
     with shift.stopper.listening():
         has_begun, failures = False, 0
         while not shift.stopper.event.is_set():
@@ -119,7 +162,7 @@ def run_once(
 
     SIGINT and SIGTERM end it early, as they do :func:`run_worker`.
     """
-    shift = _Shift(database, execute, owner, lease_s, clock, Stopper(), watch)
+    shift = _Shift(database, execute, owner or _made_up(), lease_s, clock, watch, Stopper())
     with shift.stopper.listening():
         shift.notice()
         while not shift.stopper.event.is_set() and shift.run_next():
@@ -127,67 +170,72 @@ def run_once(
     return shift.report
 
 
+def _made_up() -> str:
+    """A worker's name. The random part: process ids come back, and two containers may share a host name."""
+    return f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
+
+
+@dataclass
 class _Shift:
-    def __init__(
-        self,
-        database: Database,
-        execute: Execute,
-        owner: str | None,
-        lease_s: float,
-        clock: Clock | None,
-        stopper: Stopper,
-        watch: Watch | None,
-    ) -> None:
-        self.stopper, self.report = stopper, WorkReport()
-        self._database, self._execute, self._lease_s, self._clock = database, execute, lease_s, clock
-        # The random part: process ids come back, and two containers may share a host name.
-        self._owner = owner or f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
-        self._watch: Watch = watch or (lambda _event: None)
+    database: Database
+    execute: Execute
+    owner: str
+    lease_s: float
+    clock: Clock | None
+    watch: Watch | None
+    stopper: Stopper
+    report: WorkReport = field(default_factory=WorkReport)
 
     def notice(self) -> None:
-        for fire in tick(self._database, self._clock() if self._clock else None):
+        for fire in tick(self.database, self.clock() if self.clock else None):
             self.report.noticed += 1
-            self._watch(fire)
+            self._tell(fire)
 
     def run_next(self) -> bool:
         """Claims and runs one job. False if there was none."""
-        job = claim(self._database, self._owner, lease_s=self._lease_s)
+        job = claim(self.database, self.owner, lease_s=self.lease_s)
         if job is None:
             return False
         ended = self._run(job)
         self.report.ended[ended.ending] += 1
-        self._watch(ended)
+        self._tell(ended)
         return True
 
+    def _tell(self, event: Fire | Ended) -> None:
+        if self.watch is not None:
+            self.watch(event)
+
     def _run(self, job: Job) -> Ended:
-        with Heartbeat(self._database, job, self._lease_s) as beat:
-            clock = self._clock or (lambda: datetime.now(UTC))
+        with Heartbeat(self.database, job, self.lease_s) as beat:
+            clock = self.clock or (lambda: datetime.now(UTC))
             try:
-                context = JobContext(self._database, job, beat, self.stopper.event, clock)
+                context = JobContext(self.database, job, beat, self.stopper.event, clock)
                 with self.stopper.busy():
-                    result = json.loads(json.dumps(dict(self._execute(job, context)), allow_nan=False))
+                    result = json.loads(json.dumps(dict(self.execute(job, context)), allow_nan=False))
             except LeaseLostError:
                 return Ended(job, "lost")
             except UnavailableError as error:
                 message = str(error)
                 if job.attempt < job.max_attempts:
-                    is_ours = _persisted(lambda: retry(self._database, job, message))
-                    return Ended(job, "released", error=message) if is_ours else Ended(job, "lost")
+                    return _recorded(Ended(job, "released", error=message), lambda: retry(self.database, job, message))
             except (SpectuneError, DatabaseError) as error:
                 message = str(error)
             except Exception as error:
                 message = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
             except BaseException as error:
-                is_ours = _persisted(lambda: release(self._database, job))
+                ended = _recorded(Ended(job, "released"), lambda: release(self.database, job))
                 if not isinstance(error, HandBack):
                     raise
                 self.stopper.event.set()
-                return Ended(job, "released" if is_ours else "lost")
+                return ended
             else:
-                is_ours = _persisted(lambda: complete(self._database, job, result))
-                return Ended(job, "done", result=result) if is_ours else Ended(job, "lost")
-            is_ours = _persisted(lambda: fail(self._database, job, message))
-            return Ended(job, "failed", error=message) if is_ours else Ended(job, "lost")
+                return _recorded(Ended(job, "done", result=result), lambda: complete(self.database, job, result))
+            return _recorded(Ended(job, "failed", error=message), lambda: fail(self.database, job, message))
+
+
+def _recorded(ended: Ended, write: Callable[[], bool]) -> Ended:
+    """How a job ended, once that is written; lost where the job is another's by now."""
+    return ended if _persisted(write) else Ended(ended.job, "lost")
 
 
 def _persisted(write: Callable[[], bool]) -> bool:

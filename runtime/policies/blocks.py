@@ -98,11 +98,6 @@ class AdaptiveWindow(Block):
         description="first window of a request; default: half of gamma_max, rounded up",
     )
 
-    @property
-    def carries(self) -> bool:
-        """Whether the state outlives a request (only then does the order of requests matter)."""
-        return False
-
     @model_validator(mode="after")
     def _ordered(self) -> Self:
         least = getattr(self, "gamma_min", 0)

@@ -84,57 +84,37 @@ class ClassifierWeights:
     def hidden(self) -> int:
         return len(self.b1)
 
-    def confidence(
-        self, joint_code: npt.ArrayLike, entropy_code: npt.ArrayLike, depth: npt.ArrayLike
-    ) -> FloatArray:
-        """Confidences in 0..1 of codes that broadcast, in their shape; float64, the same operations in the same order whatever the
-        shape, so that a table holds exactly these."""
-        joint, entropy, levels = np.broadcast_arrays(
-            *(np.asarray(c, dtype=np.int64) for c in (joint_code, entropy_code, depth))
-        )
-        probability = np.exp(
-            np.ascontiguousarray(joint, dtype=np.float64).reshape(-1) / -TREE_SCALE
-        )
-        out = self._evaluate(
-            probability, entropy.reshape(-1) / TREE_SCALE, levels.reshape(-1).astype(np.float64)
-        )
-        return out.reshape(joint.shape)
+    def confidence(self, joint_code: npt.ArrayLike, entropy_code: npt.ArrayLike, depth: npt.ArrayLike) -> FloatArray:
+        """Confidences in 0..1 of codes that broadcast, float64 in their shape.
 
-    def table(
-        self, depths: int = DEPTHS, entropies: int = ENTROPY_CODES, joints: int = JOINT_CODES
-    ) -> TableArray:
-        """floor(confidence * 65535) of all codes, uint16 [depths, entropies, joints]: [depth - 1, entropy, joint].
-
-        Depths and codes beyond it take the last entries (:func:`confidence_code`).
-        """
-        if min(depths, entropies, joints) < 1:
-            raise ValueError("a table needs at least one depth, one entropy and one joint cost")
-        probability = np.exp(np.arange(joints, dtype=np.float64) / -TREE_SCALE)
-        entropy = np.arange(entropies)[:, None] / TREE_SCALE
-        out = np.empty((depths, entropies, joints), dtype=np.uint16)
-        for level in range(depths):
-            for first in range(0, entropies, _ROWS):
-                some = entropy[first : first + _ROWS]
-                confidence = self._evaluate(probability, some, np.full_like(some, level + 1.0))
-                out[level, first : first + _ROWS] = np.floor(confidence * CONFIDENCE_SCALE)
-        return out
-
-    def _evaluate(
-        self, probability: FloatArray, entropy: FloatArray, depth: FloatArray
-    ) -> FloatArray:
-        """Sums over the hidden units one after another, elementwise: no matrix product, whose order of summation varies. What the
-        entropy and the depth give is added up first, so that a table computes it once per row."""
+        Sums over the hidden units one after another, elementwise: no matrix product, whose order of summation varies. So a table holds
+        exactly these; what entropy and depth give is added up first, which a table does once per row."""
+        probability = np.exp(np.asarray(joint_code, dtype=np.float64) / -TREE_SCALE)
+        entropy, level = np.asarray(entropy_code) / TREE_SCALE, np.asarray(depth, dtype=np.float64)
         w1, b1, w2, b2 = (w.astype(np.float64) for w in (self.w1, self.b1, self.w2, self.b2))
-        z = np.full(np.broadcast_shapes(probability.shape, entropy.shape), b2[0])
+        z = np.full(np.broadcast_shapes(probability.shape, entropy.shape, level.shape), b2[0])
         h = np.empty_like(z)
         for unit in range(self.hidden):
-            row = w1[unit, 1] * entropy + w1[unit, 2] * depth + b1[unit]
+            row = w1[unit, 1] * entropy + w1[unit, 2] * level + b1[unit]
             np.add(w1[unit, 0] * probability, row, out=h)
             np.maximum(h, 0.0, out=h)
             np.multiply(h, w2[unit], out=h)
             z += h
         np.clip(z, -700.0, 700.0, out=z)
         return np.asarray(1.0 / (1.0 + np.exp(-z)), dtype=np.float64)
+
+    def table(self, depths: int = DEPTHS, entropies: int = ENTROPY_CODES, joints: int = JOINT_CODES) -> TableArray:
+        """floor(confidence * 65535) of all codes, uint16 [depths, entropies, joints]: [depth - 1, entropy, joint].
+
+        Depths and codes beyond it take the last entries (:func:`confidence_code`).
+        """
+        out = np.empty((depths, entropies, joints), dtype=np.uint16)
+        for level in range(depths):
+            for first in range(0, entropies, _ROWS):
+                rows = np.arange(first, min(first + _ROWS, entropies))
+                confidence = self.confidence(np.arange(joints), rows[:, None], level + 1)
+                out[level, rows] = np.floor(confidence * CONFIDENCE_SCALE)
+        return out
 
 
 def read_weights(arrays: Mapping[str, npt.NDArray[Any]]) -> ClassifierWeights:

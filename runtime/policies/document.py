@@ -78,9 +78,7 @@ class Document(Block):
 
 
 class Policy(Document):
-    """What to draft with, how far, how wide, and when to stop. ``draft`` names a draft of the pair,
-    ``ngram``, or ``none``.
-    """
+    """What to draft with, how far, how wide, and when to stop. ``draft`` names a draft of the pair, ``ngram``, or ``none``."""
 
     draft: Annotated[str, Field(min_length=1)] = "none"
     window: Window = FixedWindow()
@@ -169,9 +167,7 @@ class Policy(Document):
 
     @property
     def depth_max(self) -> int:
-        """The deepest level this policy can draft: the window's largest, and HeteroSpec's
-        extension.
-        """
+        """The deepest level this policy can draft: the window's largest, and HeteroSpec's extension."""
         return self.gamma_max + (self.stratify.alpha if self.stratify is not None else 0)
 
     @property
@@ -199,9 +195,7 @@ class Policy(Document):
 
     @property
     def replays_exactly(self) -> bool:
-        """Whether its decisions are functions of the text alone (they are, unless the window reads
-        the clock).
-        """
+        """Whether its decisions are functions of the text alone (they are, unless the window reads the clock)."""
         return not (isinstance(self.window, AnalyticWindow) and self.window.costs == "recent")
 
     def label(self) -> str:
@@ -265,9 +259,7 @@ class OlsDraft(Block):
 
 
 class ChooserPolicy(Document):
-    """A chooser of drafts: each request is decoded under one of its artifact's candidates, which
-    have all other blocks.
-    """
+    """A chooser of drafts: each request is decoded under one of its artifact's candidates, which have all other blocks."""
 
     draft: OlsDraft
 
@@ -319,7 +311,7 @@ def _parsed(data: Any) -> AnyPolicy:
     """The policy of a document. Raises ValueError, ValidationError among them."""
     if not isinstance(data, Mapping):
         raise ValueError(f"a policy is a JSON object, not {'null' if data is None else type(data).__name__}")
-    if not _is_chooser(data):
+    if not isinstance(data.get("draft"), Mapping):  # a plain policy's draft is a name
         return Policy.model_validate(data)
     others = {key: value for key, value in data.items() if key != "draft"}
     Policy.model_validate(dict.fromkeys(others.keys() - Policy.model_fields.keys()))
@@ -332,15 +324,8 @@ def _parsed(data: Any) -> AnyPolicy:
     return ChooserPolicy.model_validate(data)
 
 
-def _is_chooser(data: Mapping[Any, Any]) -> bool:
-    """What tells the two kinds of documents apart: a plain policy's draft is a name."""
-    return isinstance(data.get("draft"), Mapping)
-
-
 def differences(left: AnyPolicy, right: AnyPolicy) -> list[dict[str, Any]]:
-    """Where two policies differ, defaults spelled out: rows of ``key``, ``left``, ``right``; absent
-    keys are None.
-    """
+    """Where two policies differ, defaults spelled out: rows of ``key``, ``left``, ``right``; absent keys are None."""
 
     def flat(value: Any, path: str = "") -> dict[str, Any]:
         if not isinstance(value, Mapping):

@@ -13,7 +13,7 @@ Nothing here imports torch or scikit-learn; a fitted chooser is plain arrays and
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, get_args
 
@@ -65,19 +65,14 @@ class LinearAccuracy:
 class Option:
     """One draft that may be chosen, with what its rounds cost on one device.
 
-    ``round_s`` float64 [gamma_max + 1]: gamma a_q + b_p(gamma) (definition 1); ``draft_step_s`` is
-    a_q, ``target_s`` b_p(0). The window may be ``gamma_min`` .. ``gamma_max``. ``token_s``: seconds
-    per emitted token beside the rounds (the noise, at temperature > 0). ``prefill``: the draft's
-    pass over a prompt, where it has one.
-    """
+    ``round_s`` float64 [gamma_max + 1]: gamma a_q + b_p(gamma) (definition 1); ``draft_step_s`` is a_q. The window may be ``gamma_min`` ..
+    gamma_max. ``token_s``: seconds per emitted token beside the rounds (the noise, at temperature > 0). ``prefill``: the draft's pass over
+    a prompt, where it has one."""
 
     draft: str
-    policy: Policy
     round_s: FloatArray
     draft_step_s: float
-    target_s: float
     gamma_min: int
-    gamma_max: int
     token_s: float = 0.0
     prefill: CostTable | None = None
 
@@ -101,52 +96,36 @@ class Option:
         checked_candidate(draft, policy)
         rules, shortlist = (None, None) if ready is None else (ready.rules, ready.shortlist)
         costs = window_costs(profile, policy, rules, shortlist, sampled=sampled)
-        verify, gammas = np.array(costs.verify_s), np.arange(len(costs.verify_s))
-        step_s, token_s = costs.draft_step_s, token_seconds(profile, sampled=sampled)
+        round_s = np.arange(len(costs.verify_s)) * costs.draft_step_s + np.array(costs.verify_s)
         window = policy.window
         least = window.gamma if isinstance(window, FixedWindow) else getattr(window, "gamma_min", 0)
         return cls(
             draft,
-            policy,
-            gammas * step_s + verify,
-            step_s,
-            float(verify[0]),
-            min(least, len(gammas) - 1),
-            len(gammas) - 1,
-            token_s,
+            round_s,
+            costs.draft_step_s,
+            min(least, len(round_s) - 1),
+            token_seconds(profile, sampled=sampled),
             profile.terms.get(f"prefill/{draft}") if policy.speculates else None,
         )
 
     def window(self, alpha: FloatArray) -> IntArray:
-        """d of section 5: the best window by objective 1 at each ``alpha`` float64 [n], the
-        smallest where several tie; int64 [n].
-        """
+        """d of section 5: the best window by objective 1 at each ``alpha`` float64 [n], the smallest where several tie; int64 [n]."""
         return best_window(np.asarray(alpha, dtype=np.float64), self.round_s, self.gamma_min)
 
     def emitted(self, alpha: FloatArray) -> FloatArray:
-        """Omega = (1 - alpha^(d+1)) / (1 - alpha) (equation 9) at the best window d: tokens per
-        round, float64 [n].
-        """
-        powers = np.asarray(alpha, dtype=np.float64)[:, None] ** np.arange(self.gamma_max + 1)
-        return np.asarray(
-            np.cumsum(powers, axis=1)[np.arange(len(powers)), self.window(alpha)], dtype=np.float64
-        )
+        """Omega = (1 - alpha^(d+1)) / (1 - alpha) (equation 9) at the best window d: tokens per round, float64 [n]."""
+        powers = np.asarray(alpha, dtype=np.float64)[:, None] ** np.arange(len(self.round_s))
+        return np.asarray(np.cumsum(powers, axis=1)[np.arange(len(powers)), self.window(alpha)], dtype=np.float64)
 
     def acceptance_rate(self, alpha: FloatArray) -> FloatArray:
-        """rho = Omega / d (section 5): tokens emitted per token drafted, float64 [n]; infinite
-        where the best window is 0.
-        """
+        """rho = Omega / d (section 5): tokens emitted per token drafted, float64 [n]; infinite where the best window is 0."""
         drafted = self.window(alpha)
         rate = self.emitted(alpha) / np.maximum(drafted, 1)
         return np.where(drafted > 0, rate, np.inf)
 
     def token_seconds(self, alpha: FloatArray) -> FloatArray:
-        """Expected seconds per token at the best window, (d a_q + b_p(d)) / Omega: one over
-        equation 3's R, float64 [n].
-        """
-        return np.asarray(
-            self.round_s[self.window(alpha)] / self.emitted(alpha) + self.token_s, dtype=np.float64
-        )
+        """Expected seconds per token at the best window, (d a_q + b_p(d)) / Omega: one over equation 3's R, float64 [n]."""
+        return np.asarray(self.round_s[self.window(alpha)] / self.emitted(alpha) + self.token_s, dtype=np.float64)
 
     def prefill_seconds(self, tokens: npt.ArrayLike) -> FloatArray:
         """Seconds of the draft's own prefill of prompts of so many tokens, float64 [n]."""
@@ -161,9 +140,7 @@ def checked_candidate(draft: str, policy: AnyPolicy) -> Policy:
     if isinstance(policy, ChooserPolicy):
         raise PolicyError(f"draft {draft!r}: its policy chooses drafts itself; give a plain policy")
     if policy.draft != draft:
-        raise PolicyError(
-            f"draft {draft!r}: its policy drafts with {policy.draft!r}; name the draft in the policy"
-        )
+        raise PolicyError(f"draft {draft!r}: its policy drafts with {policy.draft!r}; name the draft in the policy")
     return policy
 
 
@@ -187,15 +164,12 @@ def theorem_3(alphas: FloatArray, options: Sequence[Option]) -> IntArray:
 
     The condition is sufficient, not necessary, so larger drafts are taken too rarely.
     """
-    order = sorted(
-        range(len(options)),
-        key=lambda k: (options[k].draft_step_s / options[k].target_s, options[k].draft != NO_DRAFT),
-    )
-    ratio = np.array([o.draft_step_s / o.target_s for o in options])
-    columns = [np.ascontiguousarray(alphas[:, k]) for k in range(len(options))]
-    rounds = np.stack([1.0 / o.emitted(a) for o, a in zip(options, columns, strict=True)], axis=1)
-    rho = np.stack([o.acceptance_rate(a) for o, a in zip(options, columns, strict=True)], axis=1)
-    seconds = np.stack([o.token_seconds(a) for o, a in zip(options, columns, strict=True)], axis=1)
+    ratio = np.array([o.draft_step_s / o.round_s[0] for o in options])
+    order = sorted(range(len(options)), key=lambda k: (ratio[k], options[k].draft != NO_DRAFT))
+    known = [(o, np.ascontiguousarray(alphas[:, k])) for k, o in enumerate(options)]
+    rounds = np.stack([1.0 / o.emitted(a) for o, a in known], axis=1)
+    rho = np.stack([o.acceptance_rate(a) for o, a in known], axis=1)
+    seconds = np.stack([o.token_seconds(a) for o, a in known], axis=1)
     rows, held = np.arange(len(alphas)), np.full(len(alphas), order[0], dtype=np.int64)
     for larger in order[1:]:
         both = np.isfinite(rho[rows, held]) & np.isfinite(rho[:, larger])
@@ -233,7 +207,15 @@ class Chooser:
     reason: str = ""
 
     def __post_init__(self) -> None:
-        require_weights(self.candidates, self.accuracy)
+        if not self.candidates:
+            raise PolicyError(f"draft.artifact: the chooser has no draft to choose; {_MEND}")
+        for name in self.candidates:
+            if name != NO_DRAFT and name not in self.accuracy:
+                known = ", ".join(sorted(self.accuracy)) or "none"
+                raise PolicyError(
+                    f"draft.artifact: the chooser has no weights for draft {name!r} (it has: {known}); fit them: "
+                    "`fit chooser --recording ID` with a recording that has panoramas of it"
+                )
         if not self.chooses and self.single not in self.candidates:
             raise ValueError(f"it keeps to draft {self.single!r}, which is none of its candidates")
         for name, fitted in self.accuracy.items():
@@ -267,9 +249,7 @@ class Chooser:
         sampled: bool = False,
         ready: Mapping[str, Plan] | None = None,
     ) -> tuple[Option, ...]:
-        """The drafts with their costs on a device, in the order of :attr:`drafts`. Raises
-        PolicyError as :meth:`Option.of`.
-        """
+        """The drafts with their costs on a device, in the order of :attr:`drafts`. Raises PolicyError as :meth:`Option.of`."""
         known = ready or {}
         return tuple(
             Option.of(d, policy, profile, sampled=sampled, ready=known.get(d))
@@ -290,9 +270,7 @@ class Chooser:
         return np.where(free, 0.0, profile.prefill_seconds(model, lengths))
 
     def accuracies(self, features: FloatArray) -> FloatArray:
-        """Predicted alpha of each prompt and draft, float64 [n, drafts], cut to 0 ..
-        :data:`ACC_MAX`; 0 for ``none``.
-        """
+        """Predicted alpha of each prompt and draft, float64 [n, drafts], cut to 0 .. :data:`ACC_MAX`; 0 for ``none``."""
         columns = [
             np.clip(self.accuracy[name].predict(features), 0.0, ACC_MAX)
             if name != NO_DRAFT
@@ -391,7 +369,6 @@ class Chooser:
                 raise PolicyError(
                     f"draft.artifact: choosers with or without the prompt feature {unknown[0]!r} are not known here; {_MEND}"
                 )
-            require_weights(candidates, {n.removeprefix("weights.") for n in arrays if n.startswith("weights.")})
             idf, components, center, scale = (
                 finite_array(arrays, name) for name in ("idf", "components", "center", "scale")
             )
@@ -403,7 +380,7 @@ class Chooser:
             accuracy = {
                 name: LinearAccuracy(finite_array(arrays, f"weights.{name}"), int(document["prompts"][name]))
                 for name in candidates
-                if name != NO_DRAFT
+                if f"weights.{name}" in arrays
             }
             return cls(
                 features,
@@ -431,25 +408,9 @@ _MEND: Final = "`fit chooser --recording ID` fits one"
 
 
 def finite_array(arrays: Mapping[str, npt.NDArray[Any]], name: str) -> FloatArray:
-    """An artifact's array as float64. Raises KeyError where it is missing, and ValueError for
-    anything but finite numbers.
-    """
+    """An artifact's array as float64. Raises KeyError where it is missing, and ValueError for anything but finite numbers."""
     array = arrays[name]
     if array.dtype.kind not in "fiu" or not np.isfinite(array).all():
         raise ValueError(f"{name} must hold finite numbers")
     return np.asarray(array, dtype=np.float64)
 
-
-def require_weights(drafts: Collection[str], fitted: Collection[str]) -> None:
-    """Raises PolicyError for the first of ``drafts`` (``none`` needs nothing) that is not among the
-    fitted ones, or if there are none.
-    """
-    if not drafts:
-        raise PolicyError(f"draft.artifact: the chooser has no draft to choose; {_MEND}")
-    for name in drafts:
-        if name != NO_DRAFT and name not in fitted:
-            known = ", ".join(sorted(fitted)) or "none"
-            raise PolicyError(
-                f"draft.artifact: the chooser has no weights for draft {name!r} (it has: {known}); fit them: "
-                "`fit chooser --recording ID` with a recording that has panoramas of it"
-            )

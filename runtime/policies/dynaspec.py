@@ -50,10 +50,7 @@ def cluster_budget(step: int, k0: int, k1: int, k_min: int) -> int:
 
     k0 at t = 0, k1 at t = 1, then floor((k1 + t) / (2 t)), which is k1 / (2 t) rounded to the
     nearest, halves up (algorithm 1 rounds it down instead); never below ``k_min``, nor below 1.
-    Raises ValueError for a negative step.
     """
-    if step < 0:
-        raise ValueError(f"draft steps count from 0, there is no step {step}")
     wanted = (k0, k1)[step] if step < 2 else (k1 + step) // (2 * step)
     return max(wanted, k_min, 1)
 
@@ -74,9 +71,7 @@ class Clusters:
 
     @classmethod
     def of_assignment(cls, assignment: npt.ArrayLike, count: int) -> Clusters:
-        """The clusters of ``assignment``, whole numbers [vocab] within 0..count - 1. Raises
-        ValueError for anything else.
-        """
+        """The clusters of ``assignment``, whole numbers [vocab] within 0..count - 1. Raises ValueError for anything else."""
         of = np.asarray(assignment)
         if of.ndim != 1 or not len(of) or of.dtype.kind not in "iu":
             raise ValueError(

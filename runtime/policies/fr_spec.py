@@ -28,9 +28,7 @@ from spectune.runtime.policies.stored import (
 
 
 class FrequencyShortlist(Block):
-    """FR-Spec: the draft evaluates the ``size`` most frequent tokens. ``artifact``: the frequency
-    order (``fit frequencies``).
-    """
+    """FR-Spec: the draft evaluates the ``size`` most frequent tokens. ``artifact``: the frequency order (``fit frequencies``)."""
 
     kind: Literal["frequency"] = "frequency"
     size: Budget = 1024
@@ -51,11 +49,8 @@ def frequency_budget(step: int, k_max: int) -> int:
     """K_fr(t) of appendix A.3 (PA-FR): tokens that draft step ``step`` = t evaluates, counted from
     0 within a round.
 
-    k_max at t = 0 and 1, then floor(k_max / (t + 1)); at least 1. Raises ValueError for a negative
-    step.
+    k_max at t = 0 and 1, then floor(k_max / (t + 1)); at least 1.
     """
-    if step < 0:
-        raise ValueError(f"draft steps count from 0, there is no step {step}")
     return max(1, k_max if step < 2 else k_max // (step + 1))
 
 
@@ -73,7 +68,7 @@ class Frequencies:
 
     def __post_init__(self) -> None:
         order = self.order
-        if order.ndim != 1 or order.dtype != np.int64 or not _is_permutation(order):
+        if order.ndim != 1 or order.dtype != np.int64 or not len(order) or (np.sort(order) != np.arange(len(order))).any():
             raise ValueError(
                 f"a frequency order must hold every token id once, as int64 [vocab]; this is {order.dtype} {list(order.shape)}"
             )
@@ -86,18 +81,14 @@ class Frequencies:
 
     @cached_property
     def rank(self) -> IntArray:
-        """Place of every token in ``order``, from 0; int64 [vocab]. A token is in ``ids(size)``
-        where its rank is below its length.
-        """
+        """Place of every token in ``order``, from 0; int64 [vocab]. A token is in ``ids(size)`` where its rank is below its length."""
         rank = np.empty_like(self.order)
         rank[self.order] = np.arange(len(self.order))
         rank.setflags(write=False)
         return rank
 
     def size(self, size: int) -> int:
-        """Tokens that :meth:`ids` gives: ``size`` raised to ``always`` and to 1, and at most the
-        vocabulary.
-        """
+        """Tokens that :meth:`ids` gives: ``size`` raised to ``always`` and to 1, and at most the vocabulary."""
         return min(max(size, self.always, 1), len(self.order))
 
     def ids(self, size: int) -> IntArray:
@@ -105,9 +96,7 @@ class Frequencies:
         return np.sort(self.order[: self.size(size)])
 
     def to_document(self) -> tuple[Document, Arrays]:
-        """(JSON-ready document, arrays) for an artifact of kind :data:`FREQUENCIES`;
-        :meth:`from_document` reads them.
-        """
+        """(JSON-ready document, arrays) for an artifact of kind :data:`FREQUENCIES`; :meth:`from_document` reads them."""
         return {"vocab": self.vocab, "always": self.always}, {"order": self.order}
 
     @classmethod
@@ -120,6 +109,3 @@ class Frequencies:
         check_sizes(what, document, vocab=made.vocab)
         return made
 
-
-def _is_permutation(order: IntArray) -> bool:
-    return bool((np.sort(order) == np.arange(len(order))).all()) and len(order) > 0

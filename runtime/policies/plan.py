@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-import numpy.typing as npt
+from typing import TYPE_CHECKING
 
 from spectune.runtime.costs import window_costs
 from spectune.runtime.policies.artifacts import Q_TABLE, Artifacts, read_artifact
@@ -34,6 +32,7 @@ class Plan:
     version: int = 0
     label: str = field(default="", compare=False)
     rules: tuple[TreeRule, TreeRule] | None = field(default=None, compare=False)
+    """How trees grow at temperature 0 and above; None without a draft."""
     shortlist: ShortlistRule | None = field(default=None, compare=False)
     shortlists: Shortlists | None = field(default=None, compare=False)
     """:attr:`shortlist` for the pair as it is loaded, made aside (:func:`runtime.decoder.prepare_for`)."""
@@ -75,32 +74,23 @@ def compile_plan(
     if policy.draft != "none" and policy.draft not in drafts:
         known = ", ".join(sorted(drafts))
         raise PolicyError(f"draft: this pair has no draft {policy.draft!r}; it has: {known}")
-    rules = _rules(policy, artifacts)
+    rules = None
+    if policy.speculates:
+        rules = compile_tree(policy, sampled=False, artifacts=artifacts), compile_tree(policy, sampled=True, artifacts=artifacts)
     shortlist = compile_shortlist(policy, artifacts) if policy.shortlisted and policy.speculates else None
     costs = window_costs(profile, policy, rules, shortlist) if policy.needs_profile and profile is not None else None
     if policy.needs_profile and costs is None:
         raise PolicyError(f"window.{policy.window.kind} needs measured costs: run `profile` for this pair and device first")
+    q_table = None
+    if getattr(policy.window, "artifact", None) is not None:
+        q_table = read_artifact(policy, "window", Q_TABLE, artifacts, lambda _, arrays: arrays["values"])
     return Plan(
         policy=policy,
         policy_id=policy.id,
-        window=compile_window(policy.window, costs, q_table=_q_table(policy, artifacts)),
+        window=compile_window(policy.window, costs, q_table=q_table),
         stop=compile_stop(policy.stop),
         version=version,
         label=policy.label(),
         rules=rules,
         shortlist=shortlist,
     )
-
-
-def _rules(policy: Policy, artifacts: Artifacts | None) -> tuple[TreeRule, TreeRule] | None:
-    """The trees of a policy at temperature 0 and above."""
-    if not policy.speculates:
-        return None
-    return compile_tree(policy, sampled=False, artifacts=artifacts), compile_tree(policy, sampled=True, artifacts=artifacts)
-
-
-def _q_table(policy: Policy, artifacts: Artifacts | None) -> npt.NDArray[Any] | None:
-    name = getattr(policy.window, "artifact", None)
-    if name is None:
-        return None
-    return read_artifact(policy, "window", name, Q_TABLE, artifacts, lambda found: found.arrays["values"])

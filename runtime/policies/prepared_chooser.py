@@ -9,12 +9,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from spectune.runtime.policies.artifacts import DRAFT_CHOOSER, Artifacts, Fitted, read_artifact
+from spectune.runtime.policies.artifacts import DRAFT_CHOOSER, Artifacts, read_artifact
 from spectune.runtime.policies.document import AnyPolicy, ChooserPolicy, Policy
 from spectune.runtime.policies.draft_choice import TARGET, Chooser, Option, finite_array
 from spectune.runtime.policies.plan import Plan, compile_plan
@@ -91,7 +91,7 @@ def stored_chooser(policy: ChooserPolicy, artifacts: Artifacts | None) -> tuple[
 
     Raises PolicyError where there is none, or it lacks a candidate's weights.
     """
-    return read_artifact(policy, "draft", policy.draft.artifact, DRAFT_CHOOSER, artifacts, _read_chooser)
+    return read_artifact(policy, "draft", DRAFT_CHOOSER, artifacts, _read_chooser)
 
 
 def plain_policies(policy: AnyPolicy, artifacts: Artifacts | None) -> tuple[Policy, ...]:
@@ -102,12 +102,14 @@ def plain_policies(policy: AnyPolicy, artifacts: Artifacts | None) -> tuple[Poli
     return (policy,)
 
 
-def _read_chooser(found: Fitted) -> tuple[Chooser, dict[str, npt.NDArray[np.float64]]]:
-    chooser = Chooser.from_document(found.document, found.arrays)
-    names = [str(row["prompt"]) for row in found.document.get(PREDICTED, ())]
+def _read_chooser(
+    document: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]
+) -> tuple[Chooser, dict[str, npt.NDArray[np.float64]]]:
+    chooser = Chooser.from_document(document, arrays)
+    names = [str(row["prompt"]) for row in document.get(PREDICTED, ())]
     predicted = np.zeros((0, len(chooser.drafts)))
-    if PREDICTED in found.arrays:
-        predicted = finite_array(found.arrays, PREDICTED)
+    if PREDICTED in arrays:
+        predicted = finite_array(arrays, PREDICTED)
     if predicted.shape != (len(names), len(chooser.drafts)):
         raise ValueError(
             f"{len(names)} recorded prompts and predictions of shape {predicted.shape} do not go "

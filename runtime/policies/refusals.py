@@ -61,14 +61,10 @@ Blocks = Mapping[str, Mapping[str, type[BaseModel]]]
 """The blocks that each key of a document may hold, by kind; under "" where a key has but one."""
 
 
-def explain(
-    error: ValidationError, root: type[BaseModel], blocks: Blocks, under: tuple[str, ...] = ()
-) -> str:
-    """The first problem of a document of type ``root``; ``under``: where the refused part of it
-    stood.
-    """
+def explain(error: ValidationError, root: type[BaseModel], blocks: Blocks) -> str:
+    """The first problem of a document of type ``root``."""
     first = error.errors()[0]
-    path = [*under, *(str(p) for p in first["loc"])]
+    path = [str(p) for p in first["loc"]]
     block = root
     for key, part in zip(["", *path], path[:-1], strict=False):
         block = blocks.get(part, {}).get("", blocks.get(key, {}).get(part, block))

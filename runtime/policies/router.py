@@ -13,7 +13,6 @@ import torch
 
 from spectune.runtime.policies.dynaspec import Clusters
 from spectune.runtime.policies.stored import Arrays, Document, check_sizes, stored_array
-from spectune.traces.errors import PolicyError
 
 ROUTER_WEIGHTS: Final = ("w1", "b1", "w2", "b2")
 HASH_DIGITS: Final = 16
@@ -107,9 +106,7 @@ class Router:
 
 
 def top_clusters(scores: torch.Tensor, k: int) -> torch.Tensor:
-    """The ``k`` clusters of highest score of every row of ``scores`` [n, M], best first, ties by
-    lower number; int64 [n, min(k, M)].
-    """
+    """The ``k`` clusters of highest score of every row of ``scores`` [n, M], best first, ties by lower number; int64 [n, min(k, M)]."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
 
@@ -129,20 +126,8 @@ class Routing:
                 f"the router scores {self.router.clusters} clusters, but there are {self.clusters.count}"
             )
 
-    def check_head(self, weight: torch.Tensor) -> None:
-        """Raises PolicyError when ``weight`` [vocab, d] is not the output head that the clusters
-        were fitted on.
-        """
-        if (found := head_hash(weight)) != self.head:
-            raise PolicyError(
-                f"the clusters were fitted on another output head (hash {self.head}) than this draft's (hash {found}); "
-                "fit a router on this draft"
-            )
-
     def to_document(self) -> tuple[Document, Arrays]:
-        """(JSON-ready document, arrays) for an artifact of a router; :meth:`from_document` reads
-        them.
-        """
+        """(JSON-ready document, arrays) for an artifact of a router; :meth:`from_document` reads them."""
         of_router, weights = self.router.to_document()
         of_clusters, partition = self.clusters.to_document()
         return {**of_router, **of_clusters, "head": self.head}, {**weights, **partition}
@@ -151,9 +136,7 @@ class Routing:
     def from_document(
         cls, document: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]
     ) -> Routing:
-        """The routing of :meth:`to_document`, weights on the CPU. Raises ValueError for anything
-        else.
-        """
+        """The routing of :meth:`to_document`, weights on the CPU. Raises ValueError for anything else."""
         head = document.get("head")
         if not isinstance(head, str):
             raise ValueError(

@@ -6,13 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from spectune.runtime.policies.blocks import GAMMA_LIMIT, NODE_LIMIT, WIDTH_LIMIT, Block
-from spectune.runtime.policies.refusals import MESSAGE_LIMIT, explain, refuse_excess
-from spectune.traces.text import one_line
 
 
 class StaticGrowth(Block):
@@ -45,29 +43,6 @@ class StaticGrowth(Block):
                 )
         object.__setattr__(self, "paths", tuple(sorted(self.paths, key=lambda p: (len(p), p))))
         return self
-
-    @property
-    def depth(self) -> int:
-        """Levels of the tree; 0 when only the artifact knows."""
-        return max((len(p) for p in self.paths), default=0)
-
-
-def static_paths(paths: Any) -> tuple[tuple[int, ...], ...]:
-    """The paths of a static tree that somebody stored, by the rules of a document's
-    (:class:`StaticGrowth`). Raises ValueError.
-    """
-    refuse_excess(paths)
-    try:
-        return StaticGrowth.model_validate({"kind": "static", "paths": paths}).paths
-    except ValidationError as error:
-        raise ValueError(
-            one_line(
-                explain(
-                    error, StaticGrowth, {"growth": {"static": StaticGrowth}}, ("growth", "static")
-                ),
-                MESSAGE_LIMIT,
-            )
-        ) from None
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from spectune.runtime.policies.artifacts import FREQUENCIES, ROUTER, Artifacts, read_artifact
-from spectune.runtime.policies.document import ClustersShortlist, FrequencyShortlist, Policy, PositionFrequencyShortlist
+from spectune.runtime.policies.document import (
+    ClustersShortlist,
+    FrequencyShortlist,
+    FullShortlist,
+    Policy,
+    PositionFrequencyShortlist,
+)
 from spectune.runtime.policies.dynaspec import cluster_budget
 from spectune.runtime.policies.fr_spec import Frequencies, frequency_budget
 from spectune.traces.errors import PolicyError
@@ -56,21 +62,11 @@ def compile_shortlist(policy: Policy, artifacts: Artifacts | None) -> ShortlistR
     Raises PolicyError when the artifact is missing, malformed, of another kind, or was fitted on another draft.
     """
     block = policy.shortlist
+    if isinstance(block, FullShortlist):
+        return None
     if isinstance(block, ClustersShortlist):
         from spectune.runtime.policies.router import Routing
 
-        routing = read_artifact(
-            policy, "shortlist", block.artifact, ROUTER, artifacts, lambda found: Routing.from_document(found.document, found.arrays)
-        )
-        return ShortlistRule(block, policy.draft, routing=routing)
-    if isinstance(block, (FrequencyShortlist, PositionFrequencyShortlist)):
-        frequencies = read_artifact(
-            policy,
-            "shortlist",
-            block.artifact,
-            FREQUENCIES,
-            artifacts,
-            lambda found: Frequencies.from_document(found.document, found.arrays),
-        )
-        return ShortlistRule(block, policy.draft, frequencies=frequencies)
-    return None
+        return ShortlistRule(block, policy.draft, routing=read_artifact(policy, "shortlist", ROUTER, artifacts, Routing.from_document))
+    frequencies = read_artifact(policy, "shortlist", FREQUENCIES, artifacts, Frequencies.from_document)
+    return ShortlistRule(block, policy.draft, frequencies=frequencies)

@@ -40,7 +40,6 @@ from spectune.runtime.policies.document import (
     ByBatchWindow,
     CacheFsmWindow,
     FixedWindow,
-    FsmWindow,
     HeuristicWindow,
     QLearningWindow,
     Window,
@@ -88,9 +87,7 @@ _ESTIMATORS: Final = {"ratio": RATIO, "exact": EXACT, "table": TABLE}
 
 @dataclass(frozen=True)
 class WindowCosts:
-    """Definition 1 of the on-the-fly paper: ``draft_step_s`` is a_q, ``verify_s[g]`` is b_p(g) for
-    g = 0..gamma_max, in seconds.
-    """
+    """Definition 1 of the on-the-fly paper: ``draft_step_s`` is a_q, ``verify_s[g]`` is b_p(g) for g = 0..gamma_max, in seconds."""
 
     draft_step_s: float
     verify_s: tuple[float, ...]
@@ -102,10 +99,16 @@ class WindowCosts:
             )
 
 
+_NO_ANALYTIC: Final = AnalyticRule(
+    RATIO, False, 0.0, np.zeros(0), np.zeros((1, 0), np.int64), np.zeros(1, np.int64)
+)
+_NO_LEARNING: Final = QLearningRule(1, False, False, 0, 0.0, 0.0, 0.0, np.zeros(1))
+
+
 class CompiledWindow(NamedTuple):
     """A window's parameters, alike in Python and compiled code.
 
-    ``carries``: the state outlives a request.
+    ``carries``: the state outlives a request (only then does the order of requests matter).
     ``reads_cache``: it wants to know how many accepted tokens are cached (others may be given 0;
     only whether it is above 0 counts). ``analytic`` and ``q_learning`` are set for these kinds,
     ``q`` float64 [states, actions] is the Q-table that a session starts from, ``history`` the
@@ -114,18 +117,16 @@ class CompiledWindow(NamedTuple):
 
     kind: int
     limits: Limits
-    carries: bool
-    reads_cache: bool
-    history: int
-    analytic: AnalyticRule
-    q_learning: QLearningRule
-    q: FloatArray
+    carries: bool = False
+    reads_cache: bool = False
+    history: int = 0
+    analytic: AnalyticRule = _NO_ANALYTIC
+    q_learning: QLearningRule = _NO_LEARNING
+    q: FloatArray = np.zeros((0, 1))
 
 
 class WindowState(NamedTuple):
-    """What a window has learned: ``gamma`` int64 [1], the window of the next round, and what its
-    kind needs beside.
-    """
+    """What a window has learned: ``gamma`` int64 [1], the window of the next round, and what its kind needs beside."""
 
     gamma: IntArray
     history: History
@@ -158,9 +159,7 @@ def advance(
     draft_s: float = 0.0,
     verify_s: float = 0.0,
 ) -> None:
-    """Learns, in place, from one round with 0 <= num_accepted <= num_drafted <= gamma_max; seconds
-    are read by ``recent`` costs alone.
-    """
+    """Learns, in place, from one round with 0 <= num_accepted <= num_drafted <= gamma_max; seconds are read by ``recent`` costs alone."""
     kind, limits, gamma = window.kind, window.limits, int(state.gamma[0])
     if kind == FIXED:
         return
@@ -193,13 +192,6 @@ def init_state(window: CompiledWindow) -> WindowState:
     return state
 
 
-_NO_ANALYTIC: Final = AnalyticRule(
-    RATIO, False, 0.0, np.zeros(0), np.zeros((1, 0), np.int64), np.zeros(1, np.int64)
-)
-_NO_LEARNING: Final = QLearningRule(1, False, False, 0, 0.0, 0.0, 0.0, np.zeros(1))
-_NO_TABLE: Final = np.zeros((0, 1))
-
-
 def compile_window(
     window: Window, costs: WindowCosts | None = None, *, q_table: npt.ArrayLike | None = None
 ) -> CompiledWindow:
@@ -211,40 +203,20 @@ def compile_window(
     on. Raises PolicyError if the window needs costs, or names an artifact, and they are not given
     or do not fit.
     """
-    if isinstance(window, FixedWindow):
-        return _compiled(FIXED, Limits(window.gamma, window.gamma, window.gamma))
-    if isinstance(window, ByBatchWindow):  # one request at a time
-        gamma = window.at(1)
-        return _compiled(FIXED, Limits(gamma, gamma, gamma))
+    if isinstance(window, (FixedWindow, ByBatchWindow)):
+        gamma = window.gamma if isinstance(window, FixedWindow) else window.at(1)  # one request at a time
+        return CompiledWindow(FIXED, Limits(gamma, gamma, gamma))
     if isinstance(window, HeuristicWindow):
-        return _compiled(
-            HEURISTIC, Limits(1, window.gamma_max, window.first), carries=window.carries
-        )
+        return CompiledWindow(HEURISTIC, Limits(1, window.gamma_max, window.first), carries=not window.transient)
     limits = Limits(window.gamma_min, window.gamma_max, window.first)
     if isinstance(window, AnalyticWindow):
-        return _compiled(
-            ANALYTIC, limits, analytic=_analytic_rule(window, costs), history=window.history
-        )
+        return CompiledWindow(ANALYTIC, limits, analytic=_analytic_rule(window, costs), history=window.history)
     if isinstance(window, QLearningWindow):
         rule, table = _learning_rule(window, costs), _first_table(window, q_table)
-        return _compiled(Q_LEARNING, limits, q_learning=rule, q=table, carries=window.carries)
-    assert isinstance(window, (FsmWindow, CacheFsmWindow))
-    return _compiled(FSM if isinstance(window, FsmWindow) else CACHE_FSM, limits)
-
-
-def _compiled(
-    kind: int,
-    limits: Limits,
-    *,
-    carries: bool = False,
-    history: int = 0,
-    analytic: AnalyticRule = _NO_ANALYTIC,
-    q_learning: QLearningRule = _NO_LEARNING,
-    q: FloatArray = _NO_TABLE,
-) -> CompiledWindow:
-    return CompiledWindow(
-        kind, limits, carries, kind == CACHE_FSM, history, analytic, q_learning, q
-    )
+        return CompiledWindow(Q_LEARNING, limits, q_learning=rule, q=table, carries=True)
+    if isinstance(window, CacheFsmWindow):
+        return CompiledWindow(CACHE_FSM, limits, reads_cache=True)
+    return CompiledWindow(FSM, limits)
 
 
 def _need_costs(

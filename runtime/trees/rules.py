@@ -18,10 +18,11 @@ from spectune.runtime.policies.document import (
     Policy,
     StaticGrowth,
     TopKGrowth,
+    parse_plain_policy,
 )
 from spectune.runtime.policies.eagle2 import INFINITE
 from spectune.runtime.policies.heterospec import kept_nodes
-from spectune.runtime.policies.sequoia import static_levels, static_paths
+from spectune.runtime.policies.sequoia import static_levels
 from spectune.runtime.policies.stops import compile_stop
 from spectune.runtime.trees.grow import TreeRule
 from spectune.traces.schema import TREE_SCALE
@@ -47,7 +48,7 @@ def compile_tree(policy: Policy, *, sampled: bool, artifacts: Artifacts | None =
         return TreeRule(width=1, frontier=1, **common)
     common["by_probability"] = growth.proposals == "probability"
     if isinstance(growth, StaticGrowth):
-        paths = growth.paths or _static_paths(policy, growth, artifacts)
+        paths = growth.paths or read_artifact(policy, "growth", STATIC_TREE, artifacts, read_paths)
         width, levels = static_levels(paths)
         return TreeRule(width=width, frontier=max(len(x.expanded) for x in levels), static=levels, **common)
     common["coupled"] = growth.score == "coupled" or (growth.score == "auto" and sampled and growth.proposals == "coupled")
@@ -55,7 +56,7 @@ def compile_tree(policy: Policy, *, sampled: bool, artifacts: Artifacts | None =
     if policy.stratify is not None:
         assert policy.select.top_n is not None
         common["thresholds"], common["fitted_depth"] = read_artifact(
-            policy, "stratify", policy.stratify.artifact, BINS, artifacts, lambda found: read_bins(found.document)
+            policy, "stratify", BINS, artifacts, lambda document, _: read_bins(document)
         )
         common["alpha"] = policy.stratify.alpha
         # The bin of the highest entropy is never a low one, however few the bins are.
@@ -64,16 +65,18 @@ def compile_tree(policy: Policy, *, sampled: bool, artifacts: Artifacts | None =
     if isinstance(growth, TopKGrowth):
         return TreeRule(width=growth.width, frontier=growth.frontier, **common)
     assert isinstance(growth, ClassifierGrowth)
-    weights = read_artifact(policy, "growth", growth.artifact, CLASSIFIER, artifacts, lambda found: read_weights(found.arrays))
+    weights = read_artifact(policy, "growth", CLASSIFIER, artifacts, lambda _, arrays: read_weights(arrays))
     table = confidence_table(weights).astype(np.int32)
     return TreeRule(width=growth.width, frontier=growth.frontier, confidence=table, beta_code=beta_code(growth.beta), **common)
 
 
-def _static_paths(policy: Policy, growth: StaticGrowth, artifacts: Artifacts | None) -> tuple[tuple[int, ...], ...]:
-    assert growth.artifact is not None
-    return read_artifact(
-        policy, "growth", growth.artifact, STATIC_TREE, artifacts, lambda found: static_paths(found.document["paths"])
-    )
+def read_paths(document: Mapping[str, Any], _: object) -> tuple[tuple[int, ...], ...]:
+    """The paths of an artifact of kind :data:`STATIC_TREE`, by the rules of a policy's. Raises PolicyError."""
+    growth = {"kind": "static", "paths": document["paths"]}
+    stated = {"draft": "stored", "window": {"kind": "fixed", "gamma": 1}, "growth": growth}
+    static = parse_plain_policy(stated, where="growth.artifact").growth
+    assert isinstance(static, StaticGrowth)
+    return static.paths
 
 
 def read_bins(document: Mapping[str, Any]) -> tuple[tuple[int, ...], int]:
