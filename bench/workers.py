@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 import numpy as np
 from synthetic import drifting_text, flat_profile
 
-from spectune.optimizer.simulate.distributed import Asked, Shards, connected, homes
+from spectune.optimizer.simulate.distributed import Shards, connected, homes
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.trace import Opened
@@ -116,7 +116,7 @@ def measured(client: Any, rounds: float, tried: Sequence[Policy]) -> dict[str, A
         "replayed_s": round(seconds, 1),
         "replayed_rounds": replayed,
         "million_rounds_per_s": round(replayed / seconds / 1e6, 1),
-        "bytes_sent_per_policy_and_shard": len(pickle.dumps((tried[0], None, Asked(requests)))),
+        "bytes_sent_per_policy_and_shard": len(pickle.dumps((tried[0], None, requests, False, False))),
         "bytes_received_per_request": 7 * 8,
     }
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from doors import Door, lines, put_profile, write_workload
+from oracle import replay_rounds
 from pairs import make_pair, tiny_model, tokenizer
 from synthetic import flat_profile
 from test_draft_choice import CANDIDATES, PROFILE, chain, planted_trace
@@ -25,7 +26,6 @@ from spectune.optimizer.fit.chooser_fits import ChooserSource, fit_chooser_artif
 from spectune.optimizer.fit.on_the_fly import Measured, evaluate, fit_chooser, fit_features, read_prompts
 from spectune.optimizer.record import RecordRequest, record
 from spectune.optimizer.serving import watch
-from spectune.optimizer.simulate.oracle import replay_rounds
 from spectune.optimizer.simulate.replay import replay, run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.runtime.decoder import Decoder, prepare_for

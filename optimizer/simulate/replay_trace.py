@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Generic, TypeVar
 
 import numpy as np
@@ -301,70 +301,77 @@ class ReplayTrace:
 class Replay:
     """What a policy did on a trace, per request in replayed order.
 
-    ``counts`` int64 [requests, 6] (rounds, emitted, accepted, drafted, draft steps, verified), ``seconds`` float64
-    [requests] (0 without a profile). ``rounds`` int32 [rounds, 8] (:data:`ROUND_COLUMNS`) and ``round_s`` float64 [rounds,
-    3] (draft, verify, round), in order, are None unless asked for. ``state`` is the window's as it was left, a learned
-    Q-table included. ``missing`` rounds read distributions that were not recorded (0 unless approximate). ``chosen``: the
-    draft of each request, where a chooser chose.
+    ``names``: ids and categories of the requests. ``counts`` int64 [requests, 6] (rounds, emitted, accepted, drafted, draft steps,
+    verified), ``seconds`` float64 [requests] (0 without a profile). ``state`` is the window's as it was left, a learned Q-table included.
+    ``missed``: the plain policies that decoded, and how many rounds of each read distributions that were not recorded (0 unless
+    approximate). ``rounds`` int32 [rounds, 10] (:data:`optimizer.simulate.chains.ROUND_COLUMNS`) and ``round_s`` float64 [rounds, 3]
+    (draft, verify, round), in order, are None unless asked for. ``chosen``: the draft of each request, where a chooser chose.
     """
 
     policy: AnyPolicy
-    trace: ReplayTrace
+    names: tuple[tuple[str, str], ...]
     counts: npt.NDArray[np.int64]
     seconds: FloatArray
     state: WindowState
+    missed: tuple[tuple[Policy, int], ...]
     rounds: npt.NDArray[np.int32] | None = None
     round_s: FloatArray | None = None
-    missing: int = 0
     chosen: tuple[str, ...] = ()
 
     @property
-    def names(self) -> tuple[tuple[str, str], ...]:
-        """Ids and categories of the requests, in order."""
-        return self.trace.names
+    def missing(self) -> int:
+        """Rounds that read what was not recorded."""
+        return sum(rounds for _, rounds in self.missed)
 
     @property
     def total(self) -> Counts:
         """Sums over requests."""
-        return total_of(self.counts, self.seconds)
+        return _counts(len(self.counts), self.counts.sum(axis=0), float(self.seconds.sum()))
 
     def outcome(self) -> Outcome:
         """The schema's value, per request; ``policy`` is the policy's label."""
-        return outcome_of(self.policy, self.trace.names, self.counts, self.seconds)
+        rows = zip(self.names, self.counts, self.seconds.tolist(), strict=True)
+        per_request = tuple(RequestOutcome(name, category, _counts(1, c, s)) for (name, category), c, s in rows)
+        return Outcome(self.policy.label(), "replayed", per_request)
 
     def steps(self) -> list[list[Step]]:
         """The rounds of every request, as the runtime reports them. ValueError unless replayed with ``per_round``."""
         if self.rounds is None or self.round_s is None:
             raise ValueError("replayed without per_round")
-        assert isinstance(self.policy, Policy)
-        out: list[list[Step]] = [[] for _ in self.trace.order]
-        for row, (draft_s, verify_s, round_s) in zip(self.rounds.tolist(), self.round_s.tolist(), strict=True):
-            request, start, drafted, verified, accepted, emitted, draft_steps, lag, depth, bin_ = row
-            out[request].append(
-                Step(
-                    start, drafted, verified, accepted, emitted, draft_steps, lag,
-                    self.policy.draft, self.policy.id, draft_s, verify_s, round_s, depth, bin_,
-                )
-            )  # fmt: skip
+        plain = {policy.draft: policy for policy, _ in self.missed}
+        decoded_by = [plain[draft] for draft in self.chosen] or [self.missed[0][0]] * len(self.names)
+        out: list[list[Step]] = [[] for _ in self.names]
+        for row, seconds in zip(self.rounds.tolist(), self.round_s.tolist(), strict=True):
+            request, *shape, depth, bin_ = row
+            policy = decoded_by[request]
+            out[request].append(Step(*shape, policy.draft, policy.id, *seconds, depth, bin_))
         return out
 
 
-def total_of(counts: npt.NDArray[np.int64], seconds: FloatArray) -> Counts:
-    """The sums of :attr:`Replay.counts` and :attr:`Replay.seconds`."""
-    return _counts(len(counts), counts.sum(axis=0), float(seconds.sum()))
-
-
-def outcome_of(
-    policy: AnyPolicy, names: Iterable[tuple[str, str]], counts: npt.NDArray[np.int64], seconds: FloatArray
-) -> Outcome:
-    """The schema's value of :attr:`Replay.counts` and :attr:`Replay.seconds`; ``names``: ids and categories of the requests."""
-    per_request = tuple(
-        RequestOutcome(name, category, _counts(1, c, float(s)))
-        for (name, category), c, s in zip(names, counts, seconds, strict=True)
+def together(policy: AnyPolicy, parts: Sequence[tuple[Index, Replay]]) -> Replay:
+    """Replays of parts of the requests as one, whose ``state`` is the last one's. With each part are the places of its requests."""
+    order = np.argsort(np.concatenate([places for places, _ in parts])).tolist()
+    names = [name for _, part in parts for name in part.names]
+    missed: dict[str, tuple[Policy, int]] = {}
+    for plain, rounds in (found for _, part in parts for found in part.missed):
+        missed[plain.id] = plain, rounds + missed.get(plain.id, (plain, 0))[1]
+    whole = Replay(
+        policy,
+        tuple(names[i] for i in order),
+        np.concatenate([part.counts for _, part in parts])[order],
+        np.concatenate([part.seconds for _, part in parts])[order],
+        parts[-1][1].state,
+        tuple(missed.values()),
     )
-    return Outcome(policy.label(), "replayed", per_request)
+    rows = [np.column_stack((places[p.rounds[:, 0]], p.rounds[:, 1:])) for places, p in parts if p.rounds is not None]
+    if not rows:
+        return whole
+    joined = np.concatenate(rows)
+    by_request = np.argsort(joined[:, 0], kind="stable")
+    seconds = np.concatenate([part.round_s for _, part in parts if part.round_s is not None])
+    return replace(whole, rounds=joined[by_request].astype(np.int32), round_s=seconds[by_request])
 
 
 def _counts(requests: int, row: npt.NDArray[np.int64], seconds: float) -> Counts:
-    rounds, emitted, accepted, drafted, draft_steps, verified = row.tolist()[:6]
+    rounds, emitted, accepted, drafted, draft_steps, verified = row.tolist()
     return Counts(requests, rounds, emitted, accepted, drafted, draft_steps, verified, seconds)

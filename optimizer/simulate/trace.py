@@ -12,7 +12,6 @@ import numpy.typing as npt
 from spectune.engines.abilities import VLLM, engine_named
 from spectune.engines.vllm.prompt_lookup import LEAST, MOST, copied
 from spectune.optimizer.artifacts import fitted
-from spectune.optimizer.simulate.choosers import ChosenReplay
 from spectune.optimizer.simulate.counted import INSTEAD, holds_counts
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace
@@ -177,7 +176,7 @@ def simulate(
     check_ranked(store, info, policy, find)
     replayed = run_replay(trace, policy, profile, per_round=per_round, artifacts=find)
     full = all(f.full for f in trace.forests.values())
-    return Simulated(replayed, skipped, why_approximate(info, missing_of(replayed), full=full))
+    return Simulated(replayed, skipped, why_approximate(info, replayed.missed, full=full))
 
 
 def check_ranked(store: TraceStore, info: RecordingInfo, policy: AnyPolicy, find: Artifacts) -> None:
@@ -198,17 +197,9 @@ def _check_ranked(store: TraceStore, info: RecordingInfo, policy: Policy, find: 
         )
 
 
-def missing_of(replayed: Replay) -> list[tuple[Policy, int]]:
-    """The plain policies of a replay, and how many rounds of each read what was not recorded."""
-    if isinstance(replayed, ChosenReplay):
-        return [found for _, part in replayed.parts for found in missing_of(part)]
-    assert isinstance(replayed.policy, Policy)
-    return [(replayed.policy, replayed.missing)]
-
-
 def why_approximate(info: RecordingInfo, missing: Iterable[tuple[Policy, int]], *, full: bool) -> str:
-    """Why a replay's rounds are not exactly the runtime's, "" where they are; ``missing`` as :func:`missing_of` says, ``full``: no
-    forest has a filter."""
+    """Why a replay's rounds are not exactly the runtime's, "" where they are; ``missing`` as
+    :attr:`Replay.missed` says, ``full``: no forest has a filter."""
     return next((why for policy, rounds in missing if (why := _why_approximate(info, policy, rounds, full))), "")
 
 
