@@ -27,7 +27,7 @@ from spectune.runtime.recording.trees import Cover, base_covers, cover_name, rec
 from spectune.runtime.trees.grow import TreeRule
 from spectune.runtime.trees.rules import compile_tree
 from spectune.traces.errors import PolicyError, TraceError
-from spectune.traces.schema import Proposals, Trajectory, TreePanorama, Workload
+from spectune.traces.schema import Proposals, Trajectory, Workload
 from spectune.traces.store import RecordingInfo, TraceStore
 from spectune.traces.store.traffic import TrafficWriter
 
@@ -284,7 +284,7 @@ def cover_of(policy: Policy, *, sampled: bool, artifacts: Artifacts | None = Non
 
 @dataclass(frozen=True)
 class _Trees:
-    """What one draft's trees are to hold at least; ``chain_depth`` is that of a head's chains."""
+    """What one draft's trees are to hold at least, as :func:`record_tree_panorama` is told; ``chain_depth`` is that of a head's chains."""
 
     draft: str
     width: int
@@ -303,20 +303,7 @@ def _tree_job(store: TraceStore, recording: str, wanted: _Trees, phase: str, new
     missing = {*_lacking(store, recording, wanted), *new}
     if missing:
         wanted = _united(store, recording, wanted)
-    return _Job(phase, missing, partial(_trees, wanted=wanted), store.put_tree_panoramas)
-
-
-def _trees(pair: LoadedPair, trajectory: Trajectory, wanted: _Trees) -> TreePanorama:
-    return record_tree_panorama(
-        pair,
-        trajectory,
-        wanted.draft,
-        wanted.width,
-        wanted.depth,
-        proposals=wanted.proposals,
-        covers=wanted.covers,
-        chain_depth=wanted.chain_depth,
-    )
+    return _Job(phase, missing, partial(record_tree_panorama, **vars(wanted)), store.put_tree_panoramas)
 
 
 def _lacking(store: TraceStore, recording: str, wanted: _Trees) -> tuple[int, ...]:
@@ -353,18 +340,13 @@ def _united(store: TraceStore, recording: str, wanted: _Trees) -> _Trees:
             rules[name] = _stored_rule(name, wanted.draft, wanted.proposals, sampled, fitted(store))
     covers = [Cover(name, rule, depth) for name, rule in rules.items() if name not in by_itself]
     one = TreeRule(width=1, frontier=1, by_probability=wanted.proposals == "probability")
-    covers += [Cover(_chain_name(c), one, c) for c in sorted(chains) if c]
+    covers += [Cover(json.dumps({"depth": c, "kind": "chain"}, separators=(",", ":")), one, c) for c in sorted(chains) if c]
     deepest = max(chains)
     return replace(wanted, width=width, depth=depth, covers=tuple(covers), chain_depth=deepest if deepest > depth else 0)
 
 
-def _chain_name(depth: int) -> str:
-    """The name of the cover that says how deep chains were recorded, where that is deeper than the trees."""
-    return json.dumps({"depth": depth, "kind": "chain"}, separators=(",", ":"))
-
-
 def _chain_depth(name: str) -> int:
-    """The depth that :func:`_chain_name` tells; 0 for any other cover."""
+    """The depth that a cover's name tells, of those that say how deep chains were recorded where that is deeper than the trees; else 0."""
     data = json.loads(name)
     return int(data["depth"]) if data["kind"] == "chain" else 0
 

@@ -41,7 +41,18 @@ from spectune.runtime.policies.stops import CompiledStop
 from spectune.runtime.policies.windows import WindowState
 from spectune.runtime.trees.grow import TreeRule
 from spectune.traces.errors import TraceError
-from spectune.traces.schema import ChainPanorama, Counts, LatencyProfile, Outcome, RequestOutcome, Step, Trajectory, TreePanorama
+from spectune.traces.recording import how_to_record_trees
+from spectune.traces.schema import (
+    ChainPanorama,
+    Counts,
+    LatencyProfile,
+    Outcome,
+    Proposals,
+    RequestOutcome,
+    Step,
+    Trajectory,
+    TreePanorama,
+)
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -208,14 +219,13 @@ class ReplayTrace:
             policy.speculates and policy.draft not in self.chains and (policy.draft, "coupled") in self.forests
         )
 
-    def _forest(self, policy: Policy, proposals: str, width: int) -> Forest:
+    def _forest(self, policy: Policy, proposals: Proposals, width: int) -> Forest:
         forest = self.forests.get((policy.draft, proposals))
         if forest is None:
             known = ", ".join(sorted({d for d, p in self.forests if p == proposals})) or "none"
-            flag = "" if proposals == "coupled" else " --tree-proposals probability"
             raise TraceError(
-                f"the recording has no trees of draft {policy.draft!r} (it has: {known}); `record --resume ID --tree-width "
-                f"{width} --tree-depth {policy.depth_max}{flag}` makes them"
+                f"the recording has no trees of draft {policy.draft!r} (it has: {known}); "
+                + how_to_record_trees("ID", width, policy.depth_max, proposals)
             )
         return forest
 
@@ -226,7 +236,7 @@ class ReplayTrace:
 
         Raises TraceError if too little was recorded.
         """
-        proposals = getattr(policy.growth, "proposals", "coupled")
+        proposals: Proposals = getattr(policy.growth, "proposals", "coupled")
         forest = self._forest(policy, proposals, rules[0].width)
         document = policy.growth.model_dump_json()
         stops = policy.stop.kind != "none" and policy.growth.kind == "static"

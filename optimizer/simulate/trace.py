@@ -21,7 +21,7 @@ from spectune.runtime.policies.document import GAMMA_LIMIT, AnyPolicy, FullShort
 from spectune.runtime.policies.prepared_chooser import plain_policies
 from spectune.runtime.policies.shortlist_rule import compile_shortlist
 from spectune.traces.errors import PolicyError, TraceError
-from spectune.traces.recording import Skipped
+from spectune.traces.recording import TREE_DEPTH, Skipped, how_to_record_trees
 from spectune.traces.schema import LatencyProfile, Proposals, Trajectory, TreePanorama
 from spectune.traces.store import RecordingInfo, TraceStore
 
@@ -129,10 +129,9 @@ def _check_recorded(policy: Policy, info: RecordingInfo, as_tree: bool) -> None:
     proposals = proposals_of(policy)
     grown = info.trees if proposals == "coupled" else info.trees_q
     if (as_tree or policy.shortlisted) and policy.draft not in grown:  # a shortlist looks at the draft's distributions
-        flag = "" if proposals == "coupled" else f" --tree-proposals {proposals}"
         raise PolicyError(
             f"draft: recording {info.id} has no trees of draft {policy.draft!r} (it has: {info.trees_shown() or 'none'}); "
-            f"`record --resume {info.id} --tree-width 8 --tree-depth {max(8, policy.depth_max)}{flag}` makes them"
+            + how_to_record_trees(info.id, depth=max(TREE_DEPTH, policy.depth_max), proposals=proposals)
         )
     if not as_tree and policy.draft not in info.drafts:
         raise PolicyError(
@@ -182,33 +181,24 @@ def simulate(
 def check_ranked(store: TraceStore, info: RecordingInfo, policy: AnyPolicy, find: Artifacts) -> None:
     """Raises PolicyError where a shortlist's router was not ranked over the recording."""
     for plain in plain_policies(policy, find):
-        if plain.shortlisted:
-            _check_ranked(store, info, plain, find)
-
-
-def _check_ranked(store: TraceStore, info: RecordingInfo, policy: Policy, find: Artifacts) -> None:
-    rule = compile_shortlist(policy, find)
-    assert rule is not None
-    if rule.routed and ranks_of(store, info.id, policy) is None:
-        order = rule.block.artifact
-        raise PolicyError(
-            f"shortlist: recording {info.id} has no cluster ranks of router {order}; "
-            + how_to_rank(info.id, order, policy.draft, proposals_of(policy))
-        )
+        rule = compile_shortlist(plain, find)
+        if rule is not None and rule.routed and ranks_of(store, info.id, plain) is None:
+            order = rule.block.artifact
+            raise PolicyError(
+                f"shortlist: recording {info.id} has no cluster ranks of router {order}; "
+                + how_to_rank(info.id, order, plain.draft, proposals_of(plain))
+            )
 
 
 def why_approximate(info: RecordingInfo, missing: Iterable[tuple[Policy, int]], *, full: bool) -> str:
     """Why a replay's rounds are not exactly the runtime's, "" where they are; ``missing`` as
     :attr:`Replay.missed` says, ``full``: no forest has a filter."""
-    return next((why for policy, rounds in missing if (why := _why_approximate(info, policy, rounds, full))), "")
-
-
-def _why_approximate(info: RecordingInfo, policy: Policy, missing: int, full: bool) -> str:
-    renormalised = replayed_as_tree(policy, info) or policy.stop.kind != "none" or not full
-    if policy.shortlisted and renormalised:
-        return "trees, stops and filters under a shortlist read renormalised probabilities (docs/shortlists.md)"
-    if not missing:
-        return ""
-    artifact = getattr(policy.shortlist, "artifact", "ID")
-    rank = how_to_rank(info.id, artifact, policy.draft, proposals_of(policy), "frequencies")
-    return f"in {missing} rounds the shortlist holds none of the recorded children; {rank}, with which it is exact"
+    for policy, rounds in missing:
+        renormalised = replayed_as_tree(policy, info) or policy.stop.kind != "none" or not full
+        if policy.shortlisted and renormalised:
+            return "trees, stops and filters under a shortlist read renormalised probabilities (docs/shortlists.md)"
+        if rounds:
+            artifact = getattr(policy.shortlist, "artifact", "ID")
+            rank = how_to_rank(info.id, artifact, policy.draft, proposals_of(policy), "frequencies")
+            return f"in {rounds} rounds the shortlist holds none of the recorded children; {rank}, with which it is exact"
+    return ""
