@@ -67,15 +67,13 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """How a tuning is done. ``drafts`` empty means all of the pair's; ``tree_width`` 0 leaves trees out. ``finalists`` of
-    different kinds and ``rivals``
-    (fixed windows too close for prediction) race against the baselines, and the winner is confirmed, in at most ``passes`` each
-    and together about ``budget_s``. ``fresh`` uses
-    nothing that was stored before, but what was made under the same ``idempotency_key``. ``guard`` is called in the transaction that
-    publishes, and raises where the caller may not; ``publishing`` is entered around it, with what is published. What is in force
-    in the ``deployment`` is the incumbent, and is what is replaced. ``tell`` is called with what a user should know of the workload
-    before the work goes on, ``begins`` with the name of each of :data:`STAGES`. ``workers``: who replay what is searched
-    (:func:`optimizer.simulate.distributed.connected`); None: this process."""
+    """How a tuning is done. ``drafts`` empty means all of the pair's; ``tree_width`` 0 leaves trees out. ``finalists`` of different kinds
+    and ``rivals`` (fixed windows too close for prediction) race against the baselines, and the winner is confirmed, in at most
+    ``passes`` each and together about ``budget_s``. ``fresh`` uses nothing that was stored before, but what was made under the same
+    ``idempotency_key``. ``guard`` is called in the transaction that publishes, and raises where the caller may not; ``publishing`` is
+    entered around it, with what is published. What is in force in the ``deployment`` is the incumbent, and is what is replaced.
+    ``tell`` is called with what a user should know of the workload before the work goes on, ``begins`` with the name of each of
+    :data:`STAGES`. ``workers``: who replay what is searched (:func:`optimizer.simulate.distributed.connected`); None: this process."""
 
     options: DecodeOptions = field(default_factory=DecodeOptions)
     drafts: tuple[str, ...] = ()
@@ -177,7 +175,17 @@ def tune_recording(
     store.put_policy(policy.id, policy.spelled_out(), policy.label())
     with wanted.publishing(tuned):
         if replaces and wanted.publish:
-            tuned = _publish(tuning, tuned)
+            tuned = publish(
+                store,
+                pair,
+                tuned,
+                over=tuning.active,  # another version that came into force meanwhile stays
+                deployment=wanted.deployment,
+                sampling=sampling_of(tuning.trace.trajectories),
+                actor=wanted.actor,
+                idempotency_key=wanted.idempotency_key,
+                guard=wanted.guard,
+            )
         _keep_evidence(tuning, tuned)
     return tuned
 
@@ -569,22 +577,6 @@ def _conclude(tuning: Tuning) -> tuple[Tuned, bool]:
         workload=tuning.workload,
     )
     return tuned, replaces
-
-
-def _publish(tuning: Tuning, tuned: Tuned) -> Tuned:
-    """Puts the winner in force, unless another version came into force meanwhile."""
-    wanted = tuning.wanted
-    return publish(
-        tuning.store,
-        tuning.pair,
-        tuned,
-        over=tuning.active,
-        deployment=wanted.deployment,
-        sampling=sampling_of(tuning.trace.trajectories),
-        actor=wanted.actor,
-        idempotency_key=wanted.idempotency_key,
-        guard=wanted.guard,
-    )
 
 
 def _keep_evidence(tuning: Tuning, tuned: Tuned) -> None:

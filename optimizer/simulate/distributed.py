@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
@@ -91,19 +91,10 @@ def _said() -> Iterator[None]:
         raise SpectuneError("the Dask scheduler is gone; run the command again") from None
 
 
-class Source(Protocol):
-    """Where a worker gets a shard from: a value of kilobytes, which travels."""
-
-    def open(self) -> Opened:
-        """Reads the shard. Raises NoRequestsError where nothing is left of it."""
-
-    def artifact(self, name: str) -> Fitted:
-        """What policies need that was fitted."""
-
-
 @dataclass(frozen=True)
 class StoredShard:
-    """Requests of a stored recording. ``url`` may hold a password, and is kept out of Dask's logs."""
+    """Requests of a stored recording, and where a worker reads them: a value of kilobytes, which travels. ``url`` may hold a password,
+    and is kept out of Dask's logs."""
 
     url: str = field(repr=False)
     recording: str
@@ -127,6 +118,7 @@ class StoredShard:
             yield TraceStore(database)
 
     def open(self) -> Opened:
+        """Reads the shard. Raises NoRequestsError where nothing is left of it."""
         with self._store() as store:
             return open_trace(
                 store, self.recording, self.policies, ordinals=self.ordinals, skip_corrupted=self.skip_corrupted
@@ -140,7 +132,7 @@ class StoredShard:
 class Shard:
     """A part of a recording in a worker's memory. Sent to another, it is read there again."""
 
-    def __init__(self, source: Source, profile: LatencyProfile | None) -> None:
+    def __init__(self, source: StoredShard, profile: LatencyProfile | None) -> None:
         self._source, self._profile = source, profile
         self._find = cache(source.artifact)
         self._turn = threading.Lock()  # what a trace remembers is not made for two threads
@@ -149,7 +141,7 @@ class Shard:
         with suppress(NoRequestsError):
             self._trace, _, self._skipped, _ = source.open()
 
-    def __reduce__(self) -> tuple[type[Shard], tuple[Source, LatencyProfile | None]]:
+    def __reduce__(self) -> tuple[type[Shard], tuple[StoredShard, LatencyProfile | None]]:
         return Shard, (self._source, self._profile)
 
     def __sizeof__(self) -> int:
@@ -198,7 +190,7 @@ class Shards:
     def __init__(
         self,
         client: Client,
-        sources: Sequence[Source],
+        sources: Sequence[StoredShard],
         profile: LatencyProfile | None,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
