@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from spectune.optimizer.simulate.chains import ROUND_COLUMNS, Sums, replay_chains
 from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace, together
-from spectune.optimizer.simulate.trees import Grown, TreeLimits, replay_trees
+from spectune.optimizer.simulate.trees import TreeLimits, replay_trees
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import AnyPolicy, ChooserPolicy, Policy
 from spectune.runtime.policies.plan import Plan, compile_plan
@@ -102,13 +102,10 @@ def _run_trees(
     growth = trace.growth(policy, prepared.rules, prepared.shortlist)
     costs, before = trace.costs(prepared, profile, growth)
     forest = trace.forests[policy.draft, getattr(policy.growth, "proposals", "coupled")]
-    grown = Grown(
-        growth.rank, growth.pool, growth.read, growth.phi,
-        trace.stops(growth, prepared.rules), growth.end, growth.missing, trace.first_seen,
-    )  # fmt: skip
+    stops = trace.stops(growth, prepared.rules)
     limits = TreeLimits.of(prepared.rules[0], rereads=not forest.shared)
     sums = _sums(trace, before, per_round=per_round)
-    used = replay_trees(prepared.window, state, trace.texts, grown, limits, costs, sums)
+    used = replay_trees(prepared.window, state, trace.texts, growth, stops, trace.first_seen, limits, costs, sums)
     missing = int(sums.counts[:, 6].sum())
     if missing and not approximate and prepared.shortlist is None:
         raise TraceError(
