@@ -146,8 +146,10 @@ class Shard:
 
     def __sizeof__(self) -> int:
         """Its bytes, about: Dask then moves the work to the shard, and not the shard."""
-        tables = [] if self._trace is None else [*self._trace.chains.values(), *self._trace.forests.values()]
-        return sum(a.nbytes for t in tables for a in vars(t).values() if isinstance(a, np.ndarray))
+        if self._trace is None:
+            return 0
+        tables = [*self._trace.chains.values(), *(vars(forest).values() for forest in self._trace.forests.values())]
+        return sum(a.nbytes for table in tables for a in table if isinstance(a, np.ndarray))
 
     def about(self) -> About:
         if self._trace is None:

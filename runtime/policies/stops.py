@@ -13,8 +13,7 @@ triggers at token j, the chain ends, and the token is kept iff ``keep_last``. To
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Annotated, Final, Literal, Union
+from typing import Annotated, Final, Literal, NamedTuple, Union
 
 from pydantic import Field
 
@@ -76,8 +75,7 @@ Stop = Annotated[
 ]
 
 
-@dataclass(frozen=True)
-class CompiledStop:
+class CompiledStop(NamedTuple):
     """A stop as limits on codes: it triggers when a code is *greater* than its limit; limits not in
     use are :data:`NEVER`.
     """
@@ -118,19 +116,6 @@ def _nat_limit(threshold: float, scale: int) -> int:
 
 
 @compiled()
-def should_stop(
-    kind: int,
-    max_logp_code: int,
-    max_joint_code: int,
-    max_entropy_code: int,
-    logp_code: int,
-    joint_code: int,
-    entropy_code: int,
-) -> bool:
-    """Whether a chain ends at a proposal with these codes, by the limits of a
-    :class:`CompiledStop`; ``joint_code`` sums the chain's logp codes, this one's included."""
-    if kind == STOP_NONE:
-        return False
-    return (
-        logp_code > max_logp_code or joint_code > max_joint_code or entropy_code > max_entropy_code
-    )
+def should_stop(stop: CompiledStop, logp_code: int, joint_code: int, entropy_code: int) -> bool:
+    """Whether a chain ends at a proposal with these codes; ``joint_code`` sums the chain's logp codes, this one's included."""
+    return logp_code > stop.max_logp_code or joint_code > stop.max_joint_code or entropy_code > stop.max_entropy_code
