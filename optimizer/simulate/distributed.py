@@ -237,7 +237,8 @@ class Shards:
     def _begun(
         self, policy: AnyPolicy, limit: int | None, per_round: bool, approximate: bool
     ) -> Iterator[tuple[About, Future]]:
-        carries, before = _carries(policy), None
+        carries = _carries(policy)
+        before: Future | None = None
         left = len(self.names) if limit is None else limit
         for shard, about in zip(self._shards, self._about, strict=True):
             if take := min(left, len(about.names)):

@@ -9,6 +9,7 @@ a trace.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -137,7 +138,7 @@ def _run_chosen(
     ready = prepare_chooser(policy, [*chooser.drafts, chooser.features.reader], profile=profile, artifacts=artifacts)
     texts = [trace.trajectories[r] for r in trace.order]
     picks = [ready.of_recorded(t.prompt_ids, t.max_new_tokens, t.sampling).policy.draft for t in texts]
-    how = {"per_round": per_round, "artifacts": artifacts, "approximate": approximate}
+    how: dict[str, Any] = {"per_round": per_round, "artifacts": artifacts, "approximate": approximate}
     parts = []
     for draft in dict.fromkeys(picks):
         places = np.flatnonzero(np.array(picks) == draft)
