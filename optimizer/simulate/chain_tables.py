@@ -123,18 +123,18 @@ def check_reach(policy: Policy, chains: Chains) -> None:
         )
 
 
-def tabulate(chains: Chains, offsets: Index, first_seen: npt.NDArray[np.int32], stop: CompiledStop, seed: int = 0) -> Words:
+def tabulate(chains: Chains, offsets: Index, cached: Bytes, stop: CompiledStop, seed: int) -> Words:
     """The packed outcomes of every start, uint32 [positions].
 
-    ``offsets`` [trajectories + 1] delimits trajectories; ``first_seen`` is :func:`first_occurrences`, joined. ``seed``
-    chooses the draws of the rejection verifier and matters for nothing else.
+    ``offsets`` [trajectories + 1] delimits trajectories; ``cached`` is :func:`cached_from`. ``seed`` chooses the draws of the rejection
+    verifier and matters for nothing else.
     """
     agree = chains.agree
     if chains.drawn.any():
         agree = agree.copy()
         draw_agreement(offsets, chains.drawn, chains.key, chains.accept, seed, agree)
     out = np.empty(len(agree), dtype=np.uint32)
-    _tabulate(chains._replace(agree=agree), offsets, first_seen, stop, out)
+    _tabulate(chains._replace(agree=agree), offsets, cached, stop, out)
     return out
 
 
@@ -144,6 +144,25 @@ def first_occurrences(trajectory: Trajectory) -> npt.NDArray[np.int32]:
     _, first, inverse = np.unique(tokens, return_index=True, return_inverse=True)
     prompt = len(trajectory.prompt_ids)
     return np.maximum(first[inverse][prompt:] - prompt, -1).astype(np.int32)
+
+
+def cached_from(offsets: Index, trajectories: Sequence[Trajectory]) -> Bytes:
+    """For each start the offset of the first position whose token occurs in the prompt or in the output before the start, uint8
+    [positions]."""
+    found = np.full(offsets[-1], ENDLESS, np.uint8)
+    _cached_from(offsets, np.concatenate([np.zeros(0, np.int32), *map(first_occurrences, trajectories)]), found)
+    return found
+
+
+@compiled()
+def _cached_from(offsets: Index, first_seen: npt.NDArray[np.int32], found: Bytes) -> None:
+    for r in range(len(offsets) - 1):
+        begin, end = offsets[r], offsets[r + 1]
+        for s in range(begin, end):
+            for i in range(s, min(end, s + ENDLESS)):
+                if first_seen[i] < s - begin:
+                    found[s] = i - s
+                    break
 
 
 @compiled(splitmix, schema)
@@ -166,7 +185,7 @@ def draw_agreement(offsets: Index, drawn: npt.NDArray[np.bool_], key: Index, acc
 
 
 @compiled(stops, schema)
-def _tabulate(chains: Chains, offsets: Index, first_seen: npt.NDArray[np.int32], stop: CompiledStop, out: Words) -> None:
+def _tabulate(chains: Chains, offsets: Index, cached: Bytes, stop: CompiledStop, out: Words) -> None:
     agree = chains.agree
     can_end = stop.kind != STOP_NONE or chains.runs_out
     for r in range(len(chains.end_row)):
@@ -195,32 +214,4 @@ def _tabulate(chains: Chains, offsets: Index, first_seen: npt.NDArray[np.int32],
                     if missing or should_stop(stop, logp_code, joint, entropy_code):
                         cap, step_cap = (j + 1 if stop.keep_last and not missing else j), j + 1
                         break
-            out[s] = run | (cap << 8) | (step_cap << 16) | (_cached_from(first_seen, begin, end, s) << 24)
-
-
-@compiled(inline=True)
-def _cached_from(first_seen: npt.NDArray[np.int32], begin: int, end: int, s: int) -> int:
-    for i in range(s, min(end, s + ENDLESS)):
-        if first_seen[i] < s - begin:
-            return int(i - s)
-    return ENDLESS
-
-
-def tabulate_copies(offsets: Index, first_seen: npt.NDArray[np.int32], copies: Bytes) -> Words:
-    """:func:`tabulate` for a draft that copies: ``copies`` uint8 [2, positions] are the tokens that each start has to copy,
-    and how many of them the text goes on with."""
-    out = np.empty(copies.shape[1], dtype=np.uint32)
-    _tabulate_copies(offsets, first_seen, copies[0], copies[1], out)
-    return out
-
-
-@compiled()
-def _tabulate_copies(
-    offsets: Index, first_seen: npt.NDArray[np.int32], length: Bytes, run: Bytes, out: Words
-) -> None:
-    for r in range(len(offsets) - 1):
-        begin, end = offsets[r], offsets[r + 1]
-        for s in range(begin, end):
-            cap = int(length[s])
-            near = _cached_from(first_seen, begin, end, s)
-            out[s] = int(run[s]) | (cap << 8) | (cap << 16) | (near << 24)
+            out[s] = run | (cap << 8) | (step_cap << 16) | (int(cached[s]) << 24)

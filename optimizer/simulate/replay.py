@@ -106,7 +106,7 @@ def _run_trees(
     stops = trace.stops(growth, prepared.rules)
     limits = TreeLimits.of(prepared.rules[0], rereads=not forest.shared)
     sums = _sums(trace, before, per_round=per_round)
-    used = replay_trees(prepared.window, state, trace.texts, growth, stops, trace.first_seen, limits, costs, sums)
+    used = replay_trees(prepared.window, state, trace.texts, growth, stops, trace.cached_from, limits, costs, sums)
     missing = int(sums.counts[:, 6].sum())
     if missing and not approximate and prepared.shortlist is None:
         raise TraceError(

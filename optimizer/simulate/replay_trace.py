@@ -14,11 +14,10 @@ from spectune.optimizer.simulate.chain_tables import (
     Chains,
     Index,
     Words,
+    cached_from,
     check_reach,
-    first_occurrences,
     join_chains,
     tabulate,
-    tabulate_copies,
 )
 from spectune.optimizer.simulate.chains import Texts
 from spectune.optimizer.simulate.forest import Forest, join_trees, tabulate_growth
@@ -89,14 +88,13 @@ class Memo(Generic[Made]):
 class ReplayTrace:
     """Trajectories and panoramas as flat arrays, with what has been tabulated from them.
 
-    ``panoramas`` maps each draft to its panoramas, one per trajectory in the same order. Requests are replayed in order,
-    which matters only to windows that carry their state from one to the next. ``seed`` chooses the draws of requests decoded
-    by the rejection verifier. ``trees`` maps (draft, proposals) to tree panoramas likewise. ``ranks`` maps (draft, artifact of a
-    shortlist) to what ``optimizer.fit`` finds; that draft's
-    trees must be given as well. Shortlists of kind ``clusters`` need them, chains under the others are exact with them. ``copies`` maps
-    drafts that copy, whatever the window, to what each request's starts would (:func:`optimizer.simulate.chain_tables.tabulate_copies`).
-    ``past`` tokens may be drafted beyond those that were asked for. Raises TraceError where panoramas do not match, or ranks lack a
-    request.
+    ``panoramas`` maps each draft to its panoramas, one per trajectory in the same order. Requests are replayed in order, which matters only
+    to windows that carry their state from one to the next. ``seed`` chooses the draws of requests decoded by the rejection verifier.
+    ``trees`` maps (draft, proposals) to tree panoramas likewise. ``ranks`` maps (draft, artifact of a shortlist) to what ``optimizer.fit``
+    finds; that draft's trees must be given as well. Shortlists of kind ``clusters`` need them, chains under the others are exact with them.
+    ``copies`` maps drafts that copy, whatever the window, to what each request's starts would, uint8 [2, positions]: how many tokens there
+    are to copy, and how many of them the text goes on with. ``past`` tokens may be drafted beyond those that were asked for. Raises
+    TraceError where panoramas do not match, or ranks lack a request.
     """
 
     def __init__(
@@ -120,7 +118,7 @@ class ReplayTrace:
         self.order: Index = np.arange(len(self.trajectories))
         self.seed = seed
         self.max_context = int((self.prompts + lengths).max(initial=1))
-        self.first_seen = np.concatenate([np.zeros(0, np.int32), *(first_occurrences(t) for t in trajectories)])
+        self.cached_from = cached_from(self.offsets, self.trajectories)
         self.chains: dict[str, Chains] = {d: join_chains(self.trajectories, p) for d, p in panoramas.items()}
         self.forests: dict[tuple[str, str], Forest] = {k: join_trees(self.trajectories, p, past) for k, p in (trees or {}).items()}
         self.ranked: dict[tuple[str, str], RankedForest] = {}
@@ -176,11 +174,9 @@ class ReplayTrace:
         too little was recorded."""
         if not policy.speculates:
             return np.zeros(int(self.offsets[-1]), np.uint32), ALL_KNOWN
-        copies = self.copies.get(policy.draft)
-        if copies is not None:
-            return self._tables.get(
-                policy.draft, lambda: (tabulate_copies(self.offsets, self.first_seen, copies), ALL_KNOWN)
-            )
+        if policy.draft in self.copies:
+            length, run = self.copies[policy.draft].astype(np.uint32)
+            return run | length << 8 | length << 16 | self.cached_from.astype(np.uint32) << 24, ALL_KNOWN
         chains = self.chains.get(policy.draft)
         if chains is None:
             known = ", ".join(sorted(self.chains)) or "none"
@@ -188,7 +184,7 @@ class ReplayTrace:
         check_reach(policy, chains)
         whole = self._tables.get(
             (policy.draft, stop),
-            lambda: (tabulate(chains, self.offsets, self.first_seen, stop, self.seed), ALL_KNOWN),
+            lambda: (tabulate(chains, self.offsets, self.cached_from, stop, self.seed), ALL_KNOWN),
         )
         if shortlist is None:
             return whole

@@ -86,13 +86,13 @@ def replay_trees(
     texts: Texts,
     growth: GrowthTable,
     stops: npt.NDArray[np.uint8],
-    first_seen: npt.NDArray[np.int32],
+    cached_from: npt.NDArray[np.uint8],
     limits: TreeLimits,
     costs: RoundCosts,
     sums: Sums,
 ) -> int:
     """Replays every request of ``texts.order``; adds to ``sums`` in place and returns how many rounds were written. ``stops`` uint8
-    [positions]: the level at which the stop triggers; ``first_seen`` int32 [positions]: where each token of a text occurred first."""
+    [positions]: the level at which the stop triggers; ``cached_from``: :func:`optimizer.simulate.chain_tables.cached_from`."""
     used, deepest = 0, growth.rank.shape[1]
     for i in range(len(texts.order)):
         r = texts.order[i]
@@ -129,11 +129,7 @@ def replay_trees(
             accepted = min(accepted, emitted)
             while reads < min(accepted, passes - 1) and growth.read[s, reads]:
                 reads += 1
-            cached = 0
-            for level in range(accepted):
-                if first_seen[s + level] < start:
-                    cached = 1
-                    break
+            cached = 1 if cached_from[s] < accepted else 0
             seconds = round_seconds(
                 costs, sampled, context + start, s, lag, passes, drafted, emitted
             )
