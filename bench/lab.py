@@ -22,7 +22,7 @@ from spectune.optimizer.execute import Comparison, DecodeOptions, Encoded, Execu
 from spectune.optimizer.fit.tuning import fit_shortlists, fit_trees, ranks_for
 from spectune.optimizer.inputs import load_workload
 from spectune.optimizer.profiles import profile_for
-from spectune.optimizer.record import Look, RecordRequest, cover_of, look_around, record
+from spectune.optimizer.record import Look, cover_of, look_around, record
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.trace import Grown, open_trace
 from spectune.optimizer.spaces import ShortlistLimit, TreeLimit, with_shortlist
@@ -224,7 +224,7 @@ def recorded(
 ) -> str:
     """A recording, decoded by autoregression unless it was made before; ``look``: the drafts' longest chains, and size of trees."""
     plain = StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names))
-    return record(store, pair, RecordRequest(workload, options, tuple(drafts), *look), plain, reuse_complete=True).id
+    return record(store, pair, workload, options, Look(drafts, *look), plain, reuse_complete=True).id
 
 
 def _profile(store: TraceStore, pair: LoadedPair, recording: str, name: str, quick: bool) -> LatencyProfile:

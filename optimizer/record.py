@@ -86,34 +86,15 @@ class Look:
     covers: Covers = ()
 
 
-@dataclass(frozen=True)
-class RecordRequest:
-    """What to record: a workload under given sampling, and of its texts what :class:`Look` says.
-
-    ``slot`` makes it a recording of its own: only who names the same one resumes it or finds it complete.
-    """
-
-    workload: Workload
-    options: DecodeOptions
-    drafts: tuple[str, ...]
-    gamma_max: int = 16
-    tree_width: int = 0
-    tree_depth: int = 0
-    tree_proposals: Proposals = "coupled"
-    covers: Covers = ()
-    slot: str = ""
-
-    @property
-    def look(self) -> Look:
-        return Look(self.drafts, self.gamma_max, self.tree_width, self.tree_depth, self.tree_proposals, self.covers)
-
-
 def record(
     store: TraceStore,
     pair: LoadedPair,
-    wanted: RecordRequest,
+    workload: Workload,
+    options: DecodeOptions,
+    wanted: Look,
     source: PolicySource,
     *,
+    slot: str = "",
     fresh: bool = False,
     reuse_complete: bool = False,
     begun: RecordingInfo | None = None,
@@ -123,36 +104,36 @@ def record(
     look at texts while this one decodes the next.
 
     A recording that was begun with the same arguments and not finished is resumed, unless ``fresh``; with ``reuse_complete`` a
-    finished one counts as well. ``begun`` is the one to go on with (:func:`begun_as` has its arguments). The policy in ``source``
-    changes how fast this goes, never what is recorded. Every request is committed as it ends, so that a kill loses at most the one
-    in hand.
+    finished one counts as well. A ``slot`` makes it a recording of its own: only who names the same one resumes it or finds it complete.
+    ``begun`` is the one to go on with (:func:`begun_as` has its arguments). The policy in ``source`` changes how fast this goes, never
+    what is recorded. Every request is committed as it ends, so that a kill loses at most the one in hand.
     """
-    encoded = encode(pair, wanted.workload, wanted.options)
+    encoded = encode(pair, workload, options)
     store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
-    digest = store.put_workload(wanted.workload)
+    digest = store.put_workload(workload)
     spec: dict[str, Any] = {
-        "max_new_tokens": wanted.options.max_new_tokens,
-        "verifier": wanted.options.verifier,
-        "options": recording_options(pair, wanted.options) | ({"slot": wanted.slot} if wanted.slot else {}),
+        "max_new_tokens": options.max_new_tokens,
+        "verifier": options.verifier,
+        "options": recording_options(pair, options) | ({"slot": slot} if slot else {}),
     }
     info = begun
     if info is None and not fresh:
-        info = store.find_recording(pair.id, digest, wanted.options.sampling, **spec, state="recording")
+        info = store.find_recording(pair.id, digest, options.sampling, **spec, state="recording")
         if info is None and reuse_complete:
-            info = store.find_recording(pair.id, digest, wanted.options.sampling, **spec, state="complete")
+            info = store.find_recording(pair.id, digest, options.sampling, **spec, state="complete")
     if info is None:
-        info = store.create_recording(pair.id, digest, wanted.options.sampling, **spec)
+        info = store.create_recording(pair.id, digest, options.sampling, **spec)
     have = store.recorded_ordinals(info.id)
     new = {n: one for n, one in enumerate(encoded.items) if n not in have}
-    jobs = _jobs(store, pair, info.id, wanted.look, new)
+    jobs = _jobs(store, pair, info.id, wanted, new)
 
     def decoded() -> Iterator[tuple[int, Trajectory]]:
         if not new:
             return
         warm(pair, encoded)
-        decoder = Decoder(pair, source, wanted.options.verifier)
+        decoder = Decoder(pair, source, options.verifier)
         for ordinal, (item, request) in new.items():
-            made = decoder.decode(request, item.category, wanted.options.stop_strings)
+            made = decoder.decode(request, item.category, options.stop_strings)
             store.append_trajectory(info.id, ordinal, made.trajectory, made.steps)
             progress("decode", ordinal + 1, len(encoded.items))
             yield ordinal, made.trajectory

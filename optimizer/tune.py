@@ -31,7 +31,7 @@ from spectune.optimizer.parts import Parts, mixed, split
 from spectune.optimizer.processes import kept_helpers
 from spectune.optimizer.profiles import at_pace_of, doubts, expected_seconds, prediction_spread, profile_for
 from spectune.optimizer.publish import earlier_winners, incumbent_of, publish
-from spectune.optimizer.record import Look, RecordRequest, cover_of, look_around, record
+from spectune.optimizer.record import Look, cover_of, look_around, record
 from spectune.optimizer.report.evidence import evidence_document, middle_request, rounds_of_one
 from spectune.optimizer.report.words import sampling_in_words
 from spectune.optimizer.search import TIE, Study, finalists, is_fixed, rivals, search, worth_trying
@@ -140,8 +140,11 @@ def tune(
     info = record(
         store,
         pair,
-        RecordRequest(workload, wanted.options, chains, wanted.gamma_max, slot=slot),
+        workload,
+        wanted.options,
+        Look(chains, wanted.gamma_max),
         StaticSource(prepare(_recording_policy(pair), pair.draft_names)),
+        slot=slot,
         fresh=wanted.fresh and not slot,
         reuse_complete=True,
         progress=progress,

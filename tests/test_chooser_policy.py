@@ -24,7 +24,7 @@ from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.execute import DecodeOptions, encode, race
 from spectune.optimizer.fit.chooser_fits import ChooserSource, fit_chooser_artifact, keep_chooser
 from spectune.optimizer.fit.on_the_fly import Measured, evaluate, fit_chooser, fit_features, read_prompts
-from spectune.optimizer.record import RecordRequest, record
+from spectune.optimizer.record import Look, record
 from spectune.optimizer.serving import watch
 from spectune.optimizer.simulate.replay import replay, run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
@@ -143,7 +143,7 @@ def workload() -> Workload:
 def source(request: pytest.FixtureRequest, pair: LoadedPair, place: TraceStore) -> ChooserSource:
     """A recording with chains, as a chooser is fitted to it."""
     plain = StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names))
-    info = record(place, pair, RecordRequest(workload(), DecodeOptions(request.param, TOKENS), ("near", "far", "ngram"), 6), plain)
+    info = record(place, pair, workload(), DecodeOptions(request.param, TOKENS), Look(("near", "far", "ngram"), 6), plain)
     loaded = place.load(info.id)
     trace = ReplayTrace(loaded.trajectories, {d: loaded.panoramas(d) for d in ("near", "far", "ngram")})
     return ChooserSource(trace, read_prompts(pair, trace.trajectories), {"recording": info.id})
@@ -404,8 +404,8 @@ def test_any_candidate_is_weighed_by_what_its_levels_accept(pair: LoadedPair, pl
     """A tree candidate's accuracy is equation 2 over its replayed rounds; by default the candidates are the fastest of each draft, heads
     included."""
     plain = StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names))
-    wanted = RecordRequest(workload(), DecodeOptions(Sampling(), TOKENS), ("near", "head", "ngram"), 6, 3, 3)
-    info = record(place, pair, wanted, plain, fresh=True)
+    look = Look(("near", "head", "ngram"), 6, 3, 3)
+    info = record(place, pair, workload(), DecodeOptions(Sampling(), TOKENS), look, plain, fresh=True)
     candidates = {"ngram": CHAINS["ngram"], "near": TREES["near"]}
     made = fit_chooser_artifact(place, info.id, pair, candidates, profile=profile)
     loaded = place.load(info.id, ["near", "ngram"], trees=True)
