@@ -7,7 +7,7 @@ from typing import Any
 
 from lab import CATEGORIES, compare, demo, fixed, requests, stored
 
-from spectune.optimizer.execute import DecodeOptions, encode, race
+from spectune.optimizer.execute import DecodeOptions, Executor, encode
 from spectune.optimizer.profiles import expected_seconds
 from spectune.optimizer.simulate.trace import open_trace
 from spectune.optimizer.timings import finite
@@ -66,8 +66,8 @@ def _against_fixed(
     profile, encoded = store.get_profile(tuned.profile).profile, encode(pair, requests(count // 2, category=category), options)
     trace = open_trace(store, tuned.recording, chains=pair.draft_names).trace
     expected = expected_seconds(trace.select(range(len(encoded.items))), policies.values(), profile)
-    how = {"expected": expected, "profile": profile, "passes": 3, "budget_s": budget_s}
-    compared = race(pair, list(policies.values()), encoded, whole=[winner.id], **how)
+    executor = Executor(pair, policies.values(), encoded, profile=profile)
+    compared = executor.race(whole=[winner.id], expected=expected, passes=3, budget_s=budget_s)
     left = [p.id for p in exhaustive if p.id in compared.survivors] or [compared.timings.leader([p.id for p in exhaustive])]
     best = policies[max(left, key=lambda p: compared.ratio(p, winner.id, projected=True)[0])]
     share = compare(pair, [winner, best], encoded, passes=2, profile=profile).ratio(winner.id, best.id)

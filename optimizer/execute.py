@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from typing import Any
 
 import numpy as np
 
@@ -194,39 +195,6 @@ def eliminate(
     return timings, tuple(racing)
 
 
-def race(
-    pair: LoadedPair,
-    policies: Sequence[AnyPolicy],
-    encoded: Encoded,
-    *,
-    whole: Collection[str] = (),
-    expected: Expected | None = None,
-    profile: LatencyProfile | None = None,
-    passes: int = 8,
-    budget_s: float | None = None,
-    clock: Callable[[], float] = time.perf_counter,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-    artifacts: Artifacts | None = None,
-) -> Comparison:
-    """Executes policies in a race (:func:`eliminate`), so that most of the time goes to telling the fastest apart.
-
-    Raises PolicyError if a policy cannot run.
-    """
-    executor = Executor(pair, policies, encoded, profile=profile, artifacts=artifacts, clock=clock)
-    timings, survivors = eliminate(
-        list(executor.policies),
-        len(encoded.items),
-        executor,
-        whole=whole,
-        expected=expected,
-        passes=passes,
-        budget_s=budget_s,
-        clock=clock,
-        progress=progress,
-    )
-    return executor.comparison(timings, survivors)
-
-
 class Executor:
     """Decodes one request (by number) of a workload under one policy (by id), and keeps what that did. Windows that carry
     state keep one controller for all requests. Raises PolicyError if a policy cannot run."""
@@ -242,7 +210,7 @@ class Executor:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         warm(pair, encoded)
-        self.policies, self.encoded = {p.id: p for p in policies}, encoded
+        self.policies, self.encoded, self._clock = {p.id: p for p in policies}, encoded, clock
         self._decoders: dict[str, Decoder] = {}
         for name, policy in self.policies.items():
             sampling = encoded.options.sampling
@@ -266,6 +234,10 @@ class Executor:
     def texts_differ(self) -> int:
         """Requests whose tokens were not equal under every policy."""
         return sum(len(t) > 1 for t in self._texts)
+
+    def race(self, **how: Any) -> Comparison:
+        """Executes all in a race, so that most of the time goes to telling the fastest apart; ``how``: as :func:`eliminate` takes it."""
+        return self.comparison(*eliminate(list(self.policies), len(self.encoded.items), self, clock=self._clock, **how))
 
     def comparison(self, timings: Timings, survivors: Sequence[str]) -> Comparison:
         """What was executed; a request's seconds are the median of its executions."""

@@ -8,7 +8,7 @@ what they make even where they are to begin anew.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from spectune.optimizer.ceiling import tree_ceiling
 from spectune.optimizer.confirm import RACE_SHARE, Confirmation, confirm, left_s, planned, said_of
 from spectune.optimizer.deployment import sampling_of, tunes_over
 from spectune.optimizer.estimate import pace
-from spectune.optimizer.execute import Comparison, DecodeOptions, Encoded, Executor, encode_recorded, race
+from spectune.optimizer.execute import Comparison, DecodeOptions, Executor, encode_recorded
 from spectune.optimizer.fit.chooser_fits import fit_chooser_artifact
 from spectune.optimizer.fit.on_the_fly import read_prompts
 from spectune.optimizer.fit.tuning import fit_shortlists, fit_trees, ranks_for
@@ -294,9 +294,10 @@ class Tuning:
                 progress=lambda done, total, best: self.progress(f"search, best {best:.0f} tokens/s", done, total),
             )
 
-    def encoded(self, part: Sequence[int]) -> Encoded:
-        """Some of the requests, to be decoded again."""
-        return encode_recorded(self.pair, [self.trace.trajectories[i] for i in part], self.wanted.options.chat)
+    def executor(self, policies: Iterable[AnyPolicy], part: Sequence[int]) -> Executor:
+        """Who decodes some of the requests again under policies."""
+        encoded = encode_recorded(self.pair, [self.trace.trajectories[i] for i in part], self.wanted.options.chat)
+        return Executor(self.pair, policies, encoded, profile=self.profile.profile, artifacts=self.artifacts, clock=self.clock)
 
 
 def _tell_number(wanted: TuneOptions, categories: Sequence[str]) -> None:
@@ -482,18 +483,12 @@ def _execute(tuning: Tuning) -> None:
     except (PolicyError, TraceError) as error:  # a tuning of chains records no trees, which may be in force
         del predictable[tuning.incumbent.id]
         wanted.tell(f"{tuning.incumbent.label()}, in force, is raced without a prediction: {error}")
-    tuning.compared = race(
-        tuning.pair,
-        list(policies.values()),
-        tuning.encoded(part),
+    tuning.compared = tuning.executor(policies.values(), part).race(
         whole={p.id for role, p in tuning.roles.items() if not role.startswith("finalist")},
         expected=expected_seconds(trace, predictable.values(), profile, tuning.artifacts),
-        profile=profile,
         passes=wanted.passes,
         budget_s=wanted.budget_s * RACE_SHARE,
-        clock=tuning.clock,
         progress=lambda done, total: tuning.progress("execute", done, total),
-        artifacts=tuning.artifacts,
     )
     timings, artifacts = tuning.compared.timings, tuning.artifacts
     at_pace = at_pace_of(profile, timings)
@@ -518,14 +513,7 @@ def _confirm(tuning: Tuning) -> None:
     both_s = sum(float(np.nanmean(seconds[p.id])) for p in (winner, incumbent))
     left = left_s(wanted.budget_s, sum(float(np.nansum(s)) for s in seconds.values()))
     requests, passes = planned(len(tuning.parts.confirm), both_s, left, wanted.passes)
-    executor = Executor(
-        tuning.pair,
-        [winner, incumbent],
-        tuning.encoded(tuning.parts.confirm[:requests]),
-        profile=tuning.profile.profile,
-        artifacts=tuning.artifacts,
-        clock=tuning.clock,
-    )
+    executor = tuning.executor([winner, incumbent], tuning.parts.confirm[:requests])
     tuning.confirmed = confirm(
         winner.id,
         incumbent.id,

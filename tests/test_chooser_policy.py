@@ -21,7 +21,7 @@ from test_lossless import PROMPTS
 from spectune.db import open_database
 from spectune.engines.export import engine_settings
 from spectune.optimizer.artifacts import fitted
-from spectune.optimizer.execute import DecodeOptions, encode, race
+from spectune.optimizer.execute import DecodeOptions, Executor, encode
 from spectune.optimizer.fit.chooser_fits import ChooserSource, fit_chooser_artifact, keep_chooser
 from spectune.optimizer.fit.on_the_fly import Measured, evaluate, fit_chooser, fit_features, read_prompts
 from spectune.optimizer.record import Look, record
@@ -225,7 +225,7 @@ def test_trees_and_heads_change_no_text(
     encoded = encode(pair, workload(), DecodeOptions(sampling, TOKENS))
     prompts = [Prompt(pair.text(r.prompt_ids), len(r.prompt_ids), 2.0) for _, r in encoded.items]
     artifacts = memory(planted(pair, prompts, TREES))
-    done = race(pair, [AUTOREGRESSIVE, parse_policy(OLS)], encoded, passes=1, profile=profile, artifacts=artifacts)
+    done = Executor(pair, [AUTOREGRESSIVE, parse_policy(OLS)], encoded, profile=profile, artifacts=artifacts).race(passes=1)
     assert done.texts_differ == 0
     ready = prepare_for(pair, parse_policy(OLS), profile=profile, artifacts=artifacts)
     used = set()
@@ -246,7 +246,8 @@ def test_the_target_reads_where_no_draft_can(pair: LoadedPair, profile: LatencyP
     prompts = [Prompt(pair.text(r.prompt_ids), len(r.prompt_ids), 2.0) for _, r in encoded.items]
     chooser = planted(pair, prompts, CHAINS)
     chooser = replace(chooser, features=replace(chooser.features, reader="target"))
-    done = race(pair, [AUTOREGRESSIVE, parse_policy(OLS)], encoded, passes=1, profile=profile, artifacts=memory(chooser))
+    executor = Executor(pair, [AUTOREGRESSIVE, parse_policy(OLS)], encoded, profile=profile, artifacts=memory(chooser))
+    done = executor.race(passes=1)
     assert done.texts_differ == 0
     assert chooser.reading_seconds(profile, [9], ["near"])[0] == profile.prefill_seconds(None, 9)
 
