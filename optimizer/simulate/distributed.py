@@ -28,7 +28,7 @@ from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace, together
 from spectune.optimizer.simulate.trace import NoRequestsError, Opened, Simulated, check_ranked, open_trace, why_approximate
 from spectune.runtime.policies.artifacts import Fitted
-from spectune.runtime.policies.document import AUTOREGRESSIVE, AnyPolicy, Policy
+from spectune.runtime.policies.document import AUTOREGRESSIVE, AnyPolicy, HeuristicWindow, Policy, QLearningWindow
 from spectune.runtime.policies.prepared_chooser import plain_policies
 from spectune.traces.errors import PolicyError, SpectuneError
 from spectune.traces.recording import RecordingInfo, Skipped
@@ -266,7 +266,8 @@ def homes(client: Client) -> list[str]:
 
 def _carries(policy: AnyPolicy) -> bool:
     """Whether a policy's window goes on from request to request."""
-    return isinstance(policy, Policy) and getattr(policy.window, "carries", False)
+    window = policy.window if isinstance(policy, Policy) else None
+    return isinstance(window, QLearningWindow) or (isinstance(window, HeuristicWindow) and not window.transient)
 
 
 def simulate_on(

@@ -38,9 +38,7 @@ class NoStop(Block):
 
 
 class _Stop(Block):
-    keep_last: bool = Field(
-        default=True, description="whether the token that triggers the stop stays in the draft"
-    )
+    keep_last: bool = Field(default=True, description="whether the token that triggers the stop stays in the draft")
 
 
 class MaxProbStop(_Stop):
@@ -70,9 +68,7 @@ class EntropyStop(_Stop):
     scale: Annotated[float, Field(gt=0.0, le=100.0)] = 0.2
 
 
-Stop = Annotated[
-    Union[NoStop, MaxProbStop, JointProbStop, EntropyStop], Field(discriminator="kind")
-]
+Stop = Annotated[Union[NoStop, MaxProbStop, JointProbStop, EntropyStop], Field(discriminator="kind")]
 
 
 class CompiledStop(NamedTuple):
@@ -81,10 +77,10 @@ class CompiledStop(NamedTuple):
     """
 
     kind: int
-    max_logp_code: int
-    max_joint_code: int
-    max_entropy_code: int
-    keep_last: bool
+    max_logp_code: int = NEVER
+    max_joint_code: int = NEVER
+    max_entropy_code: int = NEVER
+    keep_last: bool = True
 
 
 def compile_stop(stop: Stop, *, scale: int = NAT_SCALE) -> CompiledStop:
@@ -96,23 +92,17 @@ def compile_stop(stop: Stop, *, scale: int = NAT_SCALE) -> CompiledStop:
     probability, and no lower bound on one, is below 0. Threshold 1 stops at every code above 0.
     """
     if isinstance(stop, NoStop):
-        return CompiledStop(STOP_NONE, NEVER, NEVER, NEVER, True)
+        return CompiledStop(STOP_NONE)
+    limit = NEVER
+    if isinstance(stop, EntropyStop):
+        if stop.threshold > 0.0:
+            limit = min(NEVER, math.floor((1.0 - stop.threshold) ** 2 / stop.scale * scale + _SLACK))
+        return CompiledStop(STOP_ENTROPY, max_entropy_code=limit, keep_last=stop.keep_last)
+    if stop.threshold > 0.0:
+        limit = math.floor(-math.log(stop.threshold) * scale + _SLACK)
     if isinstance(stop, MaxProbStop):
-        return CompiledStop(
-            STOP_MAX_PROB, _nat_limit(stop.threshold, scale), NEVER, NEVER, stop.keep_last
-        )
-    if isinstance(stop, JointProbStop):
-        return CompiledStop(
-            STOP_JOINT_PROB, NEVER, _nat_limit(stop.threshold, scale), NEVER, stop.keep_last
-        )
-    assert isinstance(stop, EntropyStop)
-    bound = (1.0 - stop.threshold) ** 2 / stop.scale
-    limit = NEVER if stop.threshold == 0.0 else math.floor(bound * scale + _SLACK)
-    return CompiledStop(STOP_ENTROPY, NEVER, NEVER, min(NEVER, limit), stop.keep_last)
-
-
-def _nat_limit(threshold: float, scale: int) -> int:
-    return NEVER if threshold == 0.0 else math.floor(-math.log(threshold) * scale + _SLACK)
+        return CompiledStop(STOP_MAX_PROB, max_logp_code=limit, keep_last=stop.keep_last)
+    return CompiledStop(STOP_JOINT_PROB, max_joint_code=limit, keep_last=stop.keep_last)
 
 
 @compiled()
