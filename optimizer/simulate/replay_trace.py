@@ -347,10 +347,15 @@ class Replay:
         plain = {policy.draft: policy for policy, _ in self.missed}
         decoded_by = [plain[draft] for draft in self.chosen] or [self.missed[0][0]] * len(self.names)
         out: list[list[Step]] = [[] for _ in self.names]
-        for row, seconds in zip(self.rounds.tolist(), self.round_s.tolist(), strict=True):
-            request, *shape, depth, bin_ = row
+        for row, (draft_s, verify_s, round_s) in zip(self.rounds.tolist(), self.round_s.tolist(), strict=True):
+            request, start, drafted, verified, accepted, emitted, draft_steps, lag, depth, bin_ = row
             policy = decoded_by[request]
-            out[request].append(Step(*shape, policy.draft, policy.id, *seconds, depth, bin_))
+            out[request].append(
+                Step(
+                    start, drafted, verified, accepted, emitted, draft_steps, lag,
+                    policy.draft, policy.id, draft_s, verify_s, round_s, depth, bin_,
+                )
+            )  # fmt: skip
         return out
 
 
