@@ -50,7 +50,7 @@ wheel: $(VENV)/.installed-dev ## Build the wheel, and use it in an empty environ
 
 bench: $(VENV)/.installed-dev ## Speed of commands, replay, recording, loop and store; results in bench/results
 	$(RUN) bench/speed.py $(ARGS)
-	$(RUN) bench/commands.py --json >/dev/null
+	$(RUN) bench/commands.py
 
 acceptance: $(VENV)/.installed-dev ## The full-size checks (an hour on 2 cores, resumable; ARGS="--only NAME" for one); figures in bench/results
 	$(RUN) bench/acceptance.py $(ARGS)

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "tests")]
@@ -52,17 +52,16 @@ def main() -> int:
         for file in [state / f"{name}.done" for name in names] + ([] if wanted.only else [*state.glob("lab*")]):
             file.unlink(missing_ok=True)
     left = [name for name in names if not (state / f"{name}.done").exists()]
-    if len(names) == 1 and left:
-        _run(names[0], state, wanted.quick)
-    else:
+    if len(names) > 1:
         _run_apart(left, state, wanted.quick)
+    elif left:
+        _run(names[0], state, wanted.quick)
     return _report(names, state)
 
 
 def _check(name: str) -> Callable[[Path, bool], dict[str, Any]]:
-    found: Callable[[Path, bool], dict[str, Any]]
-    found = getattr(importlib.import_module("suites"), name) if name in SUITES else importlib.import_module(name).check
-    return found
+    module = importlib.import_module("suites" if name in SUITES else name)
+    return cast(Callable[[Path, bool], dict[str, Any]], getattr(module, name if name in SUITES else "check"))
 
 
 def _about(name: str) -> str:

@@ -1,9 +1,8 @@
 """Everything at once on one PostgreSQL while it is spoilt: kills, stops, outages, garbage rows.
 
-Watchers, publishers, workers and a tuner (``chaos_roles.py``) work on a server of the run's own
-while one fault after another of :data:`FAULTS` is done to them, in an order that the seed decides,
-each with some calm behind it. ``chaos_judge.py`` says what must hold in the end. Notes and logs of
-the last run stay in ``.acceptance/chaos``. Linux.
+Watchers, publishers, workers and a tuner (``chaos_roles.py``) work on a server of the run's own while one fault after another of
+:data:`FAULTS` is done to them, in an order that the seed decides, each with some calm behind it. ``chaos_judge.py`` says what must hold
+in the end. Notes and logs of the last run stay in ``.acceptance/chaos``. Linux.
 """
 
 from __future__ import annotations
@@ -13,10 +12,11 @@ import os
 import random
 import shutil
 import signal
+import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +28,6 @@ from unittest import mock
 import chaos_roles as roles
 import chaos_spoil as spoil
 from chaos_judge import BOUND_S, Delayed, Fault, History, Job, Publication, Said, Watched, judge
-from chaos_spoil import Server
 from doors import put_profile, write_workload
 from pairs import make_pair
 
@@ -42,8 +41,6 @@ CALM_S = (BOUND_S + 0.5, BOUND_S + 2.0)
 WATCHED, TUNED, UNWATCHED = "watched", "tuned", "unwatched"
 EVERY = {"often": 1, "serve": 7}
 """Seconds of the schedules that must miss no slot."""
-Gap = tuple[float, float]
-CREW = {"watcher": 3, "publisher": 2, "worker": 3, "tuner": 1}
 FAULTS: list[tuple[Any, ...]] = [
     *[("kill", kind) for kind in ("worker", "worker", "publisher", "tuner")],
     *[("stop", "worker", roles.LEASE_S + 2)] * 2,
@@ -57,10 +54,7 @@ FAULTS: list[tuple[Any, ...]] = [
     *[("garbage_schedule", name) for name in spoil.SCHEDULES],
 ]
 """Methods of :class:`Run` with their arguments."""
-CUT = (
-    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
-    "WHERE pid <> pg_backend_pid() AND datname IS NOT NULL"
-)
+CUT = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND datname IS NOT NULL"
 
 processes = multiprocessing.get_context("forkserver")
 
@@ -88,17 +82,15 @@ class Member:
 class Run:
     """One run; ``folder`` gets notes and logs. A context, which leaves no process behind."""
 
-    def __init__(
-        self, folder: Path, seed: int, crew: Mapping[str, int] = CREW, gap_s: Gap = (5.0, 10.0)
-    ) -> None:
-        self.folder, self.seed, self.crew, self.gap_s = folder, seed, Counter(crew), gap_s
-        self.chance, self.server = random.Random(seed), Server()
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.folder, self.seed = folder, seed
+        self.chance, self.server = random.Random(seed), spoil.Server()
         self.faults: list[Fault] = []
         self.problems: list[tuple[str, str]] = []
         self.members: list[Member] = []
         self.bad: set[int] = set()
         self.told: list[tuple[str, int]] = []
-        self.pairs: dict[str, str] = {}
+        self.pairs = {UNWATCHED: UNWATCHED}
 
     def __enter__(self) -> Run:
         return self
@@ -121,26 +113,20 @@ class Run:
         self.server.start()
         self.database = open_database(self.server.url)
         self.store = TraceStore(self.database)
-        modelled = (WATCHED, TUNED) if self.crew["watcher"] else ()
-        files = {name: self._pair(name, 10 * n) for n, name in enumerate(modelled)}
-        for name in {WATCHED, TUNED, UNWATCHED} - files.keys():
-            self.pairs[name] = name
-            self.store.put_pair(name, name, {"name": name})
+        self.store.put_pair(UNWATCHED, UNWATCHED, {"name": UNWATCHED})
+        watched, tuned = self._pair(WATCHED, 0), self._pair(TUNED, 10)
         workload = write_workload(self.folder / "work.jsonl", 24)
-        if modelled:
-            self._hire("w", self.crew["watcher"], roles.watcher, files[WATCHED])
-            self._hire("wt", self.crew["tuner"], roles.watcher, files[TUNED])
-            self._hire("t", self.crew["tuner"], roles.tuner, files[TUNED], workload)
-        self._hire("p", self.crew["publisher"], roles.publisher, self.pairs[WATCHED], self.gap_s)
+        self._hire("w", 3, roles.watcher, watched)
+        self._hire("wt", 1, roles.watcher, tuned)
+        self._hire("t", 1, roles.tuner, tuned, workload)
+        self._hire("p", 2, roles.publisher, self.pairs[WATCHED])
         every: dict[str, Any] = {"coalesce": False, "misfire_grace": None, "max_instances": None}
         add = partial(add_schedule, self.database, max_attempts=1000)
         for name, pair in (("often", UNWATCHED), ("serve", WATCHED)):
             add(name, every=EVERY[name], payload={"publishes": self.pairs[pair]}, **every)
-        if self.crew["tuner"]:
-            payload = {"pair": read_pair(str(files[TUNED])).to_json(), "workload": [str(workload)]}
-            payload |= {"device": "cpu", "max_new_tokens": roles.TUNE_TOKENS, **roles.SEARCH}
-            add("tune", every=40, payload=payload, budget="15s")
-        self._hire("j", self.crew["worker"], roles.worker)
+        payload = {"pair": read_pair(str(tuned)).to_json(), "workload": [str(workload)], "device": "cpu"}
+        add("tune", every=40, payload={**payload, "max_new_tokens": roles.TUNE_TOKENS, **roles.SEARCH}, budget="15s")
+        self._hire("j", 3, roles.worker)
         for member in self.members:
             self._ready(member)
 
@@ -158,22 +144,23 @@ class Run:
             self.members.append(Member(name, (place, role, *arguments)))
             self.members[-1].begin()
 
-    def notes(self, name: str, *events: str) -> list[dict[str, Any]]:
-        return roles.read_notes(self.folder, name, *events)
+    def notes(self, event: str) -> list[tuple[Member, dict[str, Any]]]:
+        """What members noted of one kind, oldest first of each."""
+        return [(member, note) for member in self.members for note in roles.read_notes(self.folder, member.name, event)]
 
     def _ready(self, member: Member) -> None:
         """Waits until a member that was started says so, or is gone."""
         until = time.monotonic() + READY_S
-        while len(self.notes(member.name, "ready")) < member.starts:
+        while len(roles.read_notes(self.folder, member.name, "ready")) < member.starts:
             if member.process.exitcode is not None or time.monotonic() > until:
-                self.problems.append(("not ready", self._last_line(member)))
+                self._problem("not ready", member)
                 return
             time.sleep(0.05)
 
-    def _last_line(self, member: Member) -> str:
-        log = self.folder / f"{member.name}.log"
-        lines = log.read_text(errors="replace").strip().splitlines()
-        return f"{member.name}: exit code {member.process.exitcode}; {lines[-1:]}"
+    def _problem(self, kind: str, member: Member) -> None:
+        """Notes what is wrong with a member, with the last line of its log."""
+        lines = (self.folder / f"{member.name}.log").read_text(errors="replace").strip().splitlines()
+        self.problems.append((kind, f"{member.name}: exit code {member.process.exitcode}; {lines[-1:]}"))
 
     def _again(self, member: Member) -> None:
         member.process.join()
@@ -186,7 +173,7 @@ class Run:
         while True:
             for member in self.members:
                 if member.process.exitcode is not None and not member.is_away:
-                    self.problems.append(("process gone", self._last_line(member)))
+                    self._problem("process gone", member)
                     member.is_away = True
             left = until - time.monotonic()
             if left <= 0:
@@ -279,8 +266,7 @@ class Run:
         """A good publication of the run's own, when no fault is on."""
         key = f"run:{pair}:{what}:{len(self.told)}"
         document = roles.SLOW if pair == TUNED else self.chance.choice(roles.GOOD)
-        version = roles.put(self.store, self.pairs[pair], document, key, actor="run")
-        self.told.append((key, version))
+        self.told.append((key, roles.put(self.store, self.pairs[pair], document, key, actor="run")))
 
     def spoil(self, seconds: float) -> None:
         """Faults for so many seconds: each once while time lasts, then again in another order."""
@@ -296,25 +282,23 @@ class Run:
 
     def finish(self) -> None:
         """Ends all but watchers, publishes once more, and waits for what is queued."""
-        of = {kind: [m for m in self.members if m.kind == kind] for kind in CREW}
-        self.calm(CALM_S[1] if of["watcher"] else 0.0)
-        self._end([*of["publisher"], *of["tuner"]], 3 * END_S)
-        for name in (*EVERY, *(["tune"] if of["tuner"] else [])):
+        self.calm(CALM_S[1])
+        self._end([m for m in self.members if m.kind in ("publisher", "tuner")], 3 * END_S)
+        for name in (*EVERY, "tune"):
             pause_schedule(self.database, name)
         for pair in (WATCHED, TUNED):
             self.publish(pair, "last")
         until = time.monotonic() + DRAIN_S
-        unended = "SELECT 1 FROM schedule_job WHERE state IN ('queued', 'running')"
-        while self.server.sql(unended) and time.monotonic() < until:
+        while self.server.sql("SELECT 1 FROM schedule_job WHERE state IN ('queued', 'running')") and time.monotonic() < until:
             self.hold(0.5)
-        self.hold(2 * BOUND_S if of["watcher"] else 0.0)
+        self.hold(2 * BOUND_S)
         self.until = time.time()
-        self._end(of["worker"], END_S)
-        if of["watcher"]:
-            with self.fault("server frozen", "at the end", keeps=None), self.server.frozen():
-                self.hold(1.5)  # it is amid a question to the server
-                self._end(of["watcher"][:1], END_S)
-            self._end(of["watcher"][1:], END_S)
+        self._end([m for m in self.members if m.kind == "worker"], END_S)
+        watchers = [m for m in self.members if m.kind == "watcher"]
+        with self.fault("server frozen", "at the end", keeps=None), self.server.frozen():
+            self.hold(1.5)  # it is amid a question to the server
+            self._end(watchers[:1], END_S)
+        self._end(watchers[1:], END_S)
 
     def _end(self, members: Sequence[Member], seconds: float) -> None:
         """SIGTERM, and exit code 0 within ``seconds``."""
@@ -325,55 +309,42 @@ class Run:
         for member in members:
             member.process.join(max(0.0, until - time.monotonic()))
             if member.process.exitcode != 0:
-                self.problems.append(("does not end", self._last_line(member)))
+                self._problem("does not end", member)
 
     def history(self) -> History:
         """What is in the database and in the notes."""
-        sql, stamp = self.server.sql, "extract(epoch FROM pg_xact_commit_timestamp(xmin))::float8"
+        sql, stamp = self.server.sql, "extract(epoch FROM pg_xact_commit_timestamp(xmin))::float8 AS committed"
         publications = sql(
-            "SELECT id AS version, pair_id AS pair, idempotency_key AS key, actor, "
-            f"{stamp} AS committed, (evidence->>'attempt')::int AS attempt FROM publication"
+            f"SELECT id AS version, pair_id AS pair, idempotency_key AS key, actor, {stamp}, "
+            "(evidence->>'attempt')::int AS attempt FROM publication"
         )
-        said = sql(
-            "SELECT publication_id AS version, node, status, reason, "
-            f"{stamp} AS committed FROM acknowledgement ORDER BY id"
-        )
+        said = sql(f"SELECT publication_id AS version, node, status, reason, {stamp} FROM acknowledgement ORDER BY id")
         jobs = sql(
-            "SELECT idempotency_key AS key, s.name AS schedule, state, error, "
-            "(result->>'published')::int AS published "
+            "SELECT idempotency_key AS key, s.name AS schedule, state, error, (result->>'published')::int AS published "
             "FROM schedule_job j JOIN schedule s ON s.id = j.schedule_id ORDER BY j.id"
         )
-        joined = "schedule_fire JOIN schedule s ON s.id = schedule_id"
-        fired = f"SELECT fire_at FROM {joined} WHERE name = %s"
-        slots = {
-            name: (seconds, [r["fire_at"] for r in sql(fired, (name,))])
-            for name, seconds in EVERY.items()
-        }
-        noted = partial(self._noted, [m.name for m in self.members])
-        told = [(n["key"], n["version"]) for _, n in noted("answered") if n["version"] is not None]
-        texts = [("text", f"{name}: {n}") for name, n in noted("text") if not n["same"]]
+        fired = "SELECT fire_at FROM schedule_fire JOIN schedule s ON s.id = schedule_id WHERE name = %s"
+        slots = {name: (seconds, [r["fire_at"] for r in sql(fired, (name,))]) for name, seconds in EVERY.items()}
+        told = [(n["key"], n["version"]) for _, n in self.notes("answered") if n["version"] is not None]
+        texts = [("text", f"{member.name}: {n}") for member, n in self.notes("text") if not n["same"]]
         return History(
             [Publication(**row, is_good=row["version"] not in self.bad) for row in publications],
             [Said(**row) for row in said],
             self.faults,
             list(self._watched()),
             [*self.told, *told],
-            [(n["key"], n["attempt"], n["at"]) for _, n in noted("attempt")],
+            [(n["key"], n["attempt"], n["at"]) for _, n in self.notes("attempt")],
             [Job(**row) for row in jobs],
             slots,
             [*self.problems, *spoil.unmended(self.server), *texts, *self._tracebacks()],
             self.until,
         )
 
-    def _noted(self, names: Sequence[str], event: str) -> list[tuple[str, dict[str, Any]]]:
-        return [(name, note) for name in names for note in self.notes(name, event)]
-
     def _watched(self) -> Iterator[Watched]:
-        for member in self.members:
-            ready = self.notes(member.name, "ready") if member.kind == "watcher" else ()
-            if ready:
-                came = [(n["at"], n["version"]) for n in self.notes(member.name, "in force")]
-                yield Watched(member.name, ready[0]["pair"], ready[0]["at"], came)
+        first = {member.name: note for member, note in reversed(self.notes("ready")) if member.kind == "watcher"}
+        for name, ready in first.items():
+            came = [(n["at"], n["version"]) for n in roles.read_notes(self.folder, name, "in force")]
+            yield Watched(name, ready["pair"], ready["at"], came)
 
     def _tracebacks(self) -> Iterator[tuple[str, str]]:
         for path in sorted(self.folder.glob("*.log")):
@@ -400,16 +371,15 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
         history = run.history()
     signal.alarm(0)
     verdict = judge(history)
-    figures = verdict.to_json()
-    late = figures["latency_s"]
+    late = verdict.latencies_s or [0.0]
     return {
         "holds": not verdict.failures,
-        "summary": f"{len(run.faults)} faults, {len(history.publications)} publications, "
-        f"{verdict.judged['good']} times one was due: median {late['median']} s, "
-        f"worst {late['worst']} s; {len(verdict.failures)} failures",
+        "summary": f"{len(run.faults)} faults, {len(history.publications)} publications, {verdict.judged['good']} times one was due: "
+        f"median {statistics.median(late):.3f} s, worst {max(late):.3f} s; {len(verdict.failures)} failures",
         "faults": dict(sorted(Counter(f.kind for f in run.faults).items())),
-        "texts": sum(len(run.notes(m.name, "text")) for m in run.members),
+        "texts": len(run.notes("text")),
         "jobs": dict(Counter(f"{j.schedule} {j.state}" for j in history.jobs)),
         "attempts": len(history.attempts),
-        **figures,
+        "judged": dict(verdict.judged),
+        "failures": [f"{kind}: {what}" for kind, what in verdict.failures],
     }

@@ -1,9 +1,8 @@
 """The processes of the chaos run: each does one thing with the product's functions and notes it.
 
-A role returns at SIGTERM. It waits out what the product says may be waited out, a
-:class:`db.DatabaseError`; anything else ends the process, and the run has failed. A role that is
-started again reads its own notes and goes on with what it had begun, as a client does that never
-heard whether its publication was made.
+A role returns at SIGTERM. It waits out what the product says may be waited out, a :class:`db.DatabaseError`; anything else ends the
+process, and the run has failed. A role that is started again reads its own notes and goes on with what it had begun, as a client does
+that never heard whether its publication was made.
 """
 
 from __future__ import annotations
@@ -74,11 +73,11 @@ class Place:
             file.write(line.encode())
 
 
-def read_notes(folder: Path, name: str, *events: str) -> list[dict[str, Any]]:
-    """A role's events of some kinds so far, oldest first."""
+def read_notes(folder: Path, name: str, event: str) -> list[dict[str, Any]]:
+    """A role's events of one kind so far, oldest first."""
     path = folder / f"{name}.jsonl"
     notes = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
-    return [note for note in notes if note["event"] in events]
+    return [note for note in notes if note["event"] == event]
 
 
 def play(place: Place, role: Callable[..., None], *arguments: Any) -> None:
@@ -135,28 +134,15 @@ def put(store: TraceStore, pair_id: str, document: Mapping[str, Any], key: str, 
     """Publishes a policy under a key; the version."""
     policy = parse_policy(dict(document))
     store.put_policy(policy.id, policy.spelled_out(), policy.label())
-    evidence = {"key": key, **said.pop("evidence", {})}
-    made = store.publish(
-        pair_id, "cpu", policy.id, evidence=evidence, reason="chaos", idempotency_key=key, **said
-    )
-    return made.version
+    return store.publish(pair_id, "cpu", policy.id, reason="chaos", idempotency_key=key, **said).version
 
 
-def again_and_again(
-    place: Place,
-    gap_s: tuple[float, float],
-    times: Sequence[int],
-    call: Callable[[str, random.Random], int | None],
-) -> None:
+def again_and_again(place: Place, gap_s: tuple[float, float], times: Sequence[int], call: Callable[[str], int | None]) -> None:
     """Calls with one key after another, each until it is answered.
 
-    SIGTERM does not end what was begun. A call is made ``times`` (one of them, by chance), as if
-    its answer had not been heard.
+    SIGTERM does not end what was begun. A call is made ``times`` (one of them, by chance), as if its answer had not been heard.
     """
-    done, begun = (
-        {note["key"] for note in read_notes(place.folder, place.name, event)}
-        for event in ("answered", "begin")
-    )
+    done, begun = ({note["key"] for note in read_notes(place.folder, place.name, event)} for event in ("answered", "begin"))
     place.note("ready")
     for key in (f"{place.name}:{number}" for number in itertools.count()):
         chance = random.Random(f"{place.seed} {key}")
@@ -169,19 +155,19 @@ def again_and_again(
         left = chance.choice(times)
         while left:
             try:
-                place.note("answered", key=key, version=call(key, chance))
+                place.note("answered", key=key, version=call(key))
                 left -= 1
             except DatabaseError:
                 time.sleep(RETRY_S)
 
 
-def publisher(place: Place, store: TraceStore, pair_id: str, gap_s: tuple[float, float]) -> None:
+def publisher(place: Place, store: TraceStore, pair_id: str) -> None:
     """Publishes good policies, one under each key; now and then it asks twice."""
 
-    def publish(key: str, chance: random.Random) -> int:
+    def publish(key: str) -> int:
         return put(store, pair_id, random.Random(key).choice(GOOD), key, actor=place.name)
 
-    again_and_again(place, gap_s, (1, 1, 1, 2), publish)
+    again_and_again(place, (5.0, 10.0), (1, 1, 1, 2), publish)
 
 
 def tuner(place: Place, store: TraceStore, pair_file: Path, workload: Path) -> None:
@@ -189,7 +175,7 @@ def tuner(place: Place, store: TraceStore, pair_file: Path, workload: Path) -> N
     pair = load_pair(read_pair(str(pair_file)), device="cpu")
     requests = load_workload([str(workload)])
 
-    def once(key: str, chance: random.Random) -> int | None:
+    def once(key: str) -> int | None:
         options = DecodeOptions(Sampling(seed=int(key.split(":")[1])), TUNE_TOKENS)
         more: dict[str, Any] = {"actor": place.name, "idempotency_key": key, **SEARCH}
         wanted = TuneOptions(options=options, budget_s=3.0, **more)

@@ -61,10 +61,7 @@ _numbers = itertools.count(1)
 
 
 class Server(databases.Server):
-    """A server whose clock tells when each transaction was committed.
-
-    Raises RuntimeError, saying how to get one, where there is no PostgreSQL.
-    """
+    """A server whose clock tells when each transaction was committed. RuntimeError, saying how to get one: there is no PostgreSQL."""
 
     def __init__(self) -> None:
         binaries = databases.server_binaries()
@@ -87,10 +84,9 @@ class Server(databases.Server):
 
     def sql(self, statement: str, values: Any = None) -> list[dict[str, Any]]:
         """Executes one statement behind the product's back; its rows, if it has any."""
-        how: dict[str, Any] = {"row_factory": dict_row, "autocommit": True, "connect_timeout": 5}
-        with psycopg.connect(self.url, **how) as connection:
+        with psycopg.connect(self.url, row_factory=dict_row, autocommit=True, connect_timeout=5) as connection:
             done = connection.execute(statement, values)
-            return list(done.fetchall()) if done.description else []
+            return done.fetchall() if done.description else []
 
 
 def _signal(pids: list[int], number: int) -> None:
@@ -103,11 +99,8 @@ def publish(server: Server, store: TraceStore, pair_id: str, name: str) -> int:
     """Puts a policy of :data:`DOCUMENTS` or :data:`FORGED` in force by SQL; its version."""
     document = DOCUMENTS.get(name) or _naming_forged(server, store, name)
     policy = _id_of(document)
-    server.sql(
-        "INSERT INTO policy (id, label, document, created_at) VALUES (%s, %s, %s::json, now()) "
-        "ON CONFLICT DO NOTHING",
-        (policy, name, document),
-    )
+    row = "INSERT INTO policy (id, label, document, created_at) VALUES (%s, %s, %s::json, now()) ON CONFLICT DO NOTHING"
+    server.sql(row, (policy, name, document))
     (row,) = server.sql(
         "INSERT INTO publication (pair_id, device, policy_id, evidence, actor, reason, created_at) "
         "VALUES (%s, 'cpu', %s, '{}'::json, 'garbage', %s, clock_timestamp()) RETURNING id",

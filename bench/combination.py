@@ -15,7 +15,8 @@ from spectune.optimizer.search import TIE, Study, Trial, finalists, search
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.spaces import Kinds
-from spectune.optimizer.verdict import finite, weighed
+from spectune.optimizer.timings import finite
+from spectune.optimizer.verdict import weighed
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 
 DRAFTS = ("medium", "head")

@@ -1,14 +1,13 @@
 """How long commands that load no model take, each in a process of its own: seconds, and how many modules it imports.
 
-Exits with 1 where one ends otherwise than it should, or takes more processor time than its limit.
+    python bench/commands.py
 
-    python bench/commands.py            a table
-    python bench/commands.py --json     and bench/results/commands.json
+Figures go to ``bench/results/commands.json``. Exits with 1 where a command ends otherwise than it should, or takes more processor time
+than its limit.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -20,8 +19,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+from trace_values import a_recording
+
+from spectune.db import open_database
+from spectune.traces.store import TraceStore
+
 FIXED = '{"draft": "small", "window": {"kind": "fixed", "gamma": 4}}'
 COMMANDS: dict[str, tuple[str, ...]] = {
     "--help": ("--help",),
@@ -50,12 +54,12 @@ main(sys.argv[1:])
 """
 
 
-def measure(command: tuple[str, ...], folder: Path, repeats: int) -> dict[str, Any]:
+def measure(command: tuple[str, ...], folder: Path) -> dict[str, Any]:
     """Median seconds of a command, of the clock and of the processor (which others' work hardly changes), the first run left out, and
     the modules imported by its end. Raises RuntimeError for another exit status than 0, or 2 of what is mistyped."""
     status = 2 if any("nope" in word for word in command) else 0
     count, times, busy = folder / "modules", [], []
-    for _ in range(repeats + 1):
+    for _ in range(4):
         count.unlink(missing_ok=True)
         begun, before = time.perf_counter(), os.times()
         asked = [sys.executable, "-c", SCRIPT, str(count), *command]
@@ -68,30 +72,16 @@ def measure(command: tuple[str, ...], folder: Path, repeats: int) -> dict[str, A
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="write bench/results/commands.json")
-    parser.add_argument("--repeats", type=int, default=3)
-    wanted = parser.parse_args()
-    from trace_values import a_recording
-
-    from spectune.db import open_database
-    from spectune.traces.store import TraceStore
-
-    found = {}
+    found, over = {}, []
     with tempfile.TemporaryDirectory() as folder:
         with open_database(f"{folder}/spectune.db") as database:
             a_recording(TraceStore(database))
         for name, command in COMMANDS.items():
-            found[name] = {**measure(command, Path(folder), wanted.repeats), "limit_s": LIMITS_S.get(name, 1.0)}
-            one = found[name]
-            line = f"{name:<26}{one['seconds']:6.2f} s{one['cpu_s']:6.2f} s CPU{one['modules']:7} modules"
-            print(line, file=sys.stderr)
+            one = found[name] = {**measure(command, Path(folder)), "limit_s": LIMITS_S.get(name, 1.0)}
+            over += [name] if one["cpu_s"] > one["limit_s"] else []
+            print(f"{name:<26}{one['seconds']:6.2f} s{one['cpu_s']:6.2f} s CPU{one['modules']:7} modules", flush=True)
     data = {"python": platform.python_version(), "cores": os.cpu_count(), "commands": found}
-    if wanted.json:
-        text = json.dumps(data, indent=1)
-        (ROOT / "bench" / "results" / "commands.json").write_text(text + "\n")
-        print(text)
-    over = [name for name, one in found.items() if one["cpu_s"] > one["limit_s"]]
+    (Path(__file__).resolve().parent / "results" / "commands.json").write_text(json.dumps(data, indent=1) + "\n")
     if over:
         print(f"over the limit of processor time: {', '.join(over)}", file=sys.stderr)
     return int(bool(over))

@@ -19,8 +19,7 @@ from spectune.optimizer.fit.on_the_fly import fit_chooser, read_prompts
 from spectune.optimizer.parts import split
 from spectune.optimizer.profiles import profile_for
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
-from spectune.optimizer.timings import Timings
-from spectune.optimizer.verdict import finite
+from spectune.optimizer.timings import Timings, finite
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import StaticSource
 from spectune.runtime.policies.document import AUTOREGRESSIVE, ChooserPolicy, Policy, parse_policy

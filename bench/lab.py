@@ -18,11 +18,11 @@ from synthetic import flat_profile, with_heads
 
 from spectune.db.database import open_database
 from spectune.optimizer.artifacts import fitted
-from spectune.optimizer.execute import Comparison, DecodeOptions, Encoded, encode, race, run
+from spectune.optimizer.execute import Comparison, DecodeOptions, Encoded, Executor, encode, run
 from spectune.optimizer.fit.tuning import fit_shortlists, fit_trees, ranks_for
 from spectune.optimizer.inputs import load_workload
 from spectune.optimizer.profiles import profile_for
-from spectune.optimizer.record import Look, RecordRequest, cover_of, look_around, record
+from spectune.optimizer.record import Look, cover_of, look_around, record
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.trace import Grown, open_trace
 from spectune.optimizer.spaces import ShortlistLimit, TreeLimit, with_shortlist
@@ -209,9 +209,7 @@ def laboratory(state: Path, name: str, sampling: Sampling, quick: bool) -> Lab:
     print(f"  laboratory of {name}, temperature {sampling.temperature:g}", flush=True)
     count, tokens = (6, 12) if quick else (30, 40) if name == "demo" and sampling.greedy else (16, 24)
     workload, options = requests(count, letters=None if name == "demo" else 200), DecodeOptions(sampling, tokens)
-    plain = StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names))
-    wanted = RecordRequest(workload, options, tuple(pair.draft_names), GAMMA, WIDTH, DEPTH)
-    recording = record(store, pair, wanted, plain, reuse_complete=True).id
+    recording = recorded(store, pair, workload, options, pair.draft_names, GAMMA, WIDTH, DEPTH)
     fits = fit_trees(store, recording, list(pair.models)), fit_shortlists(store, pair, recording, list(pair.models))
     made = recording, options, workload, *fits, _profile(store, pair, recording, name, quick)
     lab = Lab(name, pair, store, *made)
@@ -219,6 +217,14 @@ def laboratory(state: Path, name: str, sampling: Sampling, quick: bool) -> Lab:
     ranks_for(store, pair, recording, lab.shortlists)
     kept.write_bytes(pickle.dumps(made))
     return lab
+
+
+def recorded(
+    store: TraceStore, pair: LoadedPair, workload: Workload, options: DecodeOptions, drafts: Sequence[str] = (), *look: int
+) -> str:
+    """A recording, decoded by autoregression unless it was made before; ``look``: the drafts' longest chains, and size of trees."""
+    plain = StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names))
+    return record(store, pair, workload, options, Look(drafts, *look), plain, reuse_complete=True).id
 
 
 def _profile(store: TraceStore, pair: LoadedPair, recording: str, name: str, quick: bool) -> LatencyProfile:
@@ -290,23 +296,14 @@ def compare(
     profile: LatencyProfile | None = None,
     artifacts: Artifacts | None = None,
     expected: Expected | None = None,
-    seed: int = 0,
 ) -> Comparison:
-    """Executes every policy on every request ``passes`` times in turn, in another random order each time: a race that drops nobody."""
-    unique = list({p.id: p for p in policies}.values())
-    rng = np.random.default_rng(seed)
-    done = []
-    for n in range(passes):
-        order = [unique[i] for i in rng.permutation(len(unique))]
-        kept = [p.id for p in unique]
-        done.append(race(pair, order, encoded, kept=kept, passes=1, profile=profile, artifacts=artifacts))
-        print(f"  pass {n + 1} of {passes}: {len(unique)} policies on {len(encoded.items)} requests", flush=True)
-    seconds = {p.id: np.concatenate([d.timings.seconds[p.id] for d in done], axis=1) for p in unique}
-    outcomes = {p.id: _typical(done[0].outcomes[p.id], np.median(seconds[p.id], axis=1)) for p in unique}
-    differ = sum(d.texts_differ for d in done)
-    return replace(done[0], outcomes=outcomes, texts_differ=differ, timings=Timings(seconds, expected))
-
-
-def _typical(outcome: Any, seconds: np.ndarray) -> Any:
-    rows = [replace(r, counts=replace(r.counts, seconds=float(s))) for r, s in zip(outcome.per_request, seconds, strict=True)]
-    return replace(outcome, per_request=tuple(rows))
+    """Executes every policy on every request ``passes`` times in turn, in another random order each time."""
+    executor = Executor(pair, policies, encoded, profile=profile, artifacts=artifacts)
+    rng, shape = np.random.default_rng(0), (len(encoded.items), passes)
+    seconds = {p: np.full(shape, np.nan) for p in executor.policies}
+    for k in range(passes):
+        for n in range(len(encoded.items)):
+            for p in rng.permutation(list(seconds)):
+                seconds[p][n, k] = executor(p, n)
+        print(f"  pass {k + 1} of {passes}: {len(seconds)} policies on {len(encoded.items)} requests", flush=True)
+    return executor.comparison(Timings(seconds, expected), list(seconds))

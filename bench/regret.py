@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lab import CATEGORIES, demo, fixed, requests, stored
+from lab import CATEGORIES, compare, demo, fixed, requests, stored
 
-from spectune.optimizer.execute import DecodeOptions, encode, race
+from spectune.optimizer.execute import DecodeOptions, Executor, encode
 from spectune.optimizer.profiles import expected_seconds
 from spectune.optimizer.simulate.trace import open_trace
+from spectune.optimizer.timings import finite
 from spectune.optimizer.tune import TuneOptions, tune
-from spectune.optimizer.verdict import finite
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import AUTOREGRESSIVE, parse_policy
@@ -66,14 +66,11 @@ def _against_fixed(
     profile, encoded = store.get_profile(tuned.profile).profile, encode(pair, requests(count // 2, category=category), options)
     trace = open_trace(store, tuned.recording, chains=pair.draft_names).trace
     expected = expected_seconds(trace.select(range(len(encoded.items))), policies.values(), profile)
-    compared = race(
-        pair, list(policies.values()), encoded, kept=[winner.id], expected=expected, profile=profile, passes=3, budget_s=budget_s
-    )
+    executor = Executor(pair, policies.values(), encoded, profile=profile)
+    compared = executor.race(whole=[winner.id], expected=expected, passes=3, budget_s=budget_s)
     left = [p.id for p in exhaustive if p.id in compared.survivors] or [compared.timings.leader([p.id for p in exhaustive])]
     best = policies[max(left, key=lambda p: compared.ratio(p, winner.id, projected=True)[0])]
-    both = [winner.id, best.id]
-    again = race(pair, [winner, best], encoded, whole=both, kept=both, profile=profile, passes=2)
-    share = again.ratio(winner.id, best.id)
+    share = compare(pair, [winner, best], encoded, passes=2, profile=profile).ratio(winner.id, best.id)
     print(f"  {category}: {winner.label()} at {share[0]:.4f} ({share[1]:.4f}-{share[2]:.4f}) of {best.label()}", flush=True)
     row = {
         "workload": category,

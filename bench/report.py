@@ -78,10 +78,10 @@ CHECKS = (
 )  # fmt: skip
 
 
-def load(name: str) -> Figures | None:
-    """A result, or None where it was not measured."""
-    path = RESULTS / f"{name}.json"
-    return json.loads(path.read_text()) if path.exists() else None
+def load(name: str) -> Figures:
+    """A result."""
+    found: Figures = json.loads((RESULTS / f"{name}.json").read_text())
+    return found
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
@@ -90,11 +90,9 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]
     return [*lines, *("| " + " | ".join(str(cell) for cell in row) + " |" for row in rows), ""]
 
 
-def plot_predictions() -> Picture | None:
+def plot_predictions() -> Picture:
     """Predicted against executed tokens/s."""
     found = load("acceptance-fidelity")
-    if found is None:
-        return None
     end = 1.05 * max(max(r["measured_tokens_per_s"], r["predicted_tokens_per_s"]) for r in found["rows"])
     plot = Plot((0.0, end), (0.0, end), height=260)
     plot.axes("executed, tokens/s", "predicted, tokens/s")
@@ -106,23 +104,18 @@ def plot_predictions() -> Picture | None:
     return plot, [(str(kind or ""), colour) for (kind,), colour in zip(kinds, COLOURS, strict=False)]
 
 
-def plot_acceptance() -> Picture | None:
+def plot_acceptance() -> Picture:
     """Share of rounds whose chain's i-th token is accepted: what one more drafted token adds to the mean accepted length."""
-    found = load("acceptance-fidelity")
-    if found is None or "tau_by_gamma" not in found:
-        return None
     given: list[Curve] = []
-    for (draft, taus), colour in zip(found["tau_by_gamma"].items(), COLOURS, strict=False):
+    for (draft, taus), colour in zip(load("acceptance-fidelity")["tau_by_gamma"].items(), COLOURS, strict=False):
         given.append((draft, colour, [(g, high - low, "") for g, (low, high) in enumerate(pairwise(taus), 1)], True))
     plot = curves("position in the draft", "share of rounds that accept it", given)
     return plot, [(draft, colour) for draft, colour, _, _ in given]
 
 
-def plot_methods() -> Picture | None:
+def plot_methods() -> Picture:
     """Speed over autoregression by method and workload."""
     found = load("acceptance-combination")
-    if found is None:
-        return None
     workloads = dict(zip(dict.fromkeys(r["workload"] for r in found["rows"]), COLOURS, strict=False))
     rows: list[tuple[str, list[Dot]]] = []
     for (space,), own in _grouped(found["rows"], "space").items():
@@ -169,66 +162,60 @@ def _ranges() -> list[str]:
     """Tables of figures, smallest to largest over workloads."""
     lines = []
     for title, ((name, part), keys, columns) in RANGES.items():
-        if found := load(name):
-            rows = [
-                (*key, *(_range(r[column] for r in own) for column in columns)) for key, own in _grouped(found[part], *keys).items()
-            ]
-            lines += [f"### {title}, smallest to largest over workloads", "", *table((*keys, *columns.values()), rows)]
+        groups = _grouped(load(name)[part], *keys)
+        rows = [(*key, *(_range(r[column] for r in own) for column in columns)) for key, own in groups.items()]
+        lines += [f"### {title}, smallest to largest over workloads", "", *table((*keys, *columns.values()), rows)]
     return lines
 
 
 def checks() -> list[str]:
     """The table of checks, each said met or not met."""
     found = ((check, load(f"acceptance-{check.name}")) for check in CHECKS)
-    rows = [
-        (check.title, check.target, check.figure(d), "met" if check.met(d) else "**not met**", check.leaves_out)
-        for check, d in found
-        if d is not None
-    ]
+    rows = [(check.title, check.target, check.figure(d), _met(check.met(d)), check.leaves_out) for check, d in found]
     return table(("check", "target", "figure", "verdict", "what it leaves out"), rows)
+
+
+def _met(holds: bool) -> str:
+    return "met" if holds else "**not met**"
 
 
 def _nulls() -> list[str]:
     """False publications and power of `tune`'s race and confirmation, simulated with the code that ships."""
     found = load("nulls")
-    if found is None:
-        return []
     rows = [
         (null["candidates"], null["requests"], f"{null['published']} of {null['tunings']}", f"{100 * gain['rate']:.0f}%")
         for null, gain in zip(found["nulls"], found["power"], strict=True)
     ]
     columns = ("candidates", "requests", "published without a gain", "published at a true gain of 5%")
-    real = found.get("real")
-    said = [f"Executed, six names of one behaviour: {real['published']} of {real['tunings']} published.", ""] if real else []
-    return ["## What is published without a gain", "", *table(columns, rows), *said]
+    said = f"Executed, six names of one behaviour: {found['real']['published']} of {found['real']['tunings']} published."
+    return ["## What is published without a gain", "", *table(columns, rows), said, ""]
 
 
 def _speeds() -> list[str]:
     """Replay and the loop: measured, without a target of their own."""
-    rows: list[tuple[str, str]] = []
-    found = load("speed") or {}
-    if replay := found.get("replay"):
-        speeds = replay["million_rounds_per_s"].values()
-        rows.append(("replay of chains, one core", f"{min(speeds):.0f} to {max(speeds):.0f} million rounds/s by window"))
-        rows.append(("a search", f"{replay['trials']} trials over {replay['tokens']} tokens in {replay['trials_s']:.0f} s"))
-    if trees := found.get("trees"):
-        rounds = [r["replayed_million_rounds_per_s"] for r in trees]
-        grown = [n / 1000 for r in trees for n in r["tabulated_trees_per_s"].values()]
-        rows.append(("replay of trees, one core", f"{min(rounds):.1f} to {max(rounds):.1f} million rounds/s"))
-        rows.append(("tabulating trees, once per growth", f"{min(grown):.0f} to {max(grown):.0f} thousand trees/s"))
-    if loop := found.get("loop"):
-        shares = [100 * r["loop_share"] for r in loop["rounds"]]
-        rows.append(("sampling, windows, tensors, bookkeeping: of a round", f"{min(shares):.1f} to {max(shares):.1f}%"))
-    return ["## Speed of the tool", "", *table(("what", "figure"), rows)] if rows else []
+    found = load("speed")
+    replay, trees = found["replay"], found["trees"]
+    speeds = replay["million_rounds_per_s"].values()
+    rounds = [r["replayed_million_rounds_per_s"] for r in trees]
+    grown = [n / 1000 for r in trees for n in r["tabulated_trees_per_s"].values()]
+    shares = [100 * r["loop_share"] for r in found["loop"]["rounds"]]
+    rows = (
+        ("replay of chains, one core", f"{min(speeds):.0f} to {max(speeds):.0f} million rounds/s by window"),
+        ("a search", f"{replay['trials']} trials over {replay['tokens']} tokens in {replay['trials_s']:.0f} s"),
+        ("replay of trees, one core", f"{min(rounds):.1f} to {max(rounds):.1f} million rounds/s"),
+        ("tabulating trees, once per growth", f"{min(grown):.0f} to {max(grown):.0f} thousand trees/s"),
+        ("sampling, windows, tensors, bookkeeping: of a round", f"{min(shares):.1f} to {max(shares):.1f}%"),
+    )
+    return ["## Speed of the tool", "", *table(("what", "figure"), rows)]
 
 
 def _loads() -> list[str]:
     """Engines under load: simulated beside executed, and what the tables that were found lose to constants."""
-    lines: list[str] = []
+    lines = ["## Under load, on other engines", ""]
     for engine in ("vllm", "openvino"):
-        if found := load(f"load-{engine}"):
-            lines += [f"### {engine} {found['version']}", "", *_load(found)]
-    return ["## Under load, on other engines", "", *lines] if lines else []
+        found = load(f"load-{engine}")
+        lines += [f"### {engine} {found['version']}", "", *_load(found)]
+    return lines
 
 
 def _load(d: Figures) -> list[str]:
@@ -238,7 +225,7 @@ def _load(d: Figures) -> list[str]:
         (
             title,
             *(f"{100 * d[name][key]:.1f}%" for key in ("median_error", "p90_error", "median_repeat_error", "p90_repeat_error")),
-            "met" if _within(d[name]) else "**not met**",
+            _met(_within(d[name])),
         )
         for name, title in titles.items()
     ]
@@ -285,33 +272,30 @@ def results() -> str:
         *checks(),
     ]
     for caption, (name, drawn) in PLOTS.items():
-        if picture := drawn():
-            (DOCS / "results" / f"{name}.svg").write_text(standalone(*picture))
-            lines += [f"![{caption}](results/{name}.svg)", "", f"*{caption}*", ""]
+        (DOCS / "results" / f"{name}.svg").write_text(standalone(*drawn()))
+        lines += [f"![{caption}](results/{name}.svg)", "", f"*{caption}*", ""]
     lines += _loads() + _nulls() + _speeds() + _ranges()
     return "\n".join(lines).rstrip() + "\n"
 
 
 def highlights() -> str:
     """README's results: speed per workload, and what makes them worth believing."""
-    lines: list[str] = []
-    if regret := load("acceptance-regret"):
-        rows = []
-        for r in regret["rows"]:
-            speed = r["tokens_per_s"]
-            published = f"{r['winner']}: {speed[r['winner']]:.0f}"
-            rows.append((r["workload"], f"{speed['autoregressive']:.0f}", published, f"{r['speedup'][0]:.2f}"))
-        lines += table(("workload", "autoregressive, tokens/s", "published policy, tokens/s", "speed-up"), rows)
+    rows = []
+    for r in load("acceptance-regret")["rows"]:
+        speed = r["tokens_per_s"]
+        published = f"{r['winner']}: {speed[r['winner']]:.0f}"
+        rows.append((r["workload"], f"{speed['autoregressive']:.0f}", published, f"{r['speedup'][0]:.2f}"))
+    lines = table(("workload", "autoregressive, tokens/s", "published policy, tokens/s", "speed-up"), rows)
     names = ("lossless", "fidelity", "chaos")
-    lines += [f"- {c.title}: {c.figure(d)}" for c in CHECKS if c.name in names and (d := load(f"acceptance-{c.name}"))]
-    if found := load("load-vllm"):
-        shares = [r["share"][0] for r in found["regret"]["together"] if r["constant"] != "off"]
-        errors = found["tokens_per_s"]
-        lines.append(
-            f"- vLLM under load: tokens/s predicted {100 * errors['median_error']:.1f}% off in the median (executing again differs by "
-            f"{100 * errors['median_repeat_error']:.1f}%); draft tokens by batch size, found by simulation, reach {min(shares):.2f} to "
-            f"{max(shares):.2f} times the tokens/s of every constant over 1 to 32 clients together"
-        )
+    lines += [f"- {c.title}: {c.figure(load(f'acceptance-{c.name}'))}" for c in CHECKS if c.name in names]
+    found = load("load-vllm")
+    shares = [r["share"][0] for r in found["regret"]["together"] if r["constant"] != "off"]
+    errors = found["tokens_per_s"]
+    lines.append(
+        f"- vLLM under load: tokens/s predicted {100 * errors['median_error']:.1f}% off in the median (executing again differs by "
+        f"{100 * errors['median_repeat_error']:.1f}%); draft tokens by batch size, found by simulation, reach {min(shares):.2f} to "
+        f"{max(shares):.2f} times the tokens/s of every constant over 1 to 32 clients together"
+    )
     return "\n".join(lines)
 
 

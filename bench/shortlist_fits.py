@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from lab import CATEGORIES, Document, compare, demo, fixed, requests, stored, top_k
+from lab import CATEGORIES, Document, compare, demo, fixed, recorded, requests, stored, top_k
 
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.execute import DecodeOptions, Encoded, encode
 from spectune.optimizer.fit.dynaspec import fit_router
 from spectune.optimizer.fit.fr_spec import fit_fr_spec
 from spectune.optimizer.parts import split
-from spectune.optimizer.record import RecordRequest, record
 from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import StaticSource
@@ -79,9 +78,7 @@ def fit(state: Path, drafts: Sequence[str], quick: bool) -> Fits:
     """Records the demo workload unless that was done, and fits everything to its search part."""
     pair, workload = demo(), requests(12 if quick else 150)
     store = stored(state / "shortlists.db")
-    wanted = RecordRequest(workload, DecodeOptions(Sampling(1.0, seed=7), 16 if quick else 48), ())
-    plain = StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names))
-    recording = record(store, pair, wanted, plain, reuse_complete=True).id
+    recording = recorded(store, pair, workload, DecodeOptions(Sampling(1.0, seed=7), 16 if quick else 48))
     texts = store.load(recording, []).trajectories
     parts = split([t.category for t in texts])
     search, test = (tuple(texts[i] for i in part) for part in (parts.search, sorted([*parts.race, *parts.confirm])))

@@ -22,21 +22,21 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 import numpy as np
-from lab import GREEDY, SAMPLED, demo, environment, fixed, requests, top_k
-from synthetic import flat_profile
+from lab import GREEDY, SAMPLED, demo, environment, fixed, recorded, requests, top_k
+from synthetic import drifting_text, flat_profile
 
 from spectune.db.database import open_database
 from spectune.optimizer.execute import DecodeOptions, encode, warm
-from spectune.optimizer.record import Look, RecordRequest, look_around, record
+from spectune.optimizer.record import Look, look_around
 from spectune.optimizer.simulate.forest import tabulate_growth
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import StaticSource
-from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
+from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.policies.prepare import prepare
-from spectune.traces.schema import AGREE_NO, AGREE_YES, ChainPanorama, Sampling, Trajectory
+from spectune.traces.schema import Sampling
 from spectune.traces.store import TraceStore
 
 GAMMA_MAX = 16
@@ -55,21 +55,9 @@ WINDOWS: dict[str, dict[str, Any]] = {
 # ------------------------------------------------------------------------------------------------ chains
 
 
-def synthetic_trace(tokens: int, *, length: int = 500, seed: int = 0) -> ReplayTrace:
-    """Texts of ``length`` tokens and one draft, ``small``, whose acceptance drifts between 0.3 and 0.95 along each text."""
-    rng = np.random.default_rng(seed)
-    texts, panoramas = [], []
-    for i in range(max(1, tokens // length)):
-        wave = 0.62 + 0.3 * np.sin(np.arange(length) / rng.uniform(15, 60) + rng.uniform(0, 6))
-        agree = rng.random(length) < wave
-        logp = np.clip(rng.gamma(1.5, 60, length) * np.where(agree, 0.6, 2.0), 0, 4000).astype(np.uint16)
-        prompt, output = (rng.integers(0, 4000, n).astype(np.int32) for n in (int(rng.integers(20, 200)), length))
-        texts.append(Trajectory(f"r{i}", "synthetic", prompt, output, Sampling(), length, "length"))
-        branches = int((~agree).sum()) + 1
-        rows = rng.gamma(1.5, 120, (branches, GAMMA_MAX)).astype(np.uint16)
-        kinds, survival = np.where(agree, AGREE_YES, AGREE_NO).astype(np.uint8), np.where(agree, 65535, 0).astype(np.uint16)
-        ends = np.full(branches, GAMMA_MAX - 1, dtype=np.uint8)
-        panoramas.append(ChainPanorama("small", GAMMA_MAX, kinds, logp, logp.copy(), survival, rows, rows.copy(), ends))
+def synthetic_trace(tokens: int) -> ReplayTrace:
+    """Texts of 500 tokens and one draft."""
+    texts, panoramas = zip(*map(drifting_text, range(tokens // 500)), strict=True)
     return ReplayTrace(texts, {"small": panoramas})
 
 
@@ -78,9 +66,9 @@ def random_policies(count: int) -> list[Policy]:
     rng = np.random.default_rng(0)
     found = []
     for _ in range(count):
-        window = dict(list(WINDOWS.values())[int(rng.integers(len(WINDOWS)))])
+        window = dict(rng.choice(list(WINDOWS.values())))
         window["gamma" if window["kind"] == "fixed" else "gamma_max"] = int(rng.integers(1, GAMMA_MAX + 1))
-        kind = ("none", "max_prob", "joint_prob", "entropy")[int(rng.integers(4))]
+        kind = str(rng.choice(("none", "max_prob", "joint_prob", "entropy")))
         stop = {"kind": kind} if kind == "none" else {"kind": kind, "threshold": float(rng.uniform(0.05, 0.9))}
         found.append(parse_policy({"draft": "small", "window": window, "stop": stop}))
     return found
@@ -122,20 +110,18 @@ def trees(quick: bool) -> list[dict[str, Any]]:
     pair, rows = demo(), []
     for sampling in (GREEDY, SAMPLED):
         for draft in ("small",) if quick else pair.models:
-            loaded, figures = _recorded(pair, draft, sampling, quick)
+            loaded, figures = _sized(pair, draft, sampling, quick)
             figures |= _rates(loaded, draft, sampling)
             rows.append({"draft": draft, "temperature": sampling.temperature, **figures})
             print(json.dumps(rows[-1]), flush=True)
     return rows
 
 
-def _recorded(pair: LoadedPair, draft: str, sampling: Sampling, quick: bool) -> tuple[Any, dict[str, float]]:
+def _sized(pair: LoadedPair, draft: str, sampling: Sampling, quick: bool) -> tuple[Any, dict[str, float]]:
     """A recording with its trees, how many starts a second were recorded, and how many bytes a start takes."""
     with tempfile.TemporaryDirectory() as folder, open_database(f"{folder}/a.db") as database:
         store = TraceStore(database)
-        plain = StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names))
-        wanted = RecordRequest(requests(2 if quick else 12), DecodeOptions(sampling, 16 if quick else 64), ())
-        recording = record(store, pair, wanted, plain).id
+        recording = recorded(store, pair, requests(2 if quick else 12), DecodeOptions(sampling, 16 if quick else 64))
         before = _size(folder, database)
         began = time.process_time()
         look_around(store, pair, recording, Look([draft], 0, 10, 8))

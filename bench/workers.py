@@ -25,36 +25,19 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 import numpy as np
-from synthetic import flat_profile
+from synthetic import drifting_text, flat_profile
 
-from spectune.optimizer.simulate.distributed import Asked, Shards, connected, homes
+from spectune.optimizer.simulate.distributed import Shards, connected, homes
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.trace import Opened
 from spectune.runtime.policies.artifacts import Fitted
 from spectune.runtime.policies.document import Policy, parse_policy
-from spectune.traces.schema import AGREE_NO, AGREE_YES, ChainPanorama, Sampling, Trajectory
 
 RESULTS = Path(__file__).resolve().parent / "results" / "workers.json"
-LENGTH, DIFFERENT, GAMMA_MAX = 500, 1000, 4
+DIFFERENT, GAMMA_MAX = 1000, 4
 RECORDED = parse_policy({"draft": "small", "window": {"kind": "fixed", "gamma": 4}})
 PROFILE = flat_profile("bench", ["small"])
-
-
-def made(seed: int) -> tuple[Trajectory, ChainPanorama]:
-    """A text and one draft, whose acceptance drifts along it."""
-    rng = np.random.default_rng(seed)
-    wave = 0.62 + 0.3 * np.sin(np.arange(LENGTH) / rng.uniform(15, 60) + rng.uniform(0, 6))
-    agree = rng.random(LENGTH) < wave
-    logp = np.clip(rng.gamma(1.5, 60, LENGTH) * np.where(agree, 0.6, 2.0), 0, 4000).astype(np.uint16)
-    prompt, output = (rng.integers(0, 4000, n).astype(np.int32) for n in (int(rng.integers(20, 200)), LENGTH))
-    branches = int((~agree).sum()) + 1
-    rows = rng.gamma(1.5, 120, (branches, GAMMA_MAX)).astype(np.uint16)
-    panorama = ChainPanorama(
-        "small", GAMMA_MAX, np.where(agree, AGREE_YES, AGREE_NO).astype(np.uint8), logp, logp.copy(),
-        np.where(agree, 65535, 0).astype(np.uint16), rows, rows.copy(), np.full(branches, GAMMA_MAX - 1, np.uint8),
-    )  # fmt: skip
-    return Trajectory(f"r{seed}", "synthetic", prompt, output, Sampling(), LENGTH, "length"), panorama
 
 
 @dataclass(frozen=True)
@@ -65,7 +48,7 @@ class Synthetic:
     count: int
 
     def open(self) -> Opened:
-        kinds = [made(n) for n in range(min(DIFFERENT, self.first + self.count))]
+        kinds = [drifting_text(n, gamma_max=GAMMA_MAX) for n in range(min(DIFFERENT, self.first + self.count))]
         numbers = range(self.first, self.first + self.count)
         texts = [replace(kinds[n % DIFFERENT][0], request_id=f"r{n}") for n in numbers]
         return Opened(ReplayTrace(texts, {"small": [kinds[n % DIFFERENT][1] for n in numbers]}), INFO, ())
@@ -133,7 +116,7 @@ def measured(client: Any, rounds: float, tried: Sequence[Policy]) -> dict[str, A
         "replayed_s": round(seconds, 1),
         "replayed_rounds": replayed,
         "million_rounds_per_s": round(replayed / seconds / 1e6, 1),
-        "bytes_sent_per_policy_and_shard": len(pickle.dumps((tried[0], None, Asked(requests)))),
+        "bytes_sent_per_policy_and_shard": len(pickle.dumps((tried[0], None, requests, False, False))),
         "bytes_received_per_request": 7 * 8,
     }
 

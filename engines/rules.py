@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from spectune.traces.errors import TraceError
 
 
-@dataclass(frozen=True)
-class ServingRules:
+class ServingRules(NamedTuple):
     """How an engine fills its steps. The requests in force come first, in the order in which they were admitted; then as many of
     those that wait, first come first served, as seats and tokens allow.
 
@@ -31,11 +29,6 @@ class ServingRules:
     drafts_after: bool = True
     reply_s: float = 0.0
 
-    def of(self, found: Mapping[str, Any]) -> ServingRules:
-        """The same with what a recording says of its server."""
-        known = {f.name for f in fields(self)}
-        return replace(self, **{name: value for name, value in found.items() if name in known})
-
 
 RULES: Mapping[str, ServingRules] = {
     # vLLM's scheduler, `Scheduler.schedule` of version 0.32. What a recording says of its server stands in the place of these defaults.
@@ -49,4 +42,4 @@ def rules_of(engine: str, found: Mapping[str, Any] | None = None) -> ServingRule
     """An engine's rules, with what a recording says of its server. Raises TraceError for an engine that serves one request at a time."""
     if engine not in RULES:
         raise TraceError(f"load is simulated for {', '.join(RULES)}, not for {engine!r}, which serves one request at a time")
-    return RULES[engine].of(found or {})
+    return RULES[engine]._replace(**{name: value for name, value in (found or {}).items() if name in ServingRules._fields})

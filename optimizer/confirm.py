@@ -18,7 +18,7 @@ import numpy as np
 from scipy.special import stdtrit
 
 from spectune.optimizer.parts import SPLIT, Parts, split
-from spectune.optimizer.timings import Timings
+from spectune.optimizer.timings import Timings, finite
 from spectune.traces.errors import TraceError
 
 LEVEL: Final = 0.99
@@ -70,8 +70,7 @@ class Confirmation:
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready; an interval's end that is not known is None."""
-        ends = [v if math.isfinite(v) else None for v in self.ratio[1:]]
-        told = {"id": self.winner, "ratio": self.ratio[0], "interval": ends, "level": LEVEL, "floor": FLOOR}
+        told = {"id": self.winner, "ratio": self.ratio[0], "interval": finite(self.ratio[1:]), "level": LEVEL, "floor": FLOOR}
         return {**told, "requests": self.requests, "passes": self.passes, "holds": self.holds, "against": self.against}
 
 
@@ -108,9 +107,9 @@ def planned(requests: int, both_s: float, budget_s: float, most: int) -> tuple[i
     return used, max(1, min(most, fit // max(1, used)))
 
 
-def requests_to_see(gain: float, least: int = LEAST) -> int:
+def requests_to_see(gain: float) -> int:
     """Requests held out with which a confirmation sees a true gain (0.05: 5%) with a chance of :data:`POWER`."""
-    return next(n for n in count(least) if least_gain(n) <= gain)
+    return next(n for n in count(LEAST) if least_gain(n) <= gain)
 
 
 def least_gain(requests: int) -> float:

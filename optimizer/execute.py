@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +16,7 @@ from spectune.runtime.decoder import Decoded, Decoder, prepare_for
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import DecodeRequest, PolicySource, StaticSource
 from spectune.runtime.policies.artifacts import Artifacts
-from spectune.runtime.policies.document import AnyPolicy, Policy
+from spectune.runtime.policies.document import AnyPolicy, FixedWindow, Policy
 from spectune.runtime.policies.prepare import prepare
 from spectune.traces.schema import (
     Counts,
@@ -95,62 +97,44 @@ def encode_recorded(pair: LoadedPair, trajectories: Sequence[Trajectory], chat: 
     return Encoded(tuple(items), options)
 
 
-def run(
-    pair: LoadedPair,
-    source: PolicySource,
-    encoded: Encoded,
-    *,
-    clock: Callable[[], float] = time.perf_counter,
-    warm_up: int = 1,
-) -> Iterator[Decoded]:
-    """Decodes every request in order under a policy source, yielding each as it ends. ``warm_up`` requests are decoded before,
-    by autoregression, so that the first figure is not the first touch of the weights."""
-    warm(pair, encoded, warm_up)
+def run(pair: LoadedPair, source: PolicySource, encoded: Encoded) -> Iterator[Decoded]:
+    """Decodes every request in order under a policy source, yielding each as it ends; before them a few tokens, so that the first figure
+    is not the first touch of the weights."""
+    warm(pair, encoded)
     prepare_graphs(pair, source.current(), encoded.options.sampling, encoded.longest)
-    decoder = Decoder(pair, source, encoded.options.verifier, clock)
+    decoder = Decoder(pair, source, encoded.options.verifier)
     for item, request in encoded.items:
         yield decoder.decode(request, item.category, encoded.options.stop_strings)
 
 
-def warm(pair: LoadedPair, encoded: Encoded, count: int = 1) -> None:
-    """Decodes a few tokens with every draft, so that first touches and compilation are not charged to the first request."""
+def warm(pair: LoadedPair, encoded: Encoded) -> None:
+    """Decodes a few tokens of the first request with every draft, so that first touches and compilation are not charged to it."""
     options = encoded.options
     rejects = options.verifier == "rejection" and not options.sampling.greedy
     drafts = pair.chain_drafts if rejects else pair.draft_names
-    policies = [
-        Policy(),
-        *(Policy.model_validate({"draft": d, "window": {"kind": "fixed", "gamma": 3}}) for d in drafts),
-    ]
-    for _, request in encoded.items[:count]:
+    policies = [Policy(), *(Policy(draft=d, window=FixedWindow(gamma=3)) for d in drafts)]
+    for _, request in encoded.items[:1]:
         for policy in policies:
             decoder = Decoder(pair, StaticSource(prepare(policy, pair.draft_names)), encoded.options.verifier)
-            for n, _ in enumerate(decoder.rounds(request)):
-                if n >= 3:
-                    break
+            list(islice(decoder.rounds(request), 4))
 
 
 def outcome(policy: str, decoded: Sequence[Decoded]) -> Outcome:
     """What executed requests cost and yielded."""
-    return Outcome(
-        policy,
-        "executed",
-        tuple(
-            RequestOutcome(
-                d.trajectory.request_id, d.trajectory.category, counts_of(d.steps, d.seconds), first_token_s(d.steps, d.seconds)
-            )
-            for d in decoded
-        ),
-    )
+    rows = []
+    for d in decoded:
+        counts, first_s = counts_of(d.steps, d.seconds), first_token_s(d.steps, d.seconds)
+        rows.append(RequestOutcome(d.trajectory.request_id, d.trajectory.category, counts, first_s))
+    return Outcome(policy, "executed", tuple(rows))
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Policies executed on the same requests in interleaved blocks. ``texts_differ`` counts requests whose tokens were not equal
-    under every policy: 0 unless arithmetic is of low precision. ``timings`` has every execution, ``survivors`` the policies
-    that a race did not drop."""
+    """Policies executed on the same requests in interleaved blocks, ``outcomes`` by policy id. ``texts_differ`` counts requests whose
+    tokens were not equal under every policy: 0 unless arithmetic is of low precision. ``timings`` has every execution, ``survivors``
+    the policies that a race did not drop."""
 
     outcomes: dict[str, Outcome]
-    policies: dict[str, AnyPolicy]
     texts_differ: int
     timings: Timings
     survivors: tuple[str, ...]
@@ -174,7 +158,6 @@ def eliminate(
     execute: Callable[[str, int], float],
     *,
     whole: Collection[str] = (),
-    kept: Collection[str] = (),
     expected: Expected | None = None,
     passes: int = 8,
     budget_s: float | None = None,
@@ -185,7 +168,7 @@ def eliminate(
 
     ``execute`` decodes one request (by index) under one policy and returns its seconds. After every ``BLOCK`` requests those
     are dropped whose 99.8% interval of the projected ratio to the leader lies below 1; those in ``whole`` are executed to the end
-    of the first pass all the same, those in ``kept`` always. It ends after a pass that left one, or
+    of the first pass all the same. It ends after a pass that left one, or
     nobody who can be faster than the leader by ``NEGLIGIBLE``; after ``passes``; or after ``budget_s`` (at least one request is
     executed). Returns the timings and who was not dropped.
     """
@@ -196,7 +179,7 @@ def eliminate(
         for n in range(requests):
             if turn and budget_s is not None and clock() - began > budget_s:
                 return timings, tuple(racing)
-            here = [p for p in policies if p in racing or p in kept or (k == 0 and p in whole)]
+            here = [p for p in policies if p in racing or (k == 0 and p in whole)]
             for p in here[turn % len(here) :] + here[: turn % len(here)]:
                 seconds[p][n, k] = execute(p, n)
             turn += 1
@@ -210,41 +193,6 @@ def eliminate(
         if all(high <= 1.0 + NEGLIGIBLE for _, _, high in rest):
             break
     return timings, tuple(racing)
-
-
-def race(
-    pair: LoadedPair,
-    policies: Sequence[AnyPolicy],
-    encoded: Encoded,
-    *,
-    whole: Collection[str] = (),
-    kept: Collection[str] = (),
-    expected: Expected | None = None,
-    profile: LatencyProfile | None = None,
-    passes: int = 8,
-    budget_s: float | None = None,
-    clock: Callable[[], float] = time.perf_counter,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-    artifacts: Artifacts | None = None,
-) -> Comparison:
-    """Executes policies in a race (:func:`eliminate`), so that most of the time goes to telling the fastest apart.
-
-    Raises PolicyError if a policy cannot run.
-    """
-    executor = Executor(pair, policies, encoded, profile=profile, artifacts=artifacts, clock=clock)
-    timings, survivors = eliminate(
-        list(executor.policies),
-        len(encoded.items),
-        executor,
-        whole=whole,
-        kept=kept,
-        expected=expected,
-        passes=passes,
-        budget_s=budget_s,
-        clock=clock,
-        progress=progress,
-    )
-    return executor.comparison(timings, survivors)
 
 
 class Executor:
@@ -262,8 +210,13 @@ class Executor:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         warm(pair, encoded)
-        self.policies, self.encoded = {p.id: p for p in policies}, encoded
-        self._decoders = decoders_for(pair, list(self.policies.values()), encoded, profile, artifacts, clock)
+        self.policies, self.encoded, self._clock = {p.id: p for p in policies}, encoded, clock
+        self._decoders: dict[str, Decoder] = {}
+        for name, policy in self.policies.items():
+            sampling = encoded.options.sampling
+            prepared = prepare_for(pair, policy, profile=profile, artifacts=artifacts, sampling=sampling)
+            prepare_graphs(pair, prepared, sampling, encoded.longest)
+            self._decoders[name] = Decoder(pair, StaticSource(prepared), encoded.options.verifier, clock)
         self._counts: dict[str, dict[int, Counts]] = {p: {} for p in self.policies}
         self._first: dict[str, dict[int, list[float]]] = {p: {} for p in self.policies}
         self._texts: list[set[tuple[int, ...]]] = [set() for _ in encoded.items]
@@ -282,6 +235,10 @@ class Executor:
         """Requests whose tokens were not equal under every policy."""
         return sum(len(t) > 1 for t in self._texts)
 
+    def race(self, **how: Any) -> Comparison:
+        """Executes all in a race, so that most of the time goes to telling the fastest apart; ``how``: as :func:`eliminate` takes it."""
+        return self.comparison(*eliminate(list(self.policies), len(self.encoded.items), self, clock=self._clock, **how))
+
     def comparison(self, timings: Timings, survivors: Sequence[str]) -> Comparison:
         """What was executed; a request's seconds are the median of its executions."""
         outcomes = {}
@@ -293,20 +250,4 @@ class Executor:
                 to_first = float(np.median(self._first[policy_id][n]))
                 rows.append(RequestOutcome(item.id, item.category, replace(found, seconds=typical), to_first))
             outcomes[policy_id] = Outcome(policy.label(), "executed", tuple(rows))
-        return Comparison(outcomes, self.policies, self.texts_differ, timings, tuple(survivors))
-
-
-def decoders_for(
-    pair: LoadedPair,
-    policies: Sequence[AnyPolicy],
-    encoded: Encoded,
-    profile: LatencyProfile | None,
-    artifacts: Artifacts | None,
-    clock: Callable[[], float],
-) -> dict[str, Decoder]:
-    """A decoder by policy id, each with one controller for all requests. Raises PolicyError if a policy cannot run."""
-    sampling = encoded.options.sampling
-    prepared = {p.id: prepare_for(pair, p, profile=profile, artifacts=artifacts, sampling=sampling) for p in policies}
-    for one in prepared.values():
-        prepare_graphs(pair, one, sampling, encoded.longest)
-    return {name: Decoder(pair, StaticSource(one), encoded.options.verifier, clock) for name, one in prepared.items()}
+        return Comparison(outcomes, self.texts_differ, timings, tuple(survivors))

@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from functools import partial
 from multiprocessing import get_context, parent_process
 from multiprocessing.process import BaseProcess
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from spectune.runtime.loading import SMALL, LoadedPair, load_pair
 from spectune.runtime.pair import PairSpec
@@ -53,26 +53,16 @@ _turn = threading.Lock()
 """Of a helper's threads: one works at a time, as a pair's passes are made for one."""
 
 
-class _Helping(Protocol):
-    """Who shares this process's work: ``count`` items at a time."""
-
-    count: int
-
-    def of(self, pair: LoadedPair, wait_s: float) -> Executor | None:
-        """Those who have a pair loaded; None where they could not help, or are not there and would not be worth it for so long a wait."""
-
-    def end(self) -> None:
-        """Ends them; what they are at is lost."""
-
-
 class _Helpers:
-    """Processes that share this one's work, by the pair they have loaded; each begins when it is first asked for."""
+    """Processes that share this one's work, ``count`` items at a time, by the pair they have loaded; each begins when it is first asked
+    for."""
 
     def __init__(self) -> None:
         self.count = (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1) - 1
         self._pools: dict[_Wanted, ProcessPoolExecutor] = {}
 
     def of(self, pair: LoadedPair, wait_s: float) -> ProcessPoolExecutor | None:
+        """Those who have a pair loaded; None where they could not help, or are not there and would not be worth it for so long a wait."""
         wanted = _Wanted.like(pair)
         pool = self._pools.get(wanted)
         if pool is not None and _works(pool):
@@ -86,6 +76,7 @@ class _Helpers:
         return pool
 
     def end(self) -> None:
+        """Ends them; what they are at is lost."""
         for pool in self._pools.values():
             pool.shutdown(cancel_futures=True)
 
@@ -100,7 +91,7 @@ def _works(pool: ProcessPoolExecutor) -> bool:
 
 
 class _Workers:
-    """The workers of a Dask cluster: they help from the first item on. What a killed one was at is done by another."""
+    """The workers of a Dask cluster, in their place: they help from the first item on. What a killed one was at is done by another."""
 
     def __init__(self, client: Client) -> None:
         self.count = 2 * sum(client.nthreads().values())  # the next is there when one is done
@@ -113,7 +104,7 @@ class _Workers:
         self._executor.shutdown(wait=False)
 
 
-_kept: ContextVar[_Helping | None] = ContextVar("_kept", default=None)
+_kept: ContextVar[_Helpers | _Workers | None] = ContextVar("_kept", default=None)
 
 
 @contextmanager
@@ -154,7 +145,7 @@ def on_every_core(
     either way. Close the iterator where it is left early.
     """
     kept = _kept.get()
-    helpers: _Helping = _Helpers() if kept is None else kept
+    helpers = _Helpers() if kept is None else kept
     spent, done = 0.0, 0
     shared: _Shared[Item, Result] | None = None
     waiting: deque[Future[Result]] = deque()

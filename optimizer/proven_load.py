@@ -16,8 +16,9 @@ from spectune.optimizer.deployment import Place, tuned_for
 from spectune.optimizer.executed_load import MOST_PASSES, Executed
 from spectune.optimizer.inputs import published_policy
 from spectune.optimizer.simulate.load import Objective
+from spectune.optimizer.timings import finite
 from spectune.optimizer.under_load import UnderLoad
-from spectune.optimizer.verdict import finite
+from spectune.optimizer.verdict import described
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
 from spectune.traces.cost_table import FloatArray
 from spectune.traces.errors import PolicyError
@@ -77,9 +78,8 @@ class Proof:
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready; an interval's end that is not known is None."""
-        policy = self.winner
         return {
-            "winner": {"id": policy.id, "label": policy.label(), "policy": policy.spelled_out()},
+            "winner": described(self.winner),
             "ratio_to_incumbent": self.ratio[0],
             "ratio_interval": finite(self.ratio[1:]),
             "level": LEVEL,

@@ -17,7 +17,7 @@ from spectune.optimizer.execute import DecodeOptions, encode, outcome
 from spectune.optimizer.execute import run as execute
 from spectune.optimizer.inputs import load_workload, named_policy, narrowed, outcome_json, published_policy, stored_policy
 from spectune.optimizer.overlong import made_to_fit
-from spectune.optimizer.record import RecordRequest
+from spectune.optimizer.record import Look
 from spectune.optimizer.record import record as do_record
 from spectune.optimizer.serving import last_good
 from spectune.optimizer.simulate.trace import simulate as do_simulate
@@ -116,7 +116,7 @@ def record(
     loaded, workload, options = _prepared("record", target, drafts, prompts, pair, how)
     plain = StaticSource(prepare(AUTOREGRESSIVE, loaded.draft_names))
     with open(db, create=True) as store:
-        info = do_record(store, loaded, RecordRequest(workload, options, loaded.draft_names, gamma_max), plain)
+        info = do_record(store, loaded, workload, options, Look(loaded.draft_names, gamma_max), plain)
         texts = store.load(info.id, (), skip_corrupted=True).trajectories
     found = checked(texts)
     _warn(found.lines())

@@ -27,7 +27,7 @@ from spectune.runtime.recording.trees import Cover, base_covers, cover_name, rec
 from spectune.runtime.trees.grow import TreeRule
 from spectune.runtime.trees.rules import compile_tree
 from spectune.traces.errors import PolicyError, TraceError
-from spectune.traces.schema import Proposals, Trajectory, TreePanorama, Workload
+from spectune.traces.schema import Proposals, Trajectory, Workload
 from spectune.traces.store import RecordingInfo, TraceStore
 from spectune.traces.store.traffic import TrafficWriter
 
@@ -86,34 +86,15 @@ class Look:
     covers: Covers = ()
 
 
-@dataclass(frozen=True)
-class RecordRequest:
-    """What to record: a workload under given sampling, and of its texts what :class:`Look` says.
-
-    ``slot`` makes it a recording of its own: only who names the same one resumes it or finds it complete.
-    """
-
-    workload: Workload
-    options: DecodeOptions
-    drafts: tuple[str, ...]
-    gamma_max: int = 16
-    tree_width: int = 0
-    tree_depth: int = 0
-    tree_proposals: Proposals = "coupled"
-    covers: Covers = ()
-    slot: str = ""
-
-    @property
-    def look(self) -> Look:
-        return Look(self.drafts, self.gamma_max, self.tree_width, self.tree_depth, self.tree_proposals, self.covers)
-
-
 def record(
     store: TraceStore,
     pair: LoadedPair,
-    wanted: RecordRequest,
+    workload: Workload,
+    options: DecodeOptions,
+    wanted: Look,
     source: PolicySource,
     *,
+    slot: str = "",
     fresh: bool = False,
     reuse_complete: bool = False,
     begun: RecordingInfo | None = None,
@@ -123,36 +104,36 @@ def record(
     look at texts while this one decodes the next.
 
     A recording that was begun with the same arguments and not finished is resumed, unless ``fresh``; with ``reuse_complete`` a
-    finished one counts as well. ``begun`` is the one to go on with (:func:`begun_as` has its arguments). The policy in ``source``
-    changes how fast this goes, never what is recorded. Every request is committed as it ends, so that a kill loses at most the one
-    in hand.
+    finished one counts as well. A ``slot`` makes it a recording of its own: only who names the same one resumes it or finds it complete.
+    ``begun`` is the one to go on with (:func:`begun_as` has its arguments). The policy in ``source`` changes how fast this goes, never
+    what is recorded. Every request is committed as it ends, so that a kill loses at most the one in hand.
     """
-    encoded = encode(pair, wanted.workload, wanted.options)
+    encoded = encode(pair, workload, options)
     store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
-    digest = store.put_workload(wanted.workload)
+    digest = store.put_workload(workload)
     spec: dict[str, Any] = {
-        "max_new_tokens": wanted.options.max_new_tokens,
-        "verifier": wanted.options.verifier,
-        "options": recording_options(pair, wanted.options) | ({"slot": wanted.slot} if wanted.slot else {}),
+        "max_new_tokens": options.max_new_tokens,
+        "verifier": options.verifier,
+        "options": recording_options(pair, options) | ({"slot": slot} if slot else {}),
     }
     info = begun
     if info is None and not fresh:
-        info = store.find_recording(pair.id, digest, wanted.options.sampling, **spec, state="recording")
+        info = store.find_recording(pair.id, digest, options.sampling, **spec, state="recording")
         if info is None and reuse_complete:
-            info = store.find_recording(pair.id, digest, wanted.options.sampling, **spec, state="complete")
+            info = store.find_recording(pair.id, digest, options.sampling, **spec, state="complete")
     if info is None:
-        info = store.create_recording(pair.id, digest, wanted.options.sampling, **spec)
+        info = store.create_recording(pair.id, digest, options.sampling, **spec)
     have = store.recorded_ordinals(info.id)
     new = {n: one for n, one in enumerate(encoded.items) if n not in have}
-    jobs = _jobs(store, pair, info.id, wanted.look, new)
+    jobs = _jobs(store, pair, info.id, wanted, new)
 
     def decoded() -> Iterator[tuple[int, Trajectory]]:
         if not new:
             return
         warm(pair, encoded)
-        decoder = Decoder(pair, source, wanted.options.verifier)
+        decoder = Decoder(pair, source, options.verifier)
         for ordinal, (item, request) in new.items():
-            made = decoder.decode(request, item.category, wanted.options.stop_strings)
+            made = decoder.decode(request, item.category, options.stop_strings)
             store.append_trajectory(info.id, ordinal, made.trajectory, made.steps)
             progress("decode", ordinal + 1, len(encoded.items))
             yield ordinal, made.trajectory
@@ -284,7 +265,7 @@ def cover_of(policy: Policy, *, sampled: bool, artifacts: Artifacts | None = Non
 
 @dataclass(frozen=True)
 class _Trees:
-    """What one draft's trees are to hold at least; ``chain_depth`` is that of a head's chains."""
+    """What one draft's trees are to hold at least, as :func:`record_tree_panorama` is told; ``chain_depth`` is that of a head's chains."""
 
     draft: str
     width: int
@@ -303,20 +284,7 @@ def _tree_job(store: TraceStore, recording: str, wanted: _Trees, phase: str, new
     missing = {*_lacking(store, recording, wanted), *new}
     if missing:
         wanted = _united(store, recording, wanted)
-    return _Job(phase, missing, partial(_trees, wanted=wanted), store.put_tree_panoramas)
-
-
-def _trees(pair: LoadedPair, trajectory: Trajectory, wanted: _Trees) -> TreePanorama:
-    return record_tree_panorama(
-        pair,
-        trajectory,
-        wanted.draft,
-        wanted.width,
-        wanted.depth,
-        proposals=wanted.proposals,
-        covers=wanted.covers,
-        chain_depth=wanted.chain_depth,
-    )
+    return _Job(phase, missing, partial(record_tree_panorama, **vars(wanted)), store.put_tree_panoramas)
 
 
 def _lacking(store: TraceStore, recording: str, wanted: _Trees) -> tuple[int, ...]:
@@ -353,18 +321,13 @@ def _united(store: TraceStore, recording: str, wanted: _Trees) -> _Trees:
             rules[name] = _stored_rule(name, wanted.draft, wanted.proposals, sampled, fitted(store))
     covers = [Cover(name, rule, depth) for name, rule in rules.items() if name not in by_itself]
     one = TreeRule(width=1, frontier=1, by_probability=wanted.proposals == "probability")
-    covers += [Cover(_chain_name(c), one, c) for c in sorted(chains) if c]
+    covers += [Cover(json.dumps({"depth": c, "kind": "chain"}, separators=(",", ":")), one, c) for c in sorted(chains) if c]
     deepest = max(chains)
     return replace(wanted, width=width, depth=depth, covers=tuple(covers), chain_depth=deepest if deepest > depth else 0)
 
 
-def _chain_name(depth: int) -> str:
-    """The name of the cover that says how deep chains were recorded, where that is deeper than the trees."""
-    return json.dumps({"depth": depth, "kind": "chain"}, separators=(",", ":"))
-
-
 def _chain_depth(name: str) -> int:
-    """The depth that :func:`_chain_name` tells; 0 for any other cover."""
+    """The depth that a cover's name tells, of those that say how deep chains were recorded where that is deeper than the trees; else 0."""
     data = json.loads(name)
     return int(data["depth"]) if data["kind"] == "chain" else 0
 

@@ -14,11 +14,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import optuna
 
 from spectune.optimizer.simulate.replay import run_replay
-from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace
+from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace, together
 from spectune.optimizer.spaces import (
     ALL_KINDS,
     GROWTH_ORDER,
@@ -38,10 +37,10 @@ from spectune.optimizer.spaces import (
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import AnyPolicy, ChooserPolicy, Policy
 from spectune.traces.errors import PolicyError, TraceError
-from spectune.traces.schema import Counts, LatencyProfile
+from spectune.traces.schema import LatencyProfile
 
 if TYPE_CHECKING:
-    from spectune.optimizer.simulate.distributed import ShardedReplay, Shards
+    from spectune.optimizer.simulate.distributed import Shards
 
 TIE = 0.01
 """Relative difference in predicted tokens/s below which the simpler policy is preferred."""
@@ -297,29 +296,22 @@ class _Judge:
         """Predicted tokens/s; None for a policy beyond the recording."""
         key = policy.id
         if key not in self.done and key not in self.beyond:
-            parts = self._replayed(policy)
-            sums = sum((part.total for part in parts), Counts())
-            passes_per_s = sums.draft_steps / sums.seconds if sums.seconds > 0 else 0.0
-            trial = Trial(policy, sums.tokens_per_s, origin, passes_per_s, _did(parts))
-            misses = sum(part.missing for part in parts) > MISSING_SHARE * sums.rounds
+            replayed = self._replayed(policy)
+            total = replayed.total
+            passes_per_s = total.draft_steps / total.seconds if total.seconds > 0 else 0.0
+            did = hashlib.blake2b(replayed.counts.tobytes(), digest_size=16).digest()
+            trial = Trial(policy, total.tokens_per_s, origin, passes_per_s, did)
+            misses = replayed.missing > MISSING_SHARE * total.rounds
             (self.beyond if misses else self.done)[key] = trial
             self.best = max(self.best, 0.0 if misses else trial.value)
         return self.done[key].value if key in self.done else None
 
-    def _replayed(self, policy: Policy) -> Sequence[Replay | ShardedReplay]:
+    def _replayed(self, policy: Policy) -> Replay:
         if not isinstance(self.trace, ReplayTrace):
-            return list(self.trace.replay([policy], approximate=True))
-        return [
-            run_replay(part, judged, self.profile, artifacts=self.artifacts, approximate=True)
-            for part, judged in _parts(self.trace, policy, self.shortlists.get(policy.draft))
-        ]
-
-
-def _did(parts: Sequence[Replay | ShardedReplay]) -> bytes:
-    """A digest of what each request's rounds came to, whatever parts the requests were replayed in."""
-    order = np.concatenate([p.trace.order if isinstance(p, Replay) else np.arange(len(p.counts)) for p in parts])
-    rows = np.concatenate([part.counts[:, :6] for part in parts])[np.argsort(order)]
-    return hashlib.blake2b(rows.astype(np.int64).tobytes(), digest_size=16).digest()
+            return next(self.trace.replay([policy], approximate=True))
+        how: dict[str, Any] = {"artifacts": self.artifacts, "approximate": True}
+        parts = _parts(self.trace, policy, self.shortlists.get(policy.draft))
+        return together(policy, [(part.order, run_replay(part, judged, self.profile, **how)) for part, judged in parts])
 
 
 def _seeded_study(

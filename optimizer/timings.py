@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,11 @@ from scipy.special import stdtrit
 
 Expected = Mapping[str, NDArray[np.float64]]
 """Predicted seconds of each request of a race, by policy id."""
+
+
+def finite(values: Sequence[float]) -> list[float | None]:
+    """For JSON, which has no infinity: an interval's end that is not known is None."""
+    return [v if math.isfinite(v) else None for v in values]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ what they make even where they are to begin anew.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from spectune.optimizer.ceiling import tree_ceiling
 from spectune.optimizer.confirm import RACE_SHARE, Confirmation, confirm, left_s, planned, said_of
 from spectune.optimizer.deployment import sampling_of, tunes_over
 from spectune.optimizer.estimate import pace
-from spectune.optimizer.execute import Comparison, DecodeOptions, Encoded, Executor, encode_recorded, race
+from spectune.optimizer.execute import Comparison, DecodeOptions, Executor, encode_recorded
 from spectune.optimizer.fit.chooser_fits import fit_chooser_artifact
 from spectune.optimizer.fit.on_the_fly import read_prompts
 from spectune.optimizer.fit.tuning import fit_shortlists, fit_trees, ranks_for
@@ -31,7 +31,7 @@ from spectune.optimizer.parts import Parts, mixed, split
 from spectune.optimizer.processes import kept_helpers
 from spectune.optimizer.profiles import at_pace_of, doubts, expected_seconds, prediction_spread, profile_for
 from spectune.optimizer.publish import earlier_winners, incumbent_of, publish
-from spectune.optimizer.record import Look, RecordRequest, cover_of, look_around, record
+from spectune.optimizer.record import Look, cover_of, look_around, record
 from spectune.optimizer.report.evidence import evidence_document, middle_request, rounds_of_one
 from spectune.optimizer.report.words import sampling_in_words
 from spectune.optimizer.search import TIE, Study, finalists, is_fixed, rivals, search, worth_trying
@@ -67,15 +67,13 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """How a tuning is done. ``drafts`` empty means all of the pair's; ``tree_width`` 0 leaves trees out. ``finalists`` of
-    different kinds and ``rivals``
-    (fixed windows too close for prediction) race against the baselines, and the winner is confirmed, in at most ``passes`` each
-    and together about ``budget_s``. ``fresh`` uses
-    nothing that was stored before, but what was made under the same ``idempotency_key``. ``guard`` is called in the transaction that
-    publishes, and raises where the caller may not; ``publishing`` is entered around it, with what is published. What is in force
-    in the ``deployment`` is the incumbent, and is what is replaced. ``tell`` is called with what a user should know of the workload
-    before the work goes on, ``begins`` with the name of each of :data:`STAGES`. ``workers``: who replay what is searched
-    (:func:`optimizer.simulate.distributed.connected`); None: this process."""
+    """How a tuning is done. ``drafts`` empty means all of the pair's; ``tree_width`` 0 leaves trees out. ``finalists`` of different kinds
+    and ``rivals`` (fixed windows too close for prediction) race against the baselines, and the winner is confirmed, in at most
+    ``passes`` each and together about ``budget_s``. ``fresh`` uses nothing that was stored before, but what was made under the same
+    ``idempotency_key``. ``guard`` is called in the transaction that publishes, and raises where the caller may not; ``publishing`` is
+    entered around it, with what is published. What is in force in the ``deployment`` is the incumbent, and is what is replaced.
+    ``tell`` is called with what a user should know of the workload before the work goes on, ``begins`` with the name of each of
+    :data:`STAGES`. ``workers``: who replay what is searched (:func:`optimizer.simulate.distributed.connected`); None: this process."""
 
     options: DecodeOptions = field(default_factory=DecodeOptions)
     drafts: tuple[str, ...] = ()
@@ -142,8 +140,11 @@ def tune(
     info = record(
         store,
         pair,
-        RecordRequest(workload, wanted.options, chains, wanted.gamma_max, slot=slot),
+        workload,
+        wanted.options,
+        Look(chains, wanted.gamma_max),
         StaticSource(prepare(_recording_policy(pair), pair.draft_names)),
+        slot=slot,
         fresh=wanted.fresh and not slot,
         reuse_complete=True,
         progress=progress,
@@ -177,7 +178,17 @@ def tune_recording(
     store.put_policy(policy.id, policy.spelled_out(), policy.label())
     with wanted.publishing(tuned):
         if replaces and wanted.publish:
-            tuned = _publish(tuning, tuned)
+            tuned = publish(
+                store,
+                pair,
+                tuned,
+                over=tuning.active,  # another version that came into force meanwhile stays
+                deployment=wanted.deployment,
+                sampling=sampling_of(tuning.trace.trajectories),
+                actor=wanted.actor,
+                idempotency_key=wanted.idempotency_key,
+                guard=wanted.guard,
+            )
         _keep_evidence(tuning, tuned)
     return tuned
 
@@ -283,9 +294,10 @@ class Tuning:
                 progress=lambda done, total, best: self.progress(f"search, best {best:.0f} tokens/s", done, total),
             )
 
-    def encoded(self, part: Sequence[int]) -> Encoded:
-        """Some of the requests, to be decoded again."""
-        return encode_recorded(self.pair, [self.trace.trajectories[i] for i in part], self.wanted.options.chat)
+    def executor(self, policies: Iterable[AnyPolicy], part: Sequence[int]) -> Executor:
+        """Who decodes some of the requests again under policies."""
+        encoded = encode_recorded(self.pair, [self.trace.trajectories[i] for i in part], self.wanted.options.chat)
+        return Executor(self.pair, policies, encoded, profile=self.profile.profile, artifacts=self.artifacts, clock=self.clock)
 
 
 def _tell_number(wanted: TuneOptions, categories: Sequence[str]) -> None:
@@ -471,18 +483,12 @@ def _execute(tuning: Tuning) -> None:
     except (PolicyError, TraceError) as error:  # a tuning of chains records no trees, which may be in force
         del predictable[tuning.incumbent.id]
         wanted.tell(f"{tuning.incumbent.label()}, in force, is raced without a prediction: {error}")
-    tuning.compared = race(
-        tuning.pair,
-        list(policies.values()),
-        tuning.encoded(part),
+    tuning.compared = tuning.executor(policies.values(), part).race(
         whole={p.id for role, p in tuning.roles.items() if not role.startswith("finalist")},
         expected=expected_seconds(trace, predictable.values(), profile, tuning.artifacts),
-        profile=profile,
         passes=wanted.passes,
         budget_s=wanted.budget_s * RACE_SHARE,
-        clock=tuning.clock,
         progress=lambda done, total: tuning.progress("execute", done, total),
-        artifacts=tuning.artifacts,
     )
     timings, artifacts = tuning.compared.timings, tuning.artifacts
     at_pace = at_pace_of(profile, timings)
@@ -507,14 +513,7 @@ def _confirm(tuning: Tuning) -> None:
     both_s = sum(float(np.nanmean(seconds[p.id])) for p in (winner, incumbent))
     left = left_s(wanted.budget_s, sum(float(np.nansum(s)) for s in seconds.values()))
     requests, passes = planned(len(tuning.parts.confirm), both_s, left, wanted.passes)
-    executor = Executor(
-        tuning.pair,
-        [winner, incumbent],
-        tuning.encoded(tuning.parts.confirm[:requests]),
-        profile=tuning.profile.profile,
-        artifacts=tuning.artifacts,
-        clock=tuning.clock,
-    )
+    executor = tuning.executor([winner, incumbent], tuning.parts.confirm[:requests])
     tuning.confirmed = confirm(
         winner.id,
         incumbent.id,
@@ -569,22 +568,6 @@ def _conclude(tuning: Tuning) -> tuple[Tuned, bool]:
         workload=tuning.workload,
     )
     return tuned, replaces
-
-
-def _publish(tuning: Tuning, tuned: Tuned) -> Tuned:
-    """Puts the winner in force, unless another version came into force meanwhile."""
-    wanted = tuning.wanted
-    return publish(
-        tuning.store,
-        tuning.pair,
-        tuned,
-        over=tuning.active,
-        deployment=wanted.deployment,
-        sampling=sampling_of(tuning.trace.trajectories),
-        actor=wanted.actor,
-        idempotency_key=wanted.idempotency_key,
-        guard=wanted.guard,
-    )
 
 
 def _keep_evidence(tuning: Tuning, tuned: Tuned) -> None:

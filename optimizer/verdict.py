@@ -10,16 +10,16 @@ from typing import Any
 from spectune.optimizer.confirm import Confirmation
 from spectune.optimizer.execute import Comparison
 from spectune.optimizer.search import TIE, complexity
-from spectune.optimizer.timings import Timings
+from spectune.optimizer.timings import Timings, finite
 from spectune.runtime.policies.document import AUTOREGRESSIVE, AnyPolicy, Policy
 from spectune.traces.sanity import Sanity
 from spectune.traces.schema import Outcome
 from spectune.traces.store import Publication
 
 
-def finite(values: Sequence[float]) -> list[float | None]:
-    """For JSON, which has no infinity: an interval's end that is not known is None."""
-    return [v if math.isfinite(v) else None for v in values]
+def described(policy: AnyPolicy) -> dict[str, Any]:
+    """A policy for people and programs."""
+    return {"id": policy.id, "label": policy.label(), "policy": policy.spelled_out()}
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,7 @@ class Candidate:
     def to_json(self) -> dict[str, Any]:
         return {
             "role": self.role,
-            "id": self.policy.id,
-            "label": self.policy.label(),
-            "policy": self.policy.spelled_out(),
+            **described(self.policy),
             "predicted_tokens_per_s": None if self.predicted is None else self.predicted.total.tokens_per_s,
             "measured_tokens_per_s": self.executed.total.tokens_per_s,
             "measured_interval": list(self.executed.tokens_per_s_interval()),
@@ -96,11 +94,7 @@ class Tuned:
     def to_json(self) -> dict[str, Any]:
         """The contract's keys ``winner``, ``predicted``, ``measured``, ``baselines``, ``published``, and the evidence."""
         return {
-            "winner": {
-                "id": self.winner.policy.id,
-                "label": self.winner.policy.label(),
-                "policy": self.winner.policy.spelled_out(),
-            },
+            "winner": described(self.winner.policy),
             "predicted": None if self.winner.predicted is None else self.winner.predicted.to_json(),
             "measured": self.winner.executed.to_json(),
             "baselines": {c.role: c.to_json() for c in self.candidates if not c.role.startswith("finalist")},

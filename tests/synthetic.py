@@ -5,8 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from spectune.traces.cost_table import CostTable
 from spectune.traces.latency import LatencyProfile
+from spectune.traces.schema import AGREE_NO, AGREE_YES, ChainPanorama, Sampling, Trajectory
+
+
+def drifting_text(seed: int, *, length: int = 500, gamma_max: int = 16) -> tuple[Trajectory, ChainPanorama]:
+    """A text and the chains of a draft, ``small``, whose acceptance drifts between 0.3 and 0.95 along it."""
+    rng = np.random.default_rng(seed)
+    wave = 0.62 + 0.3 * np.sin(np.arange(length) / rng.uniform(15, 60) + rng.uniform(0, 6))
+    agree = rng.random(length) < wave
+    logp = np.clip(rng.gamma(1.5, 60, length) * np.where(agree, 0.6, 2.0), 0, 4000).astype(np.uint16)
+    prompt, output = (rng.integers(0, 4000, n).astype(np.int32) for n in (int(rng.integers(20, 200)), length))
+    branches = int((~agree).sum()) + 1
+    rows = rng.gamma(1.5, 120, (branches, gamma_max)).astype(np.uint16)
+    kinds, survival = np.where(agree, AGREE_YES, AGREE_NO).astype(np.uint8), np.where(agree, 65535, 0).astype(np.uint16)
+    ends = np.full(branches, gamma_max - 1, dtype=np.uint8)
+    panorama = ChainPanorama("small", gamma_max, kinds, logp, logp.copy(), survival, rows, rows.copy(), ends)
+    return Trajectory(f"r{seed}", "synthetic", prompt, output, Sampling(), length, "length"), panorama
 
 
 def over_rows(rows: Sequence[float], seconds: Sequence[float]) -> CostTable:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from doors import Door, lines, put_profile, write_workload
+from oracle import replay_rounds
 from pairs import make_pair, tiny_model, tokenizer
 from synthetic import flat_profile
 from test_draft_choice import CANDIDATES, PROFILE, chain, planted_trace
@@ -20,12 +21,11 @@ from test_lossless import PROMPTS
 from spectune.db import open_database
 from spectune.engines.export import engine_settings
 from spectune.optimizer.artifacts import fitted
-from spectune.optimizer.execute import DecodeOptions, encode, race
+from spectune.optimizer.execute import DecodeOptions, Executor, encode
 from spectune.optimizer.fit.chooser_fits import ChooserSource, fit_chooser_artifact, keep_chooser
 from spectune.optimizer.fit.on_the_fly import Measured, evaluate, fit_chooser, fit_features, read_prompts
-from spectune.optimizer.record import RecordRequest, record
+from spectune.optimizer.record import Look, record
 from spectune.optimizer.serving import watch
-from spectune.optimizer.simulate.oracle import replay_rounds
 from spectune.optimizer.simulate.replay import replay, run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.runtime.decoder import Decoder, prepare_for
@@ -143,7 +143,7 @@ def workload() -> Workload:
 def source(request: pytest.FixtureRequest, pair: LoadedPair, place: TraceStore) -> ChooserSource:
     """A recording with chains, as a chooser is fitted to it."""
     plain = StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names))
-    info = record(place, pair, RecordRequest(workload(), DecodeOptions(request.param, TOKENS), ("near", "far", "ngram"), 6), plain)
+    info = record(place, pair, workload(), DecodeOptions(request.param, TOKENS), Look(("near", "far", "ngram"), 6), plain)
     loaded = place.load(info.id)
     trace = ReplayTrace(loaded.trajectories, {d: loaded.panoramas(d) for d in ("near", "far", "ngram")})
     return ChooserSource(trace, read_prompts(pair, trace.trajectories), {"recording": info.id})
@@ -225,7 +225,7 @@ def test_trees_and_heads_change_no_text(
     encoded = encode(pair, workload(), DecodeOptions(sampling, TOKENS))
     prompts = [Prompt(pair.text(r.prompt_ids), len(r.prompt_ids), 2.0) for _, r in encoded.items]
     artifacts = memory(planted(pair, prompts, TREES))
-    done = race(pair, [AUTOREGRESSIVE, parse_policy(OLS)], encoded, passes=1, profile=profile, artifacts=artifacts)
+    done = Executor(pair, [AUTOREGRESSIVE, parse_policy(OLS)], encoded, profile=profile, artifacts=artifacts).race(passes=1)
     assert done.texts_differ == 0
     ready = prepare_for(pair, parse_policy(OLS), profile=profile, artifacts=artifacts)
     used = set()
@@ -246,7 +246,8 @@ def test_the_target_reads_where_no_draft_can(pair: LoadedPair, profile: LatencyP
     prompts = [Prompt(pair.text(r.prompt_ids), len(r.prompt_ids), 2.0) for _, r in encoded.items]
     chooser = planted(pair, prompts, CHAINS)
     chooser = replace(chooser, features=replace(chooser.features, reader="target"))
-    done = race(pair, [AUTOREGRESSIVE, parse_policy(OLS)], encoded, passes=1, profile=profile, artifacts=memory(chooser))
+    executor = Executor(pair, [AUTOREGRESSIVE, parse_policy(OLS)], encoded, profile=profile, artifacts=memory(chooser))
+    done = executor.race(passes=1)
     assert done.texts_differ == 0
     assert chooser.reading_seconds(profile, [9], ["near"])[0] == profile.prefill_seconds(None, 9)
 
@@ -404,8 +405,8 @@ def test_any_candidate_is_weighed_by_what_its_levels_accept(pair: LoadedPair, pl
     """A tree candidate's accuracy is equation 2 over its replayed rounds; by default the candidates are the fastest of each draft, heads
     included."""
     plain = StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names))
-    wanted = RecordRequest(workload(), DecodeOptions(Sampling(), TOKENS), ("near", "head", "ngram"), 6, 3, 3)
-    info = record(place, pair, wanted, plain, fresh=True)
+    look = Look(("near", "head", "ngram"), 6, 3, 3)
+    info = record(place, pair, workload(), DecodeOptions(Sampling(), TOKENS), look, plain, fresh=True)
     candidates = {"ngram": CHAINS["ngram"], "near": TREES["near"]}
     made = fit_chooser_artifact(place, info.id, pair, candidates, profile=profile)
     loaded = place.load(info.id, ["near", "ngram"], trees=True)

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from oracle import replay_rounds
 from synthetic import flat_profile
 from test_lossless import policies
 from test_tree_parity import shape
 
 from spectune.db.database import open_database
 from spectune.optimizer.artifacts import fitted, keep_q_table
-from spectune.optimizer.simulate.oracle import replay_rounds
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.runtime.decoder import Decoder
@@ -108,7 +108,8 @@ def test_replay_is_the_runtime_round_by_round(pair: LoadedPair, record: Record, 
 
 def test_panorama_is_the_drafts_own_chain(pair: LoadedPair, record: Record) -> None:
     """Every start's chain, as the panorama tells it, is what the draft proposes when asked there, one start at a time."""
-    from spectune.optimizer.simulate.oracle import TraceBackend
+    from oracle import TraceBackend
+
     from spectune.runtime.drafts.language_model import LanguageModelDraft, canonical_codes
     from spectune.runtime.drafts.protocol import DraftContext
     from spectune.runtime.sampling import Noise

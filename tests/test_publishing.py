@@ -17,7 +17,7 @@ from spectune.optimizer import schedule as schedules
 from spectune.optimizer.deployment import tuned_for
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.jobs import tuning_job
-from spectune.optimizer.record import RecordRequest, record
+from spectune.optimizer.record import Look, record
 from spectune.optimizer.report.tables import evidence_table
 from spectune.optimizer.report.tuning import page, report_on
 from spectune.optimizer.schedule import claims
@@ -124,7 +124,7 @@ def test_what_a_smaller_tuning_does_not_record_is_raced_without_a_prediction(sto
 
 def test_what_is_tuned_on_is_counted_again_where_chunks_are_damaged(store: TraceStore, pair: LoadedPair) -> None:
     plain = StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names))
-    lost = record(store, pair, RecordRequest(WORKLOAD, QUICK.options, ("near",), 5), plain).id
+    lost = record(store, pair, WORKLOAD, QUICK.options, Look(("near",), 5), plain).id
     with store.database.write() as session:
         session.execute(text("UPDATE panorama_chunk SET data = :data WHERE ordinal > 4"), {"data": b"x"})
     begun: list[str] = []

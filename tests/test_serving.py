@@ -232,18 +232,18 @@ def poisson(rate: float, count: int, seed: int = 0) -> Load:
         (RULES, Load(13), {"1": 2, "3": 6}, 0.1),
         (RULES, poisson(20.0, 60), {"1": 5, "4": 1}, 0.0),
         (RULES, poisson(90.0, 60), 0, 0.0),
-        (replace(RULES, max_batched_tokens=48, draft_slots=1), poisson(60.0, 60), 6, 0.0),
-        (replace(RULES, max_batched_tokens=23, draft_slots=1, max_len=0), Load(6), {"1": 6, "5": 2}, 0.1),
-        (replace(RULES, ahead=1), Load(8), {"1": 5, "4": 3, "7": 0}, 0.0),
-        (replace(RULES, ahead=1, max_batched_tokens=37, draft_slots=1, max_len=0), poisson(70.0, 60), 5, 0.0),
-        (replace(RULES, drafts_after=False), poisson(50.0, 60), {"1": 5, "4": 1}, 0.1),
+        (RULES._replace(max_batched_tokens=48, draft_slots=1), poisson(60.0, 60), 6, 0.0),
+        (RULES._replace(max_batched_tokens=23, draft_slots=1, max_len=0), Load(6), {"1": 6, "5": 2}, 0.1),
+        (RULES._replace(ahead=1), Load(8), {"1": 5, "4": 3, "7": 0}, 0.0),
+        (RULES._replace(ahead=1, max_batched_tokens=37, draft_slots=1, max_len=0), poisson(70.0, 60), 5, 0.0),
+        (RULES._replace(drafts_after=False), poisson(50.0, 60), {"1": 5, "4": 1}, 0.1),
     ],
 )
 def test_every_step_is_the_plain_simulators(rules: ServingRules, load: Load, gamma: Any, none: float) -> None:
     trace = trace_of(40, none)
     policy = window(gamma)
     if not rules.max_len:  # some texts end at the engine's limit, before which fewer tokens are drafted
-        rules = replace(rules, max_len=trace.max_context)
+        rules = rules._replace(max_len=trace.max_context)
     found = serve(trace, policy.draft, tables(policy, rules), load, rules, COSTS, members=True)
     oracle, every = by_oracle(trace, policy, load, rules)
     assert found.members.tolist() == [list(m) for m in oracle.members]
@@ -327,7 +327,7 @@ def test_what_was_not_served_is_refused_with_what_to_record(fitted: ServedCosts)
         fitted.of("medium", [1])
     with pytest.raises(TraceError, match="0 steps of this engine were recorded with their times"):
         fit_served([served_steps([], RULES)], "pair", "cpu", "float32")
-    full = replace(RULES, cache_tokens=300)
+    full = RULES._replace(cache_tokens=300)
     with pytest.raises(TraceError, match="need more than the 300 tokens of the engine's cache"):
         serve(trace_of(40), "small", (0,) * 9, Load(8), full, COSTS)
     assert rules_of("vllm", {"max_num_seqs": 3, "other": 1}).max_num_seqs == 3

@@ -23,7 +23,7 @@ from spectune.optimizer.fit.on_the_fly import Gained
 from spectune.optimizer.fit.shared import search_texts
 from spectune.optimizer.fit.tuning import FOLDS, fit_shortlists, ranks_for
 from spectune.optimizer.inputs import load_workload
-from spectune.optimizer.record import RecordRequest, record
+from spectune.optimizer.record import Look, record
 from spectune.optimizer.search import TIE, Study, Trial, search, shortlist_bounds, worth_trying
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
@@ -77,7 +77,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
     with open_database(str(folder / "spectune.db")) as database:
         store = TraceStore(database)
         plain = StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names))
-        recording = record(store, pair, RecordRequest(workload, OPTIONS, ("near",), GAMMA, 6, 3), plain).id
+        recording = record(store, pair, workload, OPTIONS, Look(("near",), GAMMA, 6, 3), plain).id
         limits = fit_shortlists(store, pair, recording, ["near", "ngram"], seed=1)
         loaded = store.load(recording, trees=True)
         trace = ReplayTrace(

@@ -20,7 +20,7 @@ def stop(kind: str, **parameters: Any) -> CompiledStop:
 
 
 def triggers(s: CompiledStop, *codes: int) -> bool:
-    return should_stop(s.kind, s.max_logp_code, s.max_joint_code, s.max_entropy_code, *codes)
+    return should_stop(s, *codes)
 
 
 def code(nats: float) -> int:

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from oracle import RecordedTrees, replay_rounds
 from synthetic import flat_profile, with_terms
 from test_lossless import PROMPTS
 
-from spectune.optimizer.simulate.oracle import RecordedTrees, replay_rounds
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.tree_tables import ShortlistRanks

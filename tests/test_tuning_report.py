@@ -185,7 +185,7 @@ def document(found: dict[str, Any]) -> dict[str, Any]:
         DROPPED.id: np.array([[0.6, nan], [0.6, nan], [nan, nan], [nan, nan]]),
         AUTOREGRESSIVE.id: np.array([[1.0, nan], [1.0, nan], [3.0, nan], [3.0, nan]]),
     }
-    compared = Comparison({}, {}, 0, Timings(seconds), (FAST.id,))
+    compared = Comparison({}, 0, Timings(seconds), (FAST.id,))
     texts = [f"t{i} " for i in range(9)]
     made = replace(TUNED, winner=WINNER)
     rounds = {

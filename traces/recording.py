@@ -17,6 +17,14 @@ TREE_WIDTH, TREE_DEPTH = 8, 8
 """Children and levels of recorded trees where nobody says."""
 
 
+def how_to_record_trees(
+    recording: str, width: int = TREE_WIDTH, depth: int = TREE_DEPTH, proposals: Proposals = "coupled"
+) -> str:
+    """The command that makes trees, for messages."""
+    flag = "" if proposals == "coupled" else f" --tree-proposals {proposals}"
+    return f"`record --resume {recording} --tree-width {width} --tree-depth {depth}{flag}` makes them"
+
+
 @dataclass(frozen=True)
 class TreeExtent:
     """Stored trees of one draft: of how many requests, and what all of these hold: children of a node, levels."""

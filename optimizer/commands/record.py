@@ -108,7 +108,7 @@ def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         workload = None if kw["resumed_id"] or served else workload_of(kw)
         check_conversations(spec, workload, options)
         pair = load(kw, store, spec)
-        from spectune.optimizer.record import Look, RecordRequest, begun_as, look_around
+        from spectune.optimizer.record import Look, begun_as, look_around
         from spectune.optimizer.record import record as do_record
         from spectune.traces.sanity import checked
 
@@ -120,9 +120,10 @@ def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
                 same_pair(before.pair_id, pair, recording)
                 if not served and before.state == "recording" and before.workload_id is not None:
                     begun, (workload, options) = before, begun_as(store, pair, before)
+            sampling = before.sampling if workload is None else options.sampling
+            trees = _trees(store, pair, kw, sampled=not sampling.greedy)
+            look = Look(pair.chain_drafts if served else pair.draft_names, kw["gamma_max"], **trees)
             if workload is None:
-                trees = _trees(store, pair, kw, sampled=not before.sampling.greedy)
-                look = Look(pair.chain_drafts if served else pair.draft_names, kw["gamma_max"], **trees)
                 look_around(store, pair, recording, look, progress=meter)
                 if served:
                     store.finish_recording(recording)
@@ -130,10 +131,9 @@ def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
             else:
                 if begun is None:
                     workload = fit_to(pair, workload, options, kw["overlong"])
-                trees = _trees(store, pair, kw, sampled=not options.sampling.greedy)
                 source = _source(store, pair, kw["policy_name"], options, kw["deployment"])
-                wanted = RecordRequest(workload, options, pair.draft_names, kw["gamma_max"], **trees)
-                info = do_record(store, pair, wanted, source, fresh=kw["fresh"], begun=begun, progress=meter)
+                how: dict[str, Any] = {"fresh": kw["fresh"], "begun": begun, "progress": meter}
+                info = do_record(store, pair, workload, options, look, source, **how)
         checks = checked(store.load(info.id, (), skip_corrupted=True).trajectories)
     for line in checks.lines():
         say(line, err=True)
@@ -190,7 +190,7 @@ def _source(
 
 
 def _trees(store: TraceStore, pair: LoadedPair, kw: dict[str, Any], *, sampled: bool) -> dict[str, Any]:
-    """What ``record`` was asked for in trees, as arguments of RecordRequest. Raises PolicyError and TraceError."""
+    """What ``record`` was asked for in trees, as arguments of Look. Raises PolicyError and TraceError."""
     from spectune.optimizer.artifacts import fitted
     from spectune.optimizer.inputs import tree_size
     from spectune.optimizer.record import cover_of

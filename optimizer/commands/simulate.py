@@ -26,10 +26,9 @@ from spectune.optimizer.commands.shared import (
 from spectune.optimizer.commands.under_load import load_options, recording_on, simulate_under_load
 
 if TYPE_CHECKING:
-    from spectune.optimizer.simulate.distributed import ShardedReplay
-    from spectune.optimizer.simulate.replay_trace import Replay
+    from spectune.optimizer.simulate.trace import Simulated
     from spectune.runtime.policies.document import AnyPolicy
-    from spectune.traces.recording import RecordingInfo, Skipped
+    from spectune.traces.recording import RecordingInfo
     from spectune.traces.schema import LatencyProfile
     from spectune.traces.store import TraceStore
 
@@ -121,7 +120,7 @@ def simulate(ctx: click.Context, as_json: bool, **kw: Any) -> None:
 
 def _replayed(
     store: TraceStore, info: RecordingInfo, policy: AnyPolicy, profile: LatencyProfile | None, kw: dict[str, Any]
-) -> tuple[Replay | ShardedReplay, tuple[Skipped, ...], str]:
+) -> Simulated:
     """In this process, or by the workers that are asked for."""
     asked = {"limit": kw["limit"], "per_round": kw["per_round"] is not None, "skip_corrupted": kw["skip_corrupted"]}
     if kw["workers"] is None:

@@ -12,8 +12,8 @@ import numpy as np
 from spectune.optimizer.execute import BLOCK, Comparison
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
-from spectune.optimizer.timings import Timings
-from spectune.optimizer.verdict import Tuned, finite
+from spectune.optimizer.timings import Timings, finite
+from spectune.optimizer.verdict import Tuned
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import AnyPolicy, Policy
 from spectune.traces.errors import SpectuneError

@@ -69,7 +69,7 @@ def latency_lines(latency: Mapping[str, Any] | None) -> list[str]:
 def evidence_table(tuned: Tuned) -> RenderableType:
     """What a tuning executed, fastest first by what tells policies apart that were not executed on the same requests: the speed over the
     race's leader, projected to the workload. Prediction beside measurement; on how many requests tells whom the race dropped."""
-    from spectune.optimizer.verdict import finite
+    from spectune.optimizer.timings import finite
 
     table = _table("Executed on requests the search has not seen")
     for column in (

@@ -16,8 +16,7 @@ That is enough because no window exceeds :data:`runtime.policies.document.GAMMA_
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -40,8 +39,7 @@ Words = npt.NDArray[np.uint32]
 Index = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, eq=False)
-class Chains:
+class Chains(NamedTuple):
     """One draft's panoramas over a trace, joined. Positions of all trajectories follow one another; so do branch rows.
 
     ``agree`` uint8, ``logp`` and ``entropy`` uint16 [positions]. ``row`` int64 [positions + 1]: the branch row after leaving
@@ -50,7 +48,6 @@ class Chains:
     ``drawn`` marks the trajectories that need it. ``runs_out``: the draft may have no proposal somewhere.
     """
 
-    draft: str
     gamma_max: int
     agree: Bytes
     logp: Codes
@@ -92,7 +89,6 @@ def join_chains(trajectories: Sequence[Trajectory], panoramas: Sequence[ChainPan
     agree = _joined([p.agree for p in panoramas], np.uint8)
     keys = [request_seed(t.sampling.seed, t.request_id) for t in trajectories]
     return Chains(
-        draft=draft,
         gamma_max=reach,
         agree=agree,
         logp=_joined([p.logp for p in panoramas], np.uint16),
@@ -122,28 +118,23 @@ def check_reach(policy: Policy, chains: Chains) -> None:
     """
     if policy.gamma_max > chains.gamma_max and (compile_stop(policy.stop).kind != STOP_NONE or chains.runs_out):
         raise TraceError(
-            f"policy drafts up to {policy.gamma_max} tokens with {chains.draft!r}, but the recording holds chains of "
+            f"policy drafts up to {policy.gamma_max} tokens with {policy.draft!r}, but the recording holds chains of "
             f"{chains.gamma_max}: `record --resume ID --gamma-max {policy.gamma_max}` widens it; or lower the policy's window"
         )
 
 
-def tabulate(chains: Chains, offsets: Index, first_seen: npt.NDArray[np.int32], stop: CompiledStop, seed: int = 0) -> Words:
+def tabulate(chains: Chains, offsets: Index, cached: Bytes, stop: CompiledStop, seed: int) -> Words:
     """The packed outcomes of every start, uint32 [positions].
 
-    ``offsets`` [trajectories + 1] delimits trajectories; ``first_seen`` is :func:`first_occurrences`, joined. ``seed``
-    chooses the draws of the rejection verifier and matters for nothing else.
+    ``offsets`` [trajectories + 1] delimits trajectories; ``cached`` is :func:`cached_from`. ``seed`` chooses the draws of the rejection
+    verifier and matters for nothing else.
     """
     agree = chains.agree
     if chains.drawn.any():
         agree = agree.copy()
         draw_agreement(offsets, chains.drawn, chains.key, chains.accept, seed, agree)
     out = np.empty(len(agree), dtype=np.uint32)
-    _tabulate(
-        offsets, agree, chains.logp, chains.entropy, chains.row, chains.end_row,
-        chains.branch_logp, chains.branch_entropy, chains.branch_len, first_seen, chains.gamma_max,
-        stop.kind, stop.max_logp_code, stop.max_joint_code, stop.max_entropy_code, stop.keep_last,
-        stop.kind != STOP_NONE or chains.runs_out, out,
-    )  # fmt: skip
+    _tabulate(chains._replace(agree=agree), offsets, cached, stop, out)
     return out
 
 
@@ -153,6 +144,25 @@ def first_occurrences(trajectory: Trajectory) -> npt.NDArray[np.int32]:
     _, first, inverse = np.unique(tokens, return_index=True, return_inverse=True)
     prompt = len(trajectory.prompt_ids)
     return np.maximum(first[inverse][prompt:] - prompt, -1).astype(np.int32)
+
+
+def cached_from(offsets: Index, trajectories: Sequence[Trajectory]) -> Bytes:
+    """For each start the offset of the first position whose token occurs in the prompt or in the output before the start, uint8
+    [positions]."""
+    found = np.full(offsets[-1], ENDLESS, np.uint8)
+    _cached_from(offsets, np.concatenate([np.zeros(0, np.int32), *map(first_occurrences, trajectories)]), found)
+    return found
+
+
+@compiled()
+def _cached_from(offsets: Index, first_seen: npt.NDArray[np.int32], found: Bytes) -> None:
+    for r in range(len(offsets) - 1):
+        begin, end = offsets[r], offsets[r + 1]
+        for s in range(begin, end):
+            for i in range(s, min(end, s + ENDLESS)):
+                if first_seen[i] < s - begin:
+                    found[s] = i - s
+                    break
 
 
 @compiled(splitmix, schema)
@@ -175,27 +185,10 @@ def draw_agreement(offsets: Index, drawn: npt.NDArray[np.bool_], key: Index, acc
 
 
 @compiled(stops, schema)
-def _tabulate(
-    offsets: Index,
-    agree: Bytes,
-    logp: Codes,
-    entropy: Codes,
-    row: Index,
-    end_row: Index,
-    branch_logp: Codes,
-    branch_entropy: Codes,
-    branch_len: Bytes,
-    first_seen: npt.NDArray[np.int32],
-    gamma_max: int,
-    kind: int,
-    max_logp: int,
-    max_joint: int,
-    max_entropy: int,
-    keep_last: bool,
-    can_end: bool,
-    out: Words,
-) -> None:
-    for r in range(len(end_row)):
+def _tabulate(chains: Chains, offsets: Index, cached: Bytes, stop: CompiledStop, out: Words) -> None:
+    agree = chains.agree
+    can_end = stop.kind != STOP_NONE or chains.runs_out
+    for r in range(len(chains.end_row)):
         begin, end = offsets[r], offsets[r + 1]
         run = 0
         for s in range(end - 1, begin - 1, -1):
@@ -203,50 +196,22 @@ def _tabulate(
             cap, step_cap = int(ENDLESS), int(ENDLESS)
             if can_end:
                 joint, branch, entry = 0, -1, 0
-                for j in range(gamma_max):
+                for j in range(chains.gamma_max):
                     # The position after s + j tokens on the text, or the entry of the branch that the chain is on.
                     p = s + j
                     if branch < 0 and p == end:
-                        branch, entry = end_row[r], 0
+                        branch, entry = chains.end_row[r], 0
                     if branch < 0:
                         missing = agree[p] == AGREE_NONE
-                        logp_code, entropy_code = int(logp[p]), int(entropy[p])
+                        logp_code, entropy_code = int(chains.logp[p]), int(chains.entropy[p])
                         if agree[p] == AGREE_NO:
-                            branch, entry = row[p], 0
+                            branch, entry = chains.row[p], 0
                     else:
-                        missing = entry >= branch_len[branch]
-                        logp_code, entropy_code = int(branch_logp[branch, entry]), int(branch_entropy[branch, entry])
+                        missing = entry >= chains.branch_len[branch]
+                        logp_code, entropy_code = int(chains.branch_logp[branch, entry]), int(chains.branch_entropy[branch, entry])
                         entry += 1
                     joint += logp_code
-                    if missing or should_stop(kind, max_logp, max_joint, max_entropy, logp_code, joint, entropy_code):
-                        cap, step_cap = (j + 1 if keep_last and not missing else j), j + 1
+                    if missing or should_stop(stop, logp_code, joint, entropy_code):
+                        cap, step_cap = (j + 1 if stop.keep_last and not missing else j), j + 1
                         break
-            out[s] = run | (cap << 8) | (step_cap << 16) | (_cached_from(first_seen, begin, end, s) << 24)
-
-
-@compiled(inline=True)
-def _cached_from(first_seen: npt.NDArray[np.int32], begin: int, end: int, s: int) -> int:
-    for i in range(s, min(end, s + ENDLESS)):
-        if first_seen[i] < s - begin:
-            return int(i - s)
-    return ENDLESS
-
-
-def tabulate_copies(offsets: Index, first_seen: npt.NDArray[np.int32], copies: Bytes) -> Words:
-    """:func:`tabulate` for a draft that copies: ``copies`` uint8 [2, positions] are the tokens that each start has to copy,
-    and how many of them the text goes on with."""
-    out = np.empty(copies.shape[1], dtype=np.uint32)
-    _tabulate_copies(offsets, first_seen, copies[0], copies[1], out)
-    return out
-
-
-@compiled()
-def _tabulate_copies(
-    offsets: Index, first_seen: npt.NDArray[np.int32], length: Bytes, run: Bytes, out: Words
-) -> None:
-    for r in range(len(offsets) - 1):
-        begin, end = offsets[r], offsets[r + 1]
-        for s in range(begin, end):
-            cap = int(length[s])
-            near = _cached_from(first_seen, begin, end, s)
-            out[s] = int(run[s]) | (cap << 8) | (cap << 16) | (near << 24)
+            out[s] = run | (cap << 8) | (step_cap << 16) | (int(cached[s]) << 24)

@@ -15,25 +15,24 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from spectune.db.database import Database, open_database
 from spectune.db.errors import DatabaseError
 from spectune.db.urls import parse_url
 from spectune.optimizer.artifacts import fitted
+from spectune.optimizer.simulate.chain_tables import Index
 from spectune.optimizer.simulate.replay import run_replay
-from spectune.optimizer.simulate.replay_trace import FloatArray, ReplayTrace, outcome_of, total_of
-from spectune.optimizer.simulate.trace import NoRequestsError, Opened, check_ranked, missing_of, open_trace, why_approximate
+from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace, together
+from spectune.optimizer.simulate.trace import NoRequestsError, Opened, Simulated, check_ranked, open_trace, why_approximate
 from spectune.runtime.policies.artifacts import Fitted
-from spectune.runtime.policies.document import AUTOREGRESSIVE, AnyPolicy, Policy
+from spectune.runtime.policies.document import AUTOREGRESSIVE, AnyPolicy, HeuristicWindow, Policy, QLearningWindow
 from spectune.runtime.policies.prepared_chooser import plain_policies
-from spectune.runtime.policies.windows import WindowState
 from spectune.traces.errors import PolicyError, SpectuneError
 from spectune.traces.recording import RecordingInfo, Skipped
-from spectune.traces.schema import Counts, LatencyProfile, Outcome, Step
+from spectune.traces.schema import LatencyProfile
 from spectune.traces.store import TraceStore
 from spectune.traces.store.parquet import RecordingFile
 
@@ -92,19 +91,10 @@ def _said() -> Iterator[None]:
         raise SpectuneError("the Dask scheduler is gone; run the command again") from None
 
 
-class Source(Protocol):
-    """Where a worker gets a shard from: a value of kilobytes, which travels."""
-
-    def open(self) -> Opened:
-        """Reads the shard. Raises NoRequestsError where nothing is left of it."""
-
-    def artifact(self, name: str) -> Fitted:
-        """What policies need that was fitted."""
-
-
 @dataclass(frozen=True)
 class StoredShard:
-    """Requests of a stored recording. ``url`` may hold a password, and is kept out of Dask's logs."""
+    """Requests of a stored recording, and where a worker reads them: a value of kilobytes, which travels. ``url`` may hold a password,
+    and is kept out of Dask's logs."""
 
     url: str = field(repr=False)
     recording: str
@@ -128,6 +118,7 @@ class StoredShard:
             yield TraceStore(database)
 
     def open(self) -> Opened:
+        """Reads the shard. Raises NoRequestsError where nothing is left of it."""
         with self._store() as store:
             return open_trace(
                 store, self.recording, self.policies, ordinals=self.ordinals, skip_corrupted=self.skip_corrupted
@@ -138,24 +129,10 @@ class StoredShard:
             return fitted(store, store.get_recording(self.recording).pair_id)(name)
 
 
-class Part(NamedTuple):
-    """What a policy did on the requests of a shard, as :class:`optimizer.simulate.replay_trace.Replay` has it."""
-
-    counts: npt.NDArray[np.int64]
-    seconds: FloatArray
-    state: WindowState | None
-    missing: tuple[tuple[Policy, int], ...] = ()
-    chosen: tuple[str, ...] = ()
-    steps: tuple[list[Step], ...] = ()
-
-
-NOTHING: Final = Part(np.zeros((0, 6), np.int64), np.zeros(0), None)
-
-
 class Shard:
     """A part of a recording in a worker's memory. Sent to another, it is read there again."""
 
-    def __init__(self, source: Source, profile: LatencyProfile | None) -> None:
+    def __init__(self, source: StoredShard, profile: LatencyProfile | None) -> None:
         self._source, self._profile = source, profile
         self._find = cache(source.artifact)
         self._turn = threading.Lock()  # what a trace remembers is not made for two threads
@@ -164,13 +141,15 @@ class Shard:
         with suppress(NoRequestsError):
             self._trace, _, self._skipped, _ = source.open()
 
-    def __reduce__(self) -> tuple[type[Shard], tuple[Source, LatencyProfile | None]]:
+    def __reduce__(self) -> tuple[type[Shard], tuple[StoredShard, LatencyProfile | None]]:
         return Shard, (self._source, self._profile)
 
     def __sizeof__(self) -> int:
         """Its bytes, about: Dask then moves the work to the shard, and not the shard."""
-        tables = [] if self._trace is None else [*self._trace.chains.values(), *self._trace.forests.values()]
-        return sum(a.nbytes for t in tables for a in vars(t).values() if isinstance(a, np.ndarray))
+        if self._trace is None:
+            return 0
+        tables = [*self._trace.chains.values(), *(vars(forest).values() for forest in self._trace.forests.values())]
+        return sum(a.nbytes for table in tables for a in table if isinstance(a, np.ndarray))
 
     def about(self) -> About:
         if self._trace is None:
@@ -178,22 +157,22 @@ class Shard:
         full = all(f.full for f in self._trace.forests.values())
         return About(self._trace.names, self._skipped, full)
 
-    def replay(self, policy: AnyPolicy, before: Part | None, asked: Asked) -> Part:
-        """Replays the first ``asked.take`` requests; a window goes on from where ``before`` left it."""
-        if self._trace is None:
-            return NOTHING._replace(state=None if before is None else before.state)
+    def replay(
+        self, policy: AnyPolicy, before: Replay | None, take: int, per_round: bool, approximate: bool
+    ) -> Replay:
+        """Replays the first ``take`` requests, which the driver knows the names of; a window goes on from where ``before`` left it."""
+        assert self._trace is not None
         with self._turn:
             ran = run_replay(
-                self._trace.select(range(asked.take)),
+                self._trace.select(range(take)),
                 policy,
                 self._profile,
-                per_round=asked.per_round,
+                per_round=per_round,
                 state=None if before is None else before.state,
                 artifacts=self._find,
-                approximate=asked.approximate,
+                approximate=approximate,
             )
-        steps = tuple(ran.steps()) if asked.per_round else ()
-        return Part(ran.counts[:, :6], ran.seconds, ran.state, tuple(missing_of(ran)), ran.chosen, steps)
+        return replace(ran, names=())
 
 
 class About(NamedTuple):
@@ -202,52 +181,6 @@ class About(NamedTuple):
     names: tuple[tuple[str, str], ...]
     skipped: tuple[Skipped, ...]
     full: bool
-
-
-class Asked(NamedTuple):
-    """What is wanted of a shard: its first ``take`` requests, and the options of a replay."""
-
-    take: int
-    per_round: bool = False
-    approximate: bool = False
-
-
-@dataclass(frozen=True, eq=False)
-class ShardedReplay:
-    """What a policy did on all shards, with the face of :class:`optimizer.simulate.replay_trace.Replay`.
-
-    ``chosen``: the draft of each request, where a chooser chose. ``missed``: see
-    :func:`optimizer.simulate.trace.missing_of`.
-    """
-
-    policy: AnyPolicy
-    names: tuple[tuple[str, str], ...]
-    counts: npt.NDArray[np.int64]
-    seconds: FloatArray
-    state: WindowState
-    missed: tuple[tuple[Policy, int], ...]
-    chosen: tuple[str, ...]
-    rounds: tuple[list[Step], ...]
-
-    @property
-    def missing(self) -> int:
-        """Rounds that read what was not recorded."""
-        return sum(rounds for _, rounds in self.missed)
-
-    @property
-    def total(self) -> Counts:
-        """Sums over requests."""
-        return total_of(self.counts, self.seconds)
-
-    def outcome(self) -> Outcome:
-        """The schema's value, per request; ``policy`` is the policy's label."""
-        return outcome_of(self.policy, self.names, self.counts, self.seconds)
-
-    def steps(self) -> list[list[Step]]:
-        """The rounds of every request. ValueError unless replayed with ``per_round``."""
-        if len(self.rounds) != len(self.names):
-            raise ValueError("replayed without per_round")
-        return list(self.rounds)
 
 
 class Shards:
@@ -259,7 +192,7 @@ class Shards:
     def __init__(
         self,
         client: Client,
-        sources: Sequence[Source],
+        sources: Sequence[StoredShard],
         profile: LatencyProfile | None,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
@@ -290,45 +223,40 @@ class Shards:
         limit: int | None = None,
         per_round: bool = False,
         approximate: bool = False,
-    ) -> Iterator[ShardedReplay]:
+    ) -> Iterator[Replay]:
         """:func:`optimizer.simulate.replay.run_replay` of each policy, in order, over the first ``limit`` requests. Workers are at
         those that follow while one is taken."""
-        ahead: deque[tuple[AnyPolicy, list[Future]]] = deque()
+        ahead: deque[tuple[AnyPolicy, list[tuple[About, Future]]]] = deque()
         for policy in policies:
-            ahead.append((policy, self._begun(policy, limit, per_round, approximate)))
+            ahead.append((policy, list(self._begun(policy, limit, per_round, approximate))))
             if len(ahead) > 2 * len(self._shards):
-                yield self._joined(*ahead.popleft(), limit)
+                yield self._joined(*ahead.popleft())
         while ahead:
-            yield self._joined(*ahead.popleft(), limit)
+            yield self._joined(*ahead.popleft())
 
-    def _begun(self, policy: AnyPolicy, limit: int | None, per_round: bool, approximate: bool) -> list[Future]:
+    def _begun(
+        self, policy: AnyPolicy, limit: int | None, per_round: bool, approximate: bool
+    ) -> Iterator[tuple[About, Future]]:
         carries = _carries(policy)
+        before: Future | None = None
         left = len(self.names) if limit is None else limit
-        begun: list[Future] = []
         for shard, about in zip(self._shards, self._about, strict=True):
-            take = min(left, len(about.names))
-            if take or not begun:
-                before = begun[-1] if carries and begun else None
-                asked = Asked(take, per_round, approximate)
-                begun.append(self._client.submit(Shard.replay, shard, policy, before, asked, pure=False))
+            if take := min(left, len(about.names)):
+                asked = policy, before, take, per_round, approximate
+                begun = self._client.submit(Shard.replay, shard, *asked, pure=False)
+                before = begun if carries else None
+                yield about, begun
             left -= take
-        return begun
 
-    def _joined(self, policy: AnyPolicy, begun: list[Future], limit: int | None) -> ShardedReplay:
-        parts: list[Part] = self._client.gather(begun)
-        missing: dict[str, tuple[Policy, int]] = {}
-        for plain, rounds in (found for part in parts for found in part.missing):
-            missing[plain.id] = plain, rounds + missing.get(plain.id, (plain, 0))[1]
-        return ShardedReplay(
-            policy,
-            self.names[:limit],
-            np.concatenate([part.counts for part in parts]),
-            np.concatenate([part.seconds for part in parts]),
-            next(part.state for part in reversed(parts) if part.state is not None),
-            tuple(missing.values()),
-            tuple(draft for part in parts for draft in part.chosen),
-            tuple(steps for part in parts for steps in part.steps),
-        )
+    def _joined(self, policy: AnyPolicy, begun: Sequence[tuple[About, Future]]) -> Replay:
+        parts: list[tuple[Index, Replay]] = []
+        first = 0
+        for (about, _), part in zip(begun, self._client.gather([future for _, future in begun]), strict=True):
+            places = first + np.arange(len(part.counts))
+            parts.append((places, replace(part, names=about.names[: len(places)])))
+            first += len(places)
+        chosen = tuple(draft for _, part in parts for draft in part.chosen)
+        return replace(together(policy, parts), chosen=chosen)
 
 
 def homes(client: Client) -> list[str]:
@@ -338,7 +266,8 @@ def homes(client: Client) -> list[str]:
 
 def _carries(policy: AnyPolicy) -> bool:
     """Whether a policy's window goes on from request to request."""
-    return isinstance(policy, Policy) and getattr(policy.window, "carries", False)
+    window = policy.window if isinstance(policy, Policy) else None
+    return isinstance(window, QLearningWindow) or (isinstance(window, HeuristicWindow) and not window.transient)
 
 
 def simulate_on(
@@ -352,7 +281,7 @@ def simulate_on(
     per_round: bool = False,
     skip_corrupted: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> tuple[ShardedReplay, tuple[Skipped, ...], str]:
+) -> Simulated:
     """:func:`optimizer.simulate.trace.simulate` by the workers of a cluster. Raises PolicyError for a chooser of policies whose windows
     go on from request to request, too."""
     find = fitted(store, info.pair_id)
@@ -364,7 +293,7 @@ def simulate_on(
     if not shards.names:
         raise NoRequestsError(f"recording {info.id} has no usable request")
     (replayed,) = shards.replay([policy], limit=limit, per_round=per_round)
-    return replayed, shards.skipped, why_approximate(info, replayed.missed, full=shards.full)
+    return Simulated(replayed, shards.skipped, why_approximate(info, replayed.missed, full=shards.full))
 
 
 def stored_shards(

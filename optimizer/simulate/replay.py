@@ -8,16 +8,19 @@ a trace.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
 from spectune.optimizer.simulate.chains import ROUND_COLUMNS, Sums, replay_chains
-from spectune.optimizer.simulate.choosers import run_chosen
-from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace
-from spectune.optimizer.simulate.trees import Grown, TreeLimits, replay_trees
+from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace, together
+from spectune.optimizer.simulate.trees import TreeLimits, replay_trees
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import AnyPolicy, ChooserPolicy, Policy
 from spectune.runtime.policies.plan import Plan, compile_plan
+from spectune.runtime.policies.prepared_chooser import prepare_chooser, stored_chooser
 from spectune.runtime.policies.windows import WindowState, init_state
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.schema import LatencyProfile, Outcome
@@ -62,9 +65,7 @@ def run_replay(
     if isinstance(policy, ChooserPolicy):
         if state is not None:
             raise ValueError("a chooser's candidates begin with windows of their own: replay one of them to go on from a state")
-        return run_chosen(
-            trace, policy, run_replay, profile, per_round=per_round, artifacts=artifacts, approximate=approximate
-        )
+        return _run_chosen(trace, policy, profile, per_round=per_round, artifacts=artifacts, approximate=approximate)
     if profile is None and not policy.replays_exactly:
         raise PolicyError("window.costs 'recent' reads the clock, which a replay takes from a latency profile: give one")
     prepared = compile_plan(policy, [policy.draft], profile=profile, artifacts=artifacts)
@@ -78,10 +79,8 @@ def run_replay(
     rounds, round_s = sums.rounds[:used].copy(), sums.round_s[:used].copy()
     known = doubtful[trace.offsets[trace.order[rounds[:, 0]]] + rounds[:, 1]] if len(doubtful) else rounds[:, 2]
     missing = int((known < rounds[:, 2]).sum())
-    counts = sums.counts[:, :6].copy()
-    if not per_round:
-        return Replay(policy, trace, counts, sums.seconds, state, missing=missing)
-    return Replay(policy, trace, counts, sums.seconds, state, rounds, round_s, missing)
+    made = Replay(policy, trace.names, sums.counts[:, :6], sums.seconds, state, ((policy, missing),))
+    return replace(made, rounds=rounds, round_s=round_s) if per_round else made
 
 
 def _sums(trace: ReplayTrace, before: FloatArray, *, per_round: bool) -> Sums:
@@ -104,13 +103,10 @@ def _run_trees(
     growth = trace.growth(policy, prepared.rules, prepared.shortlist)
     costs, before = trace.costs(prepared, profile, growth)
     forest = trace.forests[policy.draft, getattr(policy.growth, "proposals", "coupled")]
-    grown = Grown(
-        growth.rank, growth.pool, growth.read, growth.phi,
-        trace.stops(growth, prepared.rules), growth.end, growth.missing, trace.first_seen,
-    )  # fmt: skip
+    stops = trace.stops(growth, prepared.rules)
     limits = TreeLimits.of(prepared.rules[0], rereads=not forest.shared)
     sums = _sums(trace, before, per_round=per_round)
-    used = replay_trees(prepared.window, state, trace.texts, grown, limits, costs, sums)
+    used = replay_trees(prepared.window, state, trace.texts, growth, stops, trace.cached_from, limits, costs, sums)
     missing = int(sums.counts[:, 6].sum())
     if missing and not approximate and prepared.shortlist is None:
         raise TraceError(
@@ -118,7 +114,36 @@ def _run_trees(
             f"that the recording does not hold (it holds width {forest.width}, depth {forest.depth}): `record --resume ID --cover POLICY` "
             "records them"
         )
-    if not per_round:
-        return Replay(policy, trace, sums.counts, sums.seconds, state, missing=missing)
-    rounds, round_s = sums.rounds[:used].copy(), sums.round_s[:used].copy()
-    return Replay(policy, trace, sums.counts, sums.seconds, state, rounds, round_s, missing)
+    made = Replay(policy, trace.names, sums.counts[:, :6], sums.seconds, state, ((policy, missing),))
+    return replace(made, rounds=sums.rounds[:used].copy(), round_s=sums.round_s[:used].copy()) if per_round else made
+
+
+def _run_chosen(
+    trace: ReplayTrace,
+    policy: ChooserPolicy,
+    profile: LatencyProfile | None,
+    *,
+    per_round: bool,
+    artifacts: Artifacts | None,
+    approximate: bool,
+) -> Replay:
+    """Each request under the candidate that the chooser takes for its prompt. A request's seconds include the pass that reads its
+    prompt's perplexity.
+
+    Choices are those of a decoder with the same profile: the artifact holds what was predicted of every prompt of the recording it was
+    fitted to, which takes models to know of any other. Raises TraceError for those where it chooses, PolicyError without a profile,
+    and what replaying a candidate raises.
+    """
+    chooser = stored_chooser(policy, artifacts)[0]
+    ready = prepare_chooser(policy, [*chooser.drafts, chooser.features.reader], profile=profile, artifacts=artifacts)
+    texts = [trace.trajectories[r] for r in trace.order]
+    picks = [ready.of_recorded(t.prompt_ids, t.max_new_tokens, t.sampling).policy.draft for t in texts]
+    how: dict[str, Any] = {"per_round": per_round, "artifacts": artifacts, "approximate": approximate}
+    parts = []
+    for draft in dict.fromkeys(picks):
+        places = np.flatnonzero(np.array(picks) == draft)
+        parts.append((places, run_replay(trace.select(trace.order[places]), chooser.candidates[draft], profile, **how)))
+    made = replace(together(policy, parts), chosen=tuple(picks))
+    if profile is None:
+        return made
+    return replace(made, seconds=made.seconds + chooser.reading_seconds(profile, trace.prompts[trace.order], picks))

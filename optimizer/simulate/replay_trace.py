@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Generic, TypeVar
 
 import numpy as np
@@ -14,11 +14,10 @@ from spectune.optimizer.simulate.chain_tables import (
     Chains,
     Index,
     Words,
+    cached_from,
     check_reach,
-    first_occurrences,
     join_chains,
     tabulate,
-    tabulate_copies,
 )
 from spectune.optimizer.simulate.chains import Texts
 from spectune.optimizer.simulate.forest import Forest, join_trees, tabulate_growth
@@ -41,7 +40,18 @@ from spectune.runtime.policies.stops import CompiledStop
 from spectune.runtime.policies.windows import WindowState
 from spectune.runtime.trees.grow import TreeRule
 from spectune.traces.errors import TraceError
-from spectune.traces.schema import ChainPanorama, Counts, LatencyProfile, Outcome, RequestOutcome, Step, Trajectory, TreePanorama
+from spectune.traces.recording import how_to_record_trees
+from spectune.traces.schema import (
+    ChainPanorama,
+    Counts,
+    LatencyProfile,
+    Outcome,
+    Proposals,
+    RequestOutcome,
+    Step,
+    Trajectory,
+    TreePanorama,
+)
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -78,14 +88,13 @@ class Memo(Generic[Made]):
 class ReplayTrace:
     """Trajectories and panoramas as flat arrays, with what has been tabulated from them.
 
-    ``panoramas`` maps each draft to its panoramas, one per trajectory in the same order. Requests are replayed in order,
-    which matters only to windows that carry their state from one to the next. ``seed`` chooses the draws of requests decoded
-    by the rejection verifier. ``trees`` maps (draft, proposals) to tree panoramas likewise. ``ranks`` maps (draft, artifact of a
-    shortlist) to what ``optimizer.fit`` finds; that draft's
-    trees must be given as well. Shortlists of kind ``clusters`` need them, chains under the others are exact with them. ``copies`` maps
-    drafts that copy, whatever the window, to what each request's starts would (:func:`optimizer.simulate.chain_tables.tabulate_copies`).
-    ``past`` tokens may be drafted beyond those that were asked for. Raises TraceError where panoramas do not match, or ranks lack a
-    request.
+    ``panoramas`` maps each draft to its panoramas, one per trajectory in the same order. Requests are replayed in order, which matters only
+    to windows that carry their state from one to the next. ``seed`` chooses the draws of requests decoded by the rejection verifier.
+    ``trees`` maps (draft, proposals) to tree panoramas likewise. ``ranks`` maps (draft, artifact of a shortlist) to what ``optimizer.fit``
+    finds; that draft's trees must be given as well. Shortlists of kind ``clusters`` need them, chains under the others are exact with them.
+    ``copies`` maps drafts that copy, whatever the window, to what each request's starts would, uint8 [2, positions]: how many tokens there
+    are to copy, and how many of them the text goes on with. ``past`` tokens may be drafted beyond those that were asked for. Raises
+    TraceError where panoramas do not match, or ranks lack a request.
     """
 
     def __init__(
@@ -109,7 +118,7 @@ class ReplayTrace:
         self.order: Index = np.arange(len(self.trajectories))
         self.seed = seed
         self.max_context = int((self.prompts + lengths).max(initial=1))
-        self.first_seen = np.concatenate([np.zeros(0, np.int32), *(first_occurrences(t) for t in trajectories)])
+        self.cached_from = cached_from(self.offsets, self.trajectories)
         self.chains: dict[str, Chains] = {d: join_chains(self.trajectories, p) for d, p in panoramas.items()}
         self.forests: dict[tuple[str, str], Forest] = {k: join_trees(self.trajectories, p, past) for k, p in (trees or {}).items()}
         self.ranked: dict[tuple[str, str], RankedForest] = {}
@@ -165,11 +174,9 @@ class ReplayTrace:
         too little was recorded."""
         if not policy.speculates:
             return np.zeros(int(self.offsets[-1]), np.uint32), ALL_KNOWN
-        copies = self.copies.get(policy.draft)
-        if copies is not None:
-            return self._tables.get(
-                policy.draft, lambda: (tabulate_copies(self.offsets, self.first_seen, copies), ALL_KNOWN)
-            )
+        if policy.draft in self.copies:
+            length, run = self.copies[policy.draft].astype(np.uint32)
+            return run | length << 8 | length << 16 | self.cached_from.astype(np.uint32) << 24, ALL_KNOWN
         chains = self.chains.get(policy.draft)
         if chains is None:
             known = ", ".join(sorted(self.chains)) or "none"
@@ -177,7 +184,7 @@ class ReplayTrace:
         check_reach(policy, chains)
         whole = self._tables.get(
             (policy.draft, stop),
-            lambda: (tabulate(chains, self.offsets, self.first_seen, stop, self.seed), ALL_KNOWN),
+            lambda: (tabulate(chains, self.offsets, self.cached_from, stop, self.seed), ALL_KNOWN),
         )
         if shortlist is None:
             return whole
@@ -208,14 +215,13 @@ class ReplayTrace:
             policy.speculates and policy.draft not in self.chains and (policy.draft, "coupled") in self.forests
         )
 
-    def _forest(self, policy: Policy, proposals: str, width: int) -> Forest:
+    def _forest(self, policy: Policy, proposals: Proposals, width: int) -> Forest:
         forest = self.forests.get((policy.draft, proposals))
         if forest is None:
             known = ", ".join(sorted({d for d, p in self.forests if p == proposals})) or "none"
-            flag = "" if proposals == "coupled" else " --tree-proposals probability"
             raise TraceError(
-                f"the recording has no trees of draft {policy.draft!r} (it has: {known}); `record --resume ID --tree-width "
-                f"{width} --tree-depth {policy.depth_max}{flag}` makes them"
+                f"the recording has no trees of draft {policy.draft!r} (it has: {known}); "
+                + how_to_record_trees("ID", width, policy.depth_max, proposals)
             )
         return forest
 
@@ -226,7 +232,7 @@ class ReplayTrace:
 
         Raises TraceError if too little was recorded.
         """
-        proposals = getattr(policy.growth, "proposals", "coupled")
+        proposals: Proposals = getattr(policy.growth, "proposals", "coupled")
         forest = self._forest(policy, proposals, rules[0].width)
         document = policy.growth.model_dump_json()
         stops = policy.stop.kind != "none" and policy.growth.kind == "static"
@@ -301,70 +307,82 @@ class ReplayTrace:
 class Replay:
     """What a policy did on a trace, per request in replayed order.
 
-    ``counts`` int64 [requests, 6] (rounds, emitted, accepted, drafted, draft steps, verified), ``seconds`` float64
-    [requests] (0 without a profile). ``rounds`` int32 [rounds, 8] (:data:`ROUND_COLUMNS`) and ``round_s`` float64 [rounds,
-    3] (draft, verify, round), in order, are None unless asked for. ``state`` is the window's as it was left, a learned
-    Q-table included. ``missing`` rounds read distributions that were not recorded (0 unless approximate). ``chosen``: the
-    draft of each request, where a chooser chose.
+    ``names``: ids and categories of the requests. ``counts`` int64 [requests, 6] (rounds, emitted, accepted, drafted, draft steps,
+    verified), ``seconds`` float64 [requests] (0 without a profile). ``state`` is the window's as it was left, a learned Q-table included.
+    ``missed``: the plain policies that decoded, and how many rounds of each read distributions that were not recorded (0 unless
+    approximate). ``rounds`` int32 [rounds, 10] (:data:`optimizer.simulate.chains.ROUND_COLUMNS`) and ``round_s`` float64 [rounds, 3]
+    (draft, verify, round), in order, are None unless asked for. ``chosen``: the draft of each request, where a chooser chose.
     """
 
     policy: AnyPolicy
-    trace: ReplayTrace
+    names: tuple[tuple[str, str], ...]
     counts: npt.NDArray[np.int64]
     seconds: FloatArray
     state: WindowState
+    missed: tuple[tuple[Policy, int], ...]
     rounds: npt.NDArray[np.int32] | None = None
     round_s: FloatArray | None = None
-    missing: int = 0
     chosen: tuple[str, ...] = ()
 
     @property
-    def names(self) -> tuple[tuple[str, str], ...]:
-        """Ids and categories of the requests, in order."""
-        return self.trace.names
+    def missing(self) -> int:
+        """Rounds that read what was not recorded."""
+        return sum(rounds for _, rounds in self.missed)
 
     @property
     def total(self) -> Counts:
         """Sums over requests."""
-        return total_of(self.counts, self.seconds)
+        return _counts(len(self.counts), self.counts.sum(axis=0), float(self.seconds.sum()))
 
     def outcome(self) -> Outcome:
         """The schema's value, per request; ``policy`` is the policy's label."""
-        return outcome_of(self.policy, self.trace.names, self.counts, self.seconds)
+        rows = zip(self.names, self.counts, self.seconds.tolist(), strict=True)
+        per_request = tuple(RequestOutcome(name, category, _counts(1, c, s)) for (name, category), c, s in rows)
+        return Outcome(self.policy.label(), "replayed", per_request)
 
     def steps(self) -> list[list[Step]]:
         """The rounds of every request, as the runtime reports them. ValueError unless replayed with ``per_round``."""
         if self.rounds is None or self.round_s is None:
             raise ValueError("replayed without per_round")
-        assert isinstance(self.policy, Policy)
-        out: list[list[Step]] = [[] for _ in self.trace.order]
+        plain = {policy.draft: policy for policy, _ in self.missed}
+        decoded_by = [plain[draft] for draft in self.chosen] or [self.missed[0][0]] * len(self.names)
+        out: list[list[Step]] = [[] for _ in self.names]
         for row, (draft_s, verify_s, round_s) in zip(self.rounds.tolist(), self.round_s.tolist(), strict=True):
             request, start, drafted, verified, accepted, emitted, draft_steps, lag, depth, bin_ = row
+            policy = decoded_by[request]
             out[request].append(
                 Step(
                     start, drafted, verified, accepted, emitted, draft_steps, lag,
-                    self.policy.draft, self.policy.id, draft_s, verify_s, round_s, depth, bin_,
+                    policy.draft, policy.id, draft_s, verify_s, round_s, depth, bin_,
                 )
             )  # fmt: skip
         return out
 
 
-def total_of(counts: npt.NDArray[np.int64], seconds: FloatArray) -> Counts:
-    """The sums of :attr:`Replay.counts` and :attr:`Replay.seconds`."""
-    return _counts(len(counts), counts.sum(axis=0), float(seconds.sum()))
-
-
-def outcome_of(
-    policy: AnyPolicy, names: Iterable[tuple[str, str]], counts: npt.NDArray[np.int64], seconds: FloatArray
-) -> Outcome:
-    """The schema's value of :attr:`Replay.counts` and :attr:`Replay.seconds`; ``names``: ids and categories of the requests."""
-    per_request = tuple(
-        RequestOutcome(name, category, _counts(1, c, float(s)))
-        for (name, category), c, s in zip(names, counts, seconds, strict=True)
+def together(policy: AnyPolicy, parts: Sequence[tuple[Index, Replay]]) -> Replay:
+    """Replays of parts of the requests as one, whose ``state`` is the last one's. With each part are the places of its requests."""
+    order = np.argsort(np.concatenate([places for places, _ in parts])).tolist()
+    names = [name for _, part in parts for name in part.names]
+    missed: dict[str, tuple[Policy, int]] = {}
+    for plain, rounds in (found for _, part in parts for found in part.missed):
+        missed[plain.id] = plain, rounds + missed.get(plain.id, (plain, 0))[1]
+    whole = Replay(
+        policy,
+        tuple(names[i] for i in order),
+        np.concatenate([part.counts for _, part in parts])[order],
+        np.concatenate([part.seconds for _, part in parts])[order],
+        parts[-1][1].state,
+        tuple(missed.values()),
     )
-    return Outcome(policy.label(), "replayed", per_request)
+    rows = [np.column_stack((places[p.rounds[:, 0]], p.rounds[:, 1:])) for places, p in parts if p.rounds is not None]
+    if not rows:
+        return whole
+    joined = np.concatenate(rows)
+    by_request = np.argsort(joined[:, 0], kind="stable")
+    seconds = np.concatenate([part.round_s for _, part in parts if part.round_s is not None])
+    return replace(whole, rounds=joined[by_request].astype(np.int32), round_s=seconds[by_request])
 
 
 def _counts(requests: int, row: npt.NDArray[np.int64], seconds: float) -> Counts:
-    rounds, emitted, accepted, drafted, draft_steps, verified = row.tolist()[:6]
+    rounds, emitted, accepted, drafted, draft_steps, verified = row.tolist()
     return Counts(requests, rounds, emitted, accepted, drafted, draft_steps, verified, seconds)

@@ -47,20 +47,6 @@ class Queue(NamedTuple):
     words: Words
 
 
-class Limits(NamedTuple):
-    """:class:`engines.rules.ServingRules`, and the tokens to draft by the size of a step, as compiled code reads them."""
-
-    seats: int
-    tokens: int
-    max_len: int
-    slots: int
-    cache: int
-    ahead: int
-    after: bool
-    reply_s: float
-    gammas: Index
-
-
 class State(NamedTuple):
     """What changes, by request: prompt tokens that were scheduled (``read``), tokens that are out (``out``), tokens to draft in its
     next step (``gamma``), and steps of it in execution (``flying``), the last of which drafted ``flown`` tokens. ``running``: those
@@ -114,7 +100,7 @@ class Filled(NamedTuple):
 
 
 @compiled(inline=True)
-def _wanted(queue: Queue, limits: Limits, state: State, r: int) -> int:
+def _wanted(queue: Queue, rules: ServingRules, state: State, r: int) -> int:
     """Tokens that a request in force would read in the next step; 0: it is left out."""
     t = queue.text[r]
     if state.read[r] < queue.prompts[t]:
@@ -124,10 +110,10 @@ def _wanted(queue: Queue, limits: Limits, state: State, r: int) -> int:
         if out + 1 >= queue.budgets[t]:  # the step in execution ends it
             return 0
         cached += 1 + state.flown[r]
-    gamma = state.gamma[r] if limits.after else min(state.gamma[r], queue.budgets[t] - out - 1)
+    gamma = state.gamma[r] if rules.drafts_after else min(state.gamma[r], queue.budgets[t] - out - 1)
     if state.flying[r] == 0 and out < queue.lengths[t]:
         gamma = min(gamma, (int(queue.words[queue.begins[t] + out - 1]) >> 8) & 255)  # a draft may have no proposal
-    return int(max(0, min(1 + gamma, limits.max_len - cached - 1)))
+    return int(max(0, min(1 + gamma, rules.max_len - cached - 1)))
 
 
 @compiled(inline=True)
@@ -169,18 +155,18 @@ def _emit(queue: Queue, state: State, found: Found, r: int, drafted: int, now: f
 
 
 @compiled(inline=True)
-def _fill(queue: Queue, limits: Limits, state: State, found: Found, slot: int, now: Counts) -> tuple[Counts, Filled]:
+def _fill(queue: Queue, rules: ServingRules, state: State, found: Found, slot: int, now: Counts) -> tuple[Counts, Filled]:
     """Fills a step: those in force in the order of their admission, then as many of those that wait as there is room for."""
     running, admitted, rounds = now.running, now.admitted, now.rounds
-    budget, room, size, rows, prompts, context, most = limits.tokens, limits.tokens, 0, 0, 0, 0, 0
+    budget, room, size, rows, prompts, context, most = rules.max_batched_tokens, rules.max_batched_tokens, 0, 0, 0, 0, 0
     i = 0
-    while budget > 0 and room > limits.slots:
+    while budget > 0 and room > rules.draft_slots:
         admitting = i >= running
-        if admitting and (admitted >= now.arrived or running >= limits.seats):
+        if admitting and (admitted >= now.arrived or running >= rules.max_num_seqs):
             break
         r = admitted if admitting else state.running[i]
         reading = state.read[r] < queue.prompts[queue.text[r]]
-        new = min(_wanted(queue, limits, state, r), budget, room - limits.slots)
+        new = min(_wanted(queue, rules, state, r), budget, room - rules.draft_slots)
         if admitting:
             state.running[running] = r
             running += 1
@@ -194,18 +180,20 @@ def _fill(queue: Queue, limits: Limits, state: State, found: Found, slot: int, n
         prompts += new if reading else 0
         rows += 0 if reading else new
         size, context, most = size + 1, context + cached, max(most, drafted)
-        budget, room, rounds = budget - new, room - new - limits.slots, rounds + 1
+        budget, room, rounds = budget - new, room - new - rules.draft_slots, rounds + 1
     return Counts(now.arrived, admitted, now.sent, running, now.steps, rounds), Filled(size, rows, prompts, context, most)
 
 
 @compiled(costs_module, inline=True)
-def _begin(limits: Limits, costs: StepCosts, state: State, found: Found, slot: int, now: Counts, step: Filled, at: float) -> float:
+def _begin(
+    rules: ServingRules, gammas: Index, costs: StepCosts, state: State, found: Found, slot: int, now: Counts, step: Filled, at: float
+) -> float:
     """Executes a step from ``at`` on, and says how many tokens its requests draft next; when it ends."""
-    gamma = limits.gammas[step.size]
+    gamma = gammas[step.size]
     for n in range(step.size):
         if state.queue[slot, n, 1] >= 0:
             state.gamma[state.queue[slot, n, 0]] = gamma
-    passes = gamma if limits.after else step.most
+    passes = gamma if rules.drafts_after else step.most
     ends = at + step_seconds(costs, step.rows, step.prompts, step.size, step.context, passes)
     state.sizes[slot], state.ends[slot], found.ends[now.steps] = step.size, ends, ends
     row = found.steps[now.steps]
@@ -225,7 +213,7 @@ def _held(state: State, running: int) -> int:
 
 
 @compiled(inline=True)
-def _finish(queue: Queue, limits: Limits, state: State, found: Found, slot: int, now: Counts, at: float) -> Counts:
+def _finish(queue: Queue, rules: ServingRules, state: State, found: Found, slot: int, now: Counts, at: float) -> Counts:
     """A step has ended: its requests get what it yields, those whose text ends leave, and their clients send the next."""
     sent, kept = now.sent, 0
     for n in range(state.sizes[slot]):
@@ -233,7 +221,7 @@ def _finish(queue: Queue, limits: Limits, state: State, found: Found, slot: int,
         if drafted < 0 or found.finished[r] >= 0:
             continue
         if _emit(queue, state, found, r, drafted, at) and queue.clients > 0 and sent < len(queue.text):
-            queue.arrived[sent] = max(at, queue.arrived[sent - 1]) + limits.reply_s
+            queue.arrived[sent] = max(at, queue.arrived[sent - 1]) + rules.reply_s
             sent += 1
     for n in range(now.running):
         state.running[kept] = state.running[n]
@@ -242,9 +230,11 @@ def _finish(queue: Queue, limits: Limits, state: State, found: Found, slot: int,
 
 
 @compiled(costs_module)
-def serve_queue(queue: Queue, limits: Limits, costs: StepCosts, state: State, found: Found) -> tuple[int, int, float]:
+def serve_queue(
+    queue: Queue, rules: ServingRules, gammas: Index, costs: StepCosts, state: State, found: Found
+) -> tuple[int, int, float]:
     """Serves the whole queue: how many steps and rounds that took, and when the cache was too small (-1: it never was)."""
-    total, slots = len(queue.text), limits.ahead + 1
+    total, slots = len(queue.text), rules.ahead + 1
     arrived = steps = head = flying = 0
     counts = Counts(0, 0, min(queue.clients, total) if queue.clients > 0 else total, 0, 0, 0)
     now, busy, full = 0.0, 0.0, -1.0
@@ -253,11 +243,11 @@ def serve_queue(queue: Queue, limits: Limits, costs: StepCosts, state: State, fo
             arrived += 1
         slot = (head + flying) % slots
         counts = Counts(arrived, counts.admitted, counts.sent, counts.running, steps, counts.rounds)
-        counts, step = _fill(queue, limits, state, found, slot, counts)
+        counts, step = _fill(queue, rules, state, found, slot, counts)
         if step.size > 0:
-            busy = _begin(limits, costs, state, found, slot, counts, step, max(now, busy))
+            busy = _begin(rules, gammas, costs, state, found, slot, counts, step, max(now, busy))
             steps, flying = steps + 1, flying + 1
-            if limits.cache > 0 and _held(state, counts.running) > limits.cache:
+            if rules.cache_tokens > 0 and _held(state, counts.running) > rules.cache_tokens:
                 full = now
             if flying < slots:
                 continue
@@ -267,7 +257,7 @@ def serve_queue(queue: Queue, limits: Limits, costs: StepCosts, state: State, fo
             now = max(now, queue.arrived[arrived])
             continue
         now = max(now, state.ends[head])
-        counts = _finish(queue, limits, state, found, head, counts, now)
+        counts = _finish(queue, rules, state, found, head, counts, now)
         head, flying = (head + 1) % slots, flying - 1
     return steps, counts.rounds, full
 
@@ -331,11 +321,7 @@ def serve(
         np.full(count, -1.0), np.full(count, -1.0), np.zeros((count, 3), np.int64),
         np.zeros((most, len(STEP_COLUMNS)), np.int32), np.zeros(most), np.zeros((2 * most if members else 0, 3), np.int64),
     )  # fmt: skip
-    limits = Limits(
-        rules.max_num_seqs, rules.max_batched_tokens, rules.max_len, rules.draft_slots, rules.cache_tokens,
-        rules.ahead, rules.drafts_after, rules.reply_s, np.array(gammas, np.int64),
-    )  # fmt: skip
-    steps, rounds, full = serve_queue(queue, limits, costs, state, found)
+    steps, rounds, full = serve_queue(queue, rules, np.array(gammas, np.int64), costs, state, found)
     if full >= 0:
         raise TraceError(
             f"{full:.1f} s after the start the requests need more than the {rules.cache_tokens} tokens of the engine's "

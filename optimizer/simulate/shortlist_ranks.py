@@ -22,7 +22,7 @@ import numpy.typing as npt
 from spectune.db.errors import CorruptedChunkError
 from spectune.runtime.policies.artifacts import FREQUENCIES, ROUTER
 from spectune.traces.errors import TraceError
-from spectune.traces.recording import TREE_DEPTH, TREE_WIDTH
+from spectune.traces.recording import how_to_record_trees
 from spectune.traces.schema import NAT_SCALE, Proposals, Trajectory, TreePanorama
 
 if TYPE_CHECKING:
@@ -288,10 +288,9 @@ def wanted_ranks(
         raise TraceError(f"recording {info.id} is of pair {info.pair_id}, this is pair {pair_id}; name one of this pair")
     loaded = store.load(info.id, [draft], trees=True, skip_corrupted=True).having(trees=[draft], proposals=proposals)
     if not loaded.requests:
-        flag = "" if proposals == "coupled" else f" --tree-proposals {proposals}"
         raise TraceError(
             f"recording {info.id} has no trees of draft {draft!r}, whose distributions a shortlist's ranks are of; "
-            f"`record --resume {info.id} --tree-width {TREE_WIDTH} --tree-depth {TREE_DEPTH}{flag}` makes them"
+            + how_to_record_trees(info.id, proposals=proposals)
         )
     there: dict[str, Ranks] = {}
     for name in orders:

@@ -118,26 +118,18 @@ def join_ranks(
     own, better = np.zeros((2, len(text_row)), np.int32)
     own[on], better[on] = source.own[text], source.better[text]
     unsaid = np.zeros(len(text_row), np.bool_)
-    codes = source.text_code[text], source.mass_code[text], source.entropy_code[text]
+    shared = own, better, unsaid, text_row, source.text_code[text], source.mass_code[text], source.entropy_code[text]
     if isinstance(source, FrequencyRanks):
         unsaid[on] = source.open[text]
-        return RankedForest(source, own, better, unsaid, text_row, *codes)
+        return RankedForest(source, *shared)
     at = _rows_of(source.node_offsets, places)
-    return RoutedForest(
-        source,
-        own,
-        better,
-        unsaid,
-        text_row,
-        *codes,
-        np.ascontiguousarray(source.ranks[at, : forest.width].astype(np.int32)),
-        ClusterUnion(
-            source.of[forest.tokens].astype(np.uint16),
-            np.ascontiguousarray(source.order[at].astype(np.uint16)),
-            np.append(np.bincount(source.of, minlength=source.clusters)[: source.clusters], 0),
-        ),
-        source.sizes[text],
+    union = ClusterUnion(
+        source.of[forest.tokens].astype(np.uint16),
+        np.ascontiguousarray(source.order[at].astype(np.uint16)),
+        np.append(np.bincount(source.of, minlength=source.clusters)[: source.clusters], 0),
     )
+    ranks = np.ascontiguousarray(source.ranks[at, : forest.width].astype(np.int32))
+    return RoutedForest(source, *shared, ranks, union, source.sizes[text])
 
 
 def _rows_of(offsets: Index, places: Sequence[int]) -> Index:

@@ -12,7 +12,6 @@ import numpy.typing as npt
 from spectune.engines.abilities import VLLM, engine_named
 from spectune.engines.vllm.prompt_lookup import LEAST, MOST, copied
 from spectune.optimizer.artifacts import fitted
-from spectune.optimizer.simulate.choosers import ChosenReplay
 from spectune.optimizer.simulate.counted import INSTEAD, holds_counts
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace
@@ -22,7 +21,7 @@ from spectune.runtime.policies.document import GAMMA_LIMIT, AnyPolicy, FullShort
 from spectune.runtime.policies.prepared_chooser import plain_policies
 from spectune.runtime.policies.shortlist_rule import compile_shortlist
 from spectune.traces.errors import PolicyError, TraceError
-from spectune.traces.recording import Skipped
+from spectune.traces.recording import TREE_DEPTH, Skipped, how_to_record_trees
 from spectune.traces.schema import LatencyProfile, Proposals, Trajectory, TreePanorama
 from spectune.traces.store import RecordingInfo, TraceStore
 
@@ -130,10 +129,9 @@ def _check_recorded(policy: Policy, info: RecordingInfo, as_tree: bool) -> None:
     proposals = proposals_of(policy)
     grown = info.trees if proposals == "coupled" else info.trees_q
     if (as_tree or policy.shortlisted) and policy.draft not in grown:  # a shortlist looks at the draft's distributions
-        flag = "" if proposals == "coupled" else f" --tree-proposals {proposals}"
         raise PolicyError(
             f"draft: recording {info.id} has no trees of draft {policy.draft!r} (it has: {info.trees_shown() or 'none'}); "
-            f"`record --resume {info.id} --tree-width 8 --tree-depth {max(8, policy.depth_max)}{flag}` makes them"
+            + how_to_record_trees(info.id, depth=max(TREE_DEPTH, policy.depth_max), proposals=proposals)
         )
     if not as_tree and policy.draft not in info.drafts:
         raise PolicyError(
@@ -177,47 +175,30 @@ def simulate(
     check_ranked(store, info, policy, find)
     replayed = run_replay(trace, policy, profile, per_round=per_round, artifacts=find)
     full = all(f.full for f in trace.forests.values())
-    return Simulated(replayed, skipped, why_approximate(info, missing_of(replayed), full=full))
+    return Simulated(replayed, skipped, why_approximate(info, replayed.missed, full=full))
 
 
 def check_ranked(store: TraceStore, info: RecordingInfo, policy: AnyPolicy, find: Artifacts) -> None:
     """Raises PolicyError where a shortlist's router was not ranked over the recording."""
     for plain in plain_policies(policy, find):
-        if plain.shortlisted:
-            _check_ranked(store, info, plain, find)
-
-
-def _check_ranked(store: TraceStore, info: RecordingInfo, policy: Policy, find: Artifacts) -> None:
-    rule = compile_shortlist(policy, find)
-    assert rule is not None
-    if rule.routed and ranks_of(store, info.id, policy) is None:
-        order = rule.block.artifact
-        raise PolicyError(
-            f"shortlist: recording {info.id} has no cluster ranks of router {order}; "
-            + how_to_rank(info.id, order, policy.draft, proposals_of(policy))
-        )
-
-
-def missing_of(replayed: Replay) -> list[tuple[Policy, int]]:
-    """The plain policies of a replay, and how many rounds of each read what was not recorded."""
-    if isinstance(replayed, ChosenReplay):
-        return [found for _, part in replayed.parts for found in missing_of(part)]
-    assert isinstance(replayed.policy, Policy)
-    return [(replayed.policy, replayed.missing)]
+        rule = compile_shortlist(plain, find)
+        if rule is not None and rule.routed and ranks_of(store, info.id, plain) is None:
+            order = rule.block.artifact
+            raise PolicyError(
+                f"shortlist: recording {info.id} has no cluster ranks of router {order}; "
+                + how_to_rank(info.id, order, plain.draft, proposals_of(plain))
+            )
 
 
 def why_approximate(info: RecordingInfo, missing: Iterable[tuple[Policy, int]], *, full: bool) -> str:
-    """Why a replay's rounds are not exactly the runtime's, "" where they are; ``missing`` as :func:`missing_of` says, ``full``: no
-    forest has a filter."""
-    return next((why for policy, rounds in missing if (why := _why_approximate(info, policy, rounds, full))), "")
-
-
-def _why_approximate(info: RecordingInfo, policy: Policy, missing: int, full: bool) -> str:
-    renormalised = replayed_as_tree(policy, info) or policy.stop.kind != "none" or not full
-    if policy.shortlisted and renormalised:
-        return "trees, stops and filters under a shortlist read renormalised probabilities (docs/shortlists.md)"
-    if not missing:
-        return ""
-    artifact = getattr(policy.shortlist, "artifact", "ID")
-    rank = how_to_rank(info.id, artifact, policy.draft, proposals_of(policy), "frequencies")
-    return f"in {missing} rounds the shortlist holds none of the recorded children; {rank}, with which it is exact"
+    """Why a replay's rounds are not exactly the runtime's, "" where they are; ``missing`` as
+    :attr:`Replay.missed` says, ``full``: no forest has a filter."""
+    for policy, rounds in missing:
+        renormalised = replayed_as_tree(policy, info) or policy.stop.kind != "none" or not full
+        if policy.shortlisted and renormalised:
+            return "trees, stops and filters under a shortlist read renormalised probabilities (docs/shortlists.md)"
+        if rounds:
+            artifact = getattr(policy.shortlist, "artifact", "ID")
+            rank = how_to_rank(info.id, artifact, policy.draft, proposals_of(policy), "frequencies")
+            return f"in {rounds} rounds the shortlist holds none of the recorded children; {rank}, with which it is exact"
+    return ""

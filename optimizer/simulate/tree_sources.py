@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.inputs import stored_policy
@@ -13,7 +13,7 @@ from spectune.optimizer.simulate.trace import open_trace
 from spectune.runtime.policies.artifacts import BINS, CLASSIFIER, STATIC_TREE
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.traces.errors import PolicyError, TraceError
-from spectune.traces.recording import TREE_DEPTH, TREE_WIDTH
+from spectune.traces.recording import how_to_record_trees
 from spectune.traces.schema import Proposals
 from spectune.traces.store import RecordingInfo, TraceStore
 
@@ -42,10 +42,9 @@ def report_of(
     extent = (info.trees if proposals == "coupled" else info.trees_q)[name]
     wide, deep = extent.width if width is None else width, extent.depth if depth is None else depth
     if wide > extent.width or deep > extent.depth:
-        more = "" if proposals == "coupled" else f" --tree-proposals {proposals}"
         raise TraceError(
             f"recording {info.id} holds trees of draft {name!r} of width {extent.width} and depth {extent.depth}, not {wide} and {deep}; "
-            f"`record --resume {info.id} --tree-width {max(wide, extent.width)} --tree-depth {max(deep, extent.depth)}{more}` makes them"
+            + how_to_record_trees(info.id, max(wide, extent.width), max(deep, extent.depth), proposals)
         )
     trace = open_trace(store, info.id, chains=[name] if name in info.drafts else [], trees=[(name, proposals)]).trace
     profile = store.latest_profile(info.pair_id, str(info.options.get("device", "cpu")))
@@ -65,11 +64,9 @@ def report_of(
 
 def _draft(info: RecordingInfo, wanted: str | None) -> tuple[str, Proposals]:
     """The draft meant and how its children are ranked: coupled trees before those by probability."""
-    kinds: tuple[Proposals, ...] = ("coupled", "probability")
     whole: list[tuple[str, Proposals]] = []
-    for kind in kinds:
-        extents = info.trees if kind == "coupled" else info.trees_q
-        whole += [(name, kind) for name, extent in sorted(extents.items()) if extent.count >= info.n_requests > 0]
+    for kind, extents in (("coupled", info.trees), ("probability", info.trees_q)):
+        whole += [(name, cast(Proposals, kind)) for name, extent in sorted(extents.items()) if extent.count >= info.n_requests > 0]
     found = next((w for w in whole if wanted in (None, w[0])), None)
     if found is not None:
         return found
@@ -77,7 +74,7 @@ def _draft(info: RecordingInfo, wanted: str | None) -> tuple[str, Proposals]:
     have = ", ".join(sorted({n for n, _ in whole}))
     raise TraceError(
         f"recording {info.id} has {of} of all its requests{f' (it has those of: {have})' if have else ''}; "
-        f"`record --resume {info.id} --tree-width {TREE_WIDTH} --tree-depth {TREE_DEPTH}` makes them"
+        + how_to_record_trees(info.id)
     )
 
 

@@ -21,7 +21,7 @@ from spectune.optimizer.simulate.chains import (
     add_request,
     add_round,
 )
-from spectune.optimizer.simulate.tree_tables import ABSENT, NEVER
+from spectune.optimizer.simulate.tree_tables import ABSENT, NEVER, GrowthTable
 from spectune.runtime.costs import RoundCosts, round_seconds
 from spectune.runtime.policies.heterospec import bin_of
 from spectune.runtime.policies.jit import compiled
@@ -33,21 +33,6 @@ Index = npt.NDArray[np.int64]
 
 ALL = 1 << 30
 """A selection that keeps everything."""
-
-
-class Grown(NamedTuple):
-    """What a kernel reads of a growth table, with ``stop`` uint8 [positions]: the level at which
-    the stop triggers; and ``first_seen`` int32 [positions]: where each token of a text occurred
-    first."""
-
-    rank: npt.NDArray[np.uint16]
-    pool: npt.NDArray[np.uint16]
-    read: npt.NDArray[np.bool_]
-    phi: npt.NDArray[np.uint16]
-    stop: npt.NDArray[np.uint8]
-    end: npt.NDArray[np.uint8]
-    missing: npt.NDArray[np.uint8]
-    first_seen: npt.NDArray[np.int32]
 
 
 class TreeLimits(NamedTuple):
@@ -99,14 +84,16 @@ def replay_trees(
     window: CompiledWindow,
     state: WindowState,
     texts: Texts,
-    grown: Grown,
+    growth: GrowthTable,
+    stops: npt.NDArray[np.uint8],
+    cached_from: npt.NDArray[np.uint8],
     limits: TreeLimits,
     costs: RoundCosts,
     sums: Sums,
 ) -> int:
-    """Replays every request of ``texts.order``; adds to ``sums`` in place and returns how many
-    rounds were written."""
-    used, deepest = 0, grown.rank.shape[1]
+    """Replays every request of ``texts.order``; adds to ``sums`` in place and returns how many rounds were written. ``stops`` uint8
+    [positions]: the level at which the stop triggers; ``cached_from``: :func:`optimizer.simulate.chain_tables.cached_from`."""
+    used, deepest = 0, growth.rank.shape[1]
     for i in range(len(texts.order)):
         r = texts.order[i]
         begin, sampled = texts.offsets[r], texts.sampled[r]
@@ -118,10 +105,10 @@ def replay_trees(
             gamma = max(0, min(int(state.gamma[0]), limit))
             levels, passes, bin_, keep = 0, 0, NO_BIN, limits.top_n
             if gamma > 0:
-                stop, end, wanted = int(grown.stop[s]), int(grown.end[s]), min(gamma, limits.static)
+                stop, end, wanted = int(stops[s]), int(growth.end[s]), min(gamma, limits.static)
                 levels, passes = _levels(wanted, stop, end, limits.keep_last)
                 if limits.stratified and wanted == gamma and min(stop, end) > wanted:
-                    phi, extra = int(grown.phi[s, gamma - 1]), 0
+                    phi, extra = int(growth.phi[s, gamma - 1]), 0
                     bin_ = bin_of(phi, gamma, limits.thresholds, limits.fitted_depth)
                     if bin_ < limits.low:
                         keep, extra = limits.kept[bin_], max(0, limits.alpha - bin_)
@@ -129,24 +116,20 @@ def replay_trees(
             accepted, drafted, reads = 0, 0, 0
             if levels > 0:
                 at = min(levels, deepest) - 1
-                drafted = min(int(grown.pool[s, at]), keep)
+                drafted = min(int(growth.pool[s, at]), keep)
                 while (
                     accepted <= at
-                    and int(grown.rank[s, at, accepted]) != ABSENT
-                    and int(grown.rank[s, at, accepted]) < keep
+                    and int(growth.rank[s, at, accepted]) != ABSENT
+                    and int(growth.rank[s, at, accepted]) < keep
                 ):
                     accepted += 1
-            if passes > grown.missing[s] - 1 and grown.missing[s] != NEVER:
+            if passes > growth.missing[s] - 1 and growth.missing[s] != NEVER:
                 sums.counts[i, 6] += 1
             emitted = min(accepted + 1, length - start)
             accepted = min(accepted, emitted)
-            while reads < min(accepted, passes - 1) and grown.read[s, reads]:
+            while reads < min(accepted, passes - 1) and growth.read[s, reads]:
                 reads += 1
-            cached = 0
-            for level in range(accepted):
-                if grown.first_seen[s + level] < start:
-                    cached = 1
-                    break
+            cached = 1 if cached_from[s] < accepted else 0
             seconds = round_seconds(
                 costs, sampled, context + start, s, lag, passes, drafted, emitted
             )

@@ -123,8 +123,7 @@ class LanguageModelDraft:
                 assert log_q is not None
                 codes = self._codes(log_q, int(column), prefix, context, ids)
                 joint += codes[0]
-                limits = stop.max_logp_code, stop.max_joint_code, stop.max_entropy_code
-                ended = should_stop(stop.kind, *limits, codes[0], joint, codes[1])
+                ended = should_stop(stop, codes[0], joint, codes[1])
                 if ended and not stop.keep_last:
                     break
             drafted.append(pending)

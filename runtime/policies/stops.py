@@ -13,8 +13,7 @@ triggers at token j, the chain ends, and the token is kept iff ``keep_last``. To
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Annotated, Final, Literal, Union
+from typing import Annotated, Final, Literal, NamedTuple, Union
 
 from pydantic import Field
 
@@ -39,9 +38,7 @@ class NoStop(Block):
 
 
 class _Stop(Block):
-    keep_last: bool = Field(
-        default=True, description="whether the token that triggers the stop stays in the draft"
-    )
+    keep_last: bool = Field(default=True, description="whether the token that triggers the stop stays in the draft")
 
 
 class MaxProbStop(_Stop):
@@ -71,22 +68,19 @@ class EntropyStop(_Stop):
     scale: Annotated[float, Field(gt=0.0, le=100.0)] = 0.2
 
 
-Stop = Annotated[
-    Union[NoStop, MaxProbStop, JointProbStop, EntropyStop], Field(discriminator="kind")
-]
+Stop = Annotated[Union[NoStop, MaxProbStop, JointProbStop, EntropyStop], Field(discriminator="kind")]
 
 
-@dataclass(frozen=True)
-class CompiledStop:
+class CompiledStop(NamedTuple):
     """A stop as limits on codes: it triggers when a code is *greater* than its limit; limits not in
     use are :data:`NEVER`.
     """
 
     kind: int
-    max_logp_code: int
-    max_joint_code: int
-    max_entropy_code: int
-    keep_last: bool
+    max_logp_code: int = NEVER
+    max_joint_code: int = NEVER
+    max_entropy_code: int = NEVER
+    keep_last: bool = True
 
 
 def compile_stop(stop: Stop, *, scale: int = NAT_SCALE) -> CompiledStop:
@@ -98,39 +92,20 @@ def compile_stop(stop: Stop, *, scale: int = NAT_SCALE) -> CompiledStop:
     probability, and no lower bound on one, is below 0. Threshold 1 stops at every code above 0.
     """
     if isinstance(stop, NoStop):
-        return CompiledStop(STOP_NONE, NEVER, NEVER, NEVER, True)
+        return CompiledStop(STOP_NONE)
+    limit = NEVER
+    if isinstance(stop, EntropyStop):
+        if stop.threshold > 0.0:
+            limit = min(NEVER, math.floor((1.0 - stop.threshold) ** 2 / stop.scale * scale + _SLACK))
+        return CompiledStop(STOP_ENTROPY, max_entropy_code=limit, keep_last=stop.keep_last)
+    if stop.threshold > 0.0:
+        limit = math.floor(-math.log(stop.threshold) * scale + _SLACK)
     if isinstance(stop, MaxProbStop):
-        return CompiledStop(
-            STOP_MAX_PROB, _nat_limit(stop.threshold, scale), NEVER, NEVER, stop.keep_last
-        )
-    if isinstance(stop, JointProbStop):
-        return CompiledStop(
-            STOP_JOINT_PROB, NEVER, _nat_limit(stop.threshold, scale), NEVER, stop.keep_last
-        )
-    assert isinstance(stop, EntropyStop)
-    bound = (1.0 - stop.threshold) ** 2 / stop.scale
-    limit = NEVER if stop.threshold == 0.0 else math.floor(bound * scale + _SLACK)
-    return CompiledStop(STOP_ENTROPY, NEVER, NEVER, min(NEVER, limit), stop.keep_last)
-
-
-def _nat_limit(threshold: float, scale: int) -> int:
-    return NEVER if threshold == 0.0 else math.floor(-math.log(threshold) * scale + _SLACK)
+        return CompiledStop(STOP_MAX_PROB, max_logp_code=limit, keep_last=stop.keep_last)
+    return CompiledStop(STOP_JOINT_PROB, max_joint_code=limit, keep_last=stop.keep_last)
 
 
 @compiled()
-def should_stop(
-    kind: int,
-    max_logp_code: int,
-    max_joint_code: int,
-    max_entropy_code: int,
-    logp_code: int,
-    joint_code: int,
-    entropy_code: int,
-) -> bool:
-    """Whether a chain ends at a proposal with these codes, by the limits of a
-    :class:`CompiledStop`; ``joint_code`` sums the chain's logp codes, this one's included."""
-    if kind == STOP_NONE:
-        return False
-    return (
-        logp_code > max_logp_code or joint_code > max_joint_code or entropy_code > max_entropy_code
-    )
+def should_stop(stop: CompiledStop, logp_code: int, joint_code: int, entropy_code: int) -> bool:
+    """Whether a chain ends at a proposal with these codes; ``joint_code`` sums the chain's logp codes, this one's included."""
+    return logp_code > stop.max_logp_code or joint_code > stop.max_joint_code or entropy_code > stop.max_entropy_code

@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -79,7 +78,7 @@ class Stepped:
     @property
     def rules(self) -> ServingRules:
         """What a recording of this server would say of it."""
-        return replace(rules_of("vllm", self.scheduler._rules()), reply_s=0.0)
+        return rules_of("vllm", self.scheduler._rules())._replace(reply_s=0.0)
 
     def begin(self, gammas: Sequence[int]) -> None:
         self.steps, self.nexts, self.outputs = [], [], []
@@ -174,7 +173,7 @@ def test_steps_scheduled_ahead_are_foretold(prompts: list[str]) -> None:
         trace = trace_of(of, prompts, texts)
         lengths, chains = [len(text) for text in texts], trace.chains["small"].agree == AGREE_YES
         agree = [[False, *chains[b:e].tolist()] for b, e in zip(trace.offsets[:-1], trace.offsets[1:], strict=True)]
-        rules, count = replace(of.rules, ahead=1), 0
+        rules, count = of.rules._replace(ahead=1), 0
         for run, gammas in enumerate(TABLES):
             of.begin(gammas)
             serve_ahead(of, prompts, lengths, agree, run)

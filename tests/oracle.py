@@ -152,7 +152,7 @@ class TraceBackend:
             if agree == AGREE_NONE:
                 break
             joint += logp
-            ended = should_stop(stop.kind, stop.max_logp_code, stop.max_joint_code, stop.max_entropy_code, logp, joint, entropy)
+            ended = should_stop(stop, logp, joint, entropy)
             if ended and not stop.keep_last:
                 break
             count += 1
