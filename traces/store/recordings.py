@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from datetime import datetime
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from sqlalchemy import select, update
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from spectune.db import NotFoundError
@@ -29,7 +30,6 @@ from spectune.traces.store.recording_rows import (
     TREE_KINDS,
     chain_values,
     corrupted,
-    info_of,
     infos,
     recording_row,
     spec_hash,
@@ -38,7 +38,17 @@ from spectune.traces.store.recording_rows import (
     trajectory_of,
     tree_values,
 )
-from spectune.traces.store.rows import Storage, chunk_of, chunk_values, insert_all_absent, resolve, sampling_json
+from spectune.traces.store.rows import (
+    Storage,
+    chunk_of,
+    chunk_values,
+    equal,
+    insert_all_absent,
+    is_stored,
+    named_row,
+    newest_first,
+    resolve,
+)
 
 BATCH = 64
 """Requests read per query when iterating."""
@@ -74,7 +84,7 @@ class Recordings(Storage):
             "workload_id": workload_id,
             "source": source,
             "state": "recording",
-            "sampling": sampling_json(sampling),
+            "sampling": asdict(sampling),
             "max_new_tokens": max_new_tokens,
             "verifier": verifier,
             "options": dict(options or {}),
@@ -85,7 +95,7 @@ class Recordings(Storage):
         with self.database.write() as session:
             self._require(session, pair_id, workload_id)
             new = self.insert_new(session, RecordingRow, "rec", values)
-            return info_of(session, session.get_one(RecordingRow, new))
+            return infos(session, [session.get_one(RecordingRow, new)])[0]
 
     def find_recording(
         self,
@@ -108,20 +118,19 @@ class Recordings(Storage):
             row = session.scalars(
                 select(RecordingRow)
                 .where(RecordingRow.spec_sha256 == spec, RecordingRow.state == state)
-                .order_by(RecordingRow.created_at.desc(), RecordingRow.id)
+                .order_by(*newest_first(RecordingRow))
                 .limit(1)
             ).first()
-            return None if row is None else info_of(session, row)
+            return None if row is None else infos(session, [row])[0]
 
     def list_recordings(
         self, pair_id: str | None = None, *, source: str | None = None, state: str | None = None
     ) -> tuple[RecordingInfo, ...]:
         """Recordings of a pair, source and state (each optional), newest first; :mod:`traces.store.query` filters by more."""
-        wanted = {RecordingRow.pair_id: pair_id, RecordingRow.source: source, RecordingRow.state: state}
-        query = select(RecordingRow).where(*(column == value for column, value in wanted.items() if value is not None))
+        wanted = equal({RecordingRow.pair_id: pair_id, RecordingRow.source: source, RecordingRow.state: state})
+        query = select(RecordingRow).where(*wanted).order_by(*newest_first(RecordingRow))
         with self.database.read() as session:
-            rows = session.scalars(query.order_by(RecordingRow.created_at.desc(), RecordingRow.id)).all()
-            return tuple(infos(session, rows))
+            return tuple(infos(session, session.scalars(query).all()))
 
     def recorded_since(
         self, pair_id: str, since: datetime, *, sources: Collection[str] | None = None
@@ -145,21 +154,18 @@ class Recordings(Storage):
     def resolve_recording(self, text: str) -> str:
         """The id meant by an id, an unambiguous beginning of one, or ``latest``. Raises NotFoundError."""
         with self.database.read() as session:
-            return resolve(session, RecordingRow.id, text, "recording", newest=RecordingRow.created_at)
+            return resolve(session, RecordingRow, text)
 
     def get_recording(self, text: str) -> RecordingInfo:
         """The recording without its chunks, by id, an unambiguous beginning of one, or ``latest``. Raises NotFoundError."""
         with self.database.read() as session:
-            found = resolve(session, RecordingRow.id, text, "recording", newest=RecordingRow.created_at)
-            return info_of(session, session.get_one(RecordingRow, found))
+            return infos(session, [named_row(session, RecordingRow, text)])[0]
 
-    def set_progress(self, recording: str, progress: Mapping[str, Any]) -> None:
-        """Replaces the recording's progress document."""
-        self._set(recording, progress=dict(progress))
-
-    def finish_recording(self, recording: str, state: str = "complete") -> None:
-        """Marks a recording ``complete`` or ``abandoned``; doing it again changes nothing but the time."""
-        self._set(recording, state=state, finished_at=self.clock())
+    def finish_recording(self, recording: str) -> None:
+        """Marks a recording ``complete``; doing it again changes nothing but the time."""
+        with self.database.write() as session:
+            row = recording_row(session, recording, writing=True)
+            row.state, row.finished_at = "complete", self.clock()
 
     def append_trajectory(self, recording: str, ordinal: int, trajectory: Trajectory, steps: Sequence[Step] = ()) -> bool:
         """Stores one decoded request in one transaction; when this returns it survives a kill.
@@ -201,7 +207,7 @@ class Recordings(Storage):
             "ordinal": ordinal,
             "request_id": trajectory.request_id,
             "category": trajectory.category,
-            "sampling": sampling_json(trajectory.sampling),
+            "sampling": asdict(trajectory.sampling),
             "max_new_tokens": trajectory.max_new_tokens,
             "verifier": trajectory.verifier,
             "finish": trajectory.finish,
@@ -219,16 +225,12 @@ class Recordings(Storage):
         with self.database.read() as session:
             return frozenset(session.scalars(found))
 
-    def put_panorama(self, recording: str, ordinal: int, panorama: ChainPanorama) -> bool:
-        """Stores what a draft would propose along one trajectory, replacing a shorter or equal one.
-
-        Returns False when a longer one (larger gamma_max) is kept instead. Raises :class:`TraceError` when it does not fit the
-        trajectory.
-        """
-        return self.put_panoramas(recording, [(ordinal, panorama)]) == 1
-
     def put_panoramas(self, recording: str, items: Sequence[tuple[int, ChainPanorama]]) -> int:
-        """:meth:`put_panorama` for several in one transaction; how many were stored."""
+        """Stores what a draft would propose along trajectories, in one transaction, each in the place of a shorter or equal one; how
+        many were stored.
+
+        A longer one (larger gamma_max) is kept instead. Raises :class:`TraceError` when one does not fit its trajectory.
+        """
         return self._put(recording, items, pack_chain, chain_values, lambda there, new: there.gamma_max > new.gamma_max)
 
     def missing_panoramas(self, recording: str, draft: str, gamma_max: int) -> tuple[int, ...]:
@@ -446,13 +448,8 @@ class Recordings(Storage):
             coupled, by_probability = (grown[kind] for kind in TREE_KINDS.values())
             yield RecordedRequest(row.ordinal, trajectory, by_draft, walked, coupled, by_probability)
 
-    def _set(self, recording: str, **values: Any) -> None:
-        with self.database.write() as session:
-            recording_row(session, recording, writing=True)
-            session.execute(update(RecordingRow).where(RecordingRow.id == recording).values(**values))
-
     def _require(self, session: Session, pair_id: str, workload_id: str | None) -> None:
-        if session.get(PairRow, pair_id) is None:
+        if not is_stored(session, PairRow.id, pair_id):
             raise NotFoundError(f"there is no pair {pair_id!r}; store it before recording with it")
-        if workload_id is not None and session.get(WorkloadRow, workload_id) is None:
+        if workload_id is not None and not is_stored(session, WorkloadRow.id, workload_id):
             raise NotFoundError(f"there is no workload {workload_id!r}; store it before recording it")

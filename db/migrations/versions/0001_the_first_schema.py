@@ -5,6 +5,8 @@ Revision 0001, after nothing. Constraints and indexes without a name have that o
 
 from __future__ import annotations
 
+from typing import Any
+
 import sqlalchemy as sa
 from alembic import op
 
@@ -14,7 +16,7 @@ down_revision = None
 MOMENT = sa.DateTime(timezone=True)
 
 
-def _packed() -> tuple[sa.Column[object], ...]:
+def _packed() -> tuple[sa.Column[Any], ...]:
     return (
         sa.Column("schema_version", sa.Integer(), nullable=False),
         sa.Column("codec", sa.String(length=16), nullable=False),
