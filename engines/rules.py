@@ -31,11 +31,6 @@ class ServingRules:
     drafts_after: bool = True
     reply_s: float = 0.0
 
-    def of(self, found: Mapping[str, Any]) -> ServingRules:
-        """The same with what a recording says of its server."""
-        known = {f.name for f in fields(self)}
-        return replace(self, **{name: value for name, value in found.items() if name in known})
-
 
 RULES: Mapping[str, ServingRules] = {
     # vLLM's scheduler, `Scheduler.schedule` of version 0.32. What a recording says of its server stands in the place of these defaults.
@@ -49,4 +44,5 @@ def rules_of(engine: str, found: Mapping[str, Any] | None = None) -> ServingRule
     """An engine's rules, with what a recording says of its server. Raises TraceError for an engine that serves one request at a time."""
     if engine not in RULES:
         raise TraceError(f"load is simulated for {', '.join(RULES)}, not for {engine!r}, which serves one request at a time")
-    return RULES[engine].of(found or {})
+    known = {f.name for f in fields(ServingRules)}
+    return replace(RULES[engine], **{name: value for name, value in (found or {}).items() if name in known})

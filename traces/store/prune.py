@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -45,15 +45,7 @@ class PruneReport:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "removed": [
-                {
-                    "recording": p.recording,
-                    "created_at": p.created_at.isoformat(),
-                    "requests": p.requests,
-                    "size_bytes": p.size_bytes,
-                }
-                for p in self.removed
-            ],
+            "removed": [{**asdict(p), "created_at": p.created_at.isoformat()} for p in self.removed],
             "kept": list(self.kept),
             "size_bytes": self.size_bytes,
             "dry_run": self.dry_run,

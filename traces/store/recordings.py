@@ -54,6 +54,8 @@ BATCH = 64
 """Requests read per query when iterating."""
 Appended = tuple[int, Trajectory, Sequence[Step]]
 P = TypeVar("P", ChainPanorama, TreePanorama)
+S = TypeVar("S")
+T = TypeVar("T")
 
 
 class Rows(NamedTuple):
@@ -417,36 +419,30 @@ class Recordings(Storage):
             panoramas.setdefault(chunk.ordinal, []).append(chunk)
         executed = {row.ordinal: row for row in found.steps}
 
-        def fail(ordinal: int, draft: str | None, what: str, error: CodecError) -> None:
-            if skipped is None:
-                raise corrupted(recording, ordinal, what, error) from error
-            skipped.append(Skipped(recording, ordinal, draft, str(error)))
+        def unpacked(unpack: Callable[[S], T], stored: S, ordinal: int, draft: str | None, what: str) -> T | None:
+            try:
+                return unpack(stored)
+            except CodecError as error:
+                if skipped is None:
+                    raise corrupted(recording, ordinal, what, error) from error
+                skipped.append(Skipped(recording, ordinal, draft, str(error)))
+                return None
 
         for row in found.texts:
-            try:
-                trajectory = trajectory_of(row)
-            except CodecError as error:
-                fail(row.ordinal, None, "its token ids", error)
+            trajectory = unpacked(trajectory_of, row, row.ordinal, None, "its token ids")
+            if trajectory is None:
                 continue
-            by_draft: dict[str, ChainPanorama] = {}
-            grown: dict[str, dict[str, TreePanorama]] = {kind: {} for kind in TREE_KINDS.values()}
+            held: dict[str, dict[str, Any]] = {kind: {} for kind in (CHAIN, *TREE_KINDS.values())}
             for chunk in panoramas.get(row.ordinal, ()):
-                try:
-                    if chunk.kind == CHAIN:
-                        by_draft[chunk.draft] = unpack_chain(chunk_of(chunk))
-                    else:
-                        grown[chunk.kind][chunk.draft] = unpack_tree(chunk_of(chunk))
-                except CodecError as error:
-                    what = "panorama" if chunk.kind == CHAIN else "tree panorama"
-                    fail(row.ordinal, chunk.draft, f"{what} of draft {chunk.draft!r}", error)
-            walked: tuple[Step, ...] = ()
+                unpack, what = (unpack_chain, "panorama") if chunk.kind == CHAIN else (unpack_tree, "tree panorama")
+                value = unpacked(unpack, chunk_of(chunk), row.ordinal, chunk.draft, f"{what} of draft {chunk.draft!r}")
+                if value is not None:
+                    held[chunk.kind][chunk.draft] = value
+            walked: tuple[Step, ...] | None = ()
             if row.ordinal in executed:
-                try:
-                    walked = unpack_steps(chunk_of(executed[row.ordinal]))
-                except CodecError as error:
-                    fail(row.ordinal, None, "its steps", error)
-            coupled, by_probability = (grown[kind] for kind in TREE_KINDS.values())
-            yield RecordedRequest(row.ordinal, trajectory, by_draft, walked, coupled, by_probability)
+                walked = unpacked(unpack_steps, chunk_of(executed[row.ordinal]), row.ordinal, None, "its steps")
+            chains, coupled, by_probability = held.values()
+            yield RecordedRequest(row.ordinal, trajectory, chains, walked or (), coupled, by_probability)
 
     def _require(self, session: Session, pair_id: str, workload_id: str | None) -> None:
         if not is_stored(session, PairRow.id, pair_id):
