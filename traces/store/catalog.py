@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from sqlalchemy import select
-from sqlalchemy.orm import Session
 
-from spectune.db import CorruptedChunkError, DatabaseError, NotFoundError, UnavailableError
+from spectune.db import CorruptedChunkError, DatabaseError, UnavailableError
 from spectune.db.models import ArtifactRow, LatencyProfileRow, PairRow, PolicyRow, RunRow, StepChunkRow, StudyRow, WorkloadRow
 from spectune.traces.codec import CodecError
 from spectune.traces.packing import pack_document, pack_steps, unpack_document, unpack_steps
@@ -26,10 +25,10 @@ from spectune.traces.store.rows import (
     chunk_values,
     equal,
     insert_absent,
-    is_stored,
     named_row,
     newest_first,
     readable,
+    require,
     value_of,
 )
 
@@ -162,7 +161,7 @@ class Catalog(Storage):
             "created_at": self.clock(),
         }
         with self.database.write() as session:
-            _require_pair(session, profile.pair_id)
+            require(session, PairRow, profile.pair_id, "first")
             return self.insert_new(session, LatencyProfileRow, "prof", values)
 
     def get_profile(self, text: str) -> StoredProfile:
@@ -235,7 +234,7 @@ class Catalog(Storage):
         }
         with self.database.write() as session:
             if pair_id is not None:
-                _require_pair(session, pair_id)
+                require(session, PairRow, pair_id, "first")
             insert_absent(session, ArtifactRow, values)
         return name
 
@@ -288,7 +287,7 @@ class Catalog(Storage):
             **chunk_values(pack_document([dict(t) for t in trials])),
         }
         with self.database.write() as session:
-            _require_pair(session, pair_id)
+            require(session, PairRow, pair_id, "first")
             return self.insert_new(session, StudyRow, "study", values)
 
     def get_study(self, text: str) -> Study:
@@ -341,9 +340,8 @@ class Catalog(Storage):
         categories = {r.request_id: r.category for r in outcome.per_request}
         packed = [(name, rounds, chunk_values(pack_steps(rounds))) for name, rounds in (steps or {}).items()]
         with self.database.write() as session:
-            _require_pair(session, pair_id)
-            if session.get(PolicyRow, policy_id) is None:
-                raise NotFoundError(f"there is no policy {policy_id!r}; store it before its runs")
+            require(session, PairRow, pair_id, "first")
+            require(session, PolicyRow, policy_id, "before its runs")
             run = self.insert_new(session, RunRow, "run", values)
             for ordinal, (name, rounds, chunk) in enumerate(packed):
                 session.add(step_row(None, run, ordinal, name, categories.get(name, ""), rounds, chunk))
@@ -422,11 +420,6 @@ def _content_hash(kind: str, document: Any, arrays: Mapping[str, npt.NDArray[Any
         h.update(f"{name} {array.dtype.str} {array.shape}".encode())
         h.update(array.tobytes())
     return h.hexdigest()[:12]
-
-
-def _require_pair(session: Session, pair_id: str) -> None:
-    if not is_stored(session, PairRow.id, pair_id):
-        raise NotFoundError(f"there is no pair {pair_id!r}; store it first")
 
 
 def _policy(row: PolicyRow) -> StoredPolicy:

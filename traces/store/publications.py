@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 from spectune.db import NotFoundError, StaleVersionError
 from spectune.db.models import AcknowledgementRow, PairRow, PolicyRow, PublicationRow
 from spectune.traces.schema import policy_id
-from spectune.traces.store.rows import Storage, equal, is_stored, readable, value_of
+from spectune.traces.store.rows import Storage, equal, is_stored, readable, require, value_of
 
 AckStatus = Literal["applied", "refused"]
 DEFAULT_DEPLOYMENT: Final = "default"
@@ -93,10 +93,8 @@ class Publications(Storage):
                 done = session.execute(_publications().where(PublicationRow.idempotency_key == idempotency_key)).first()
                 if done is not None:
                     return _publication(*done)
-            if not is_stored(session, PairRow.id, pair_id):
-                raise NotFoundError(f"there is no pair {pair_id!r}; store it before publishing for it")
-            if not is_stored(session, PolicyRow.id, policy_id):
-                raise NotFoundError(f"there is no policy {policy_id!r}; store it before publishing it")
+            require(session, PairRow, pair_id, "before publishing for it")
+            require(session, PolicyRow, policy_id, "before publishing it")
             current = _version(session, pair_id, device, deployment)
             if expected is not None and expected != current:
                 raise StaleVersionError(

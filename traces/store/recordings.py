@@ -44,9 +44,9 @@ from spectune.traces.store.rows import (
     chunk_values,
     equal,
     insert_all_absent,
-    is_stored,
     named_row,
     newest_first,
+    require,
     resolve,
 )
 
@@ -95,7 +95,9 @@ class Recordings(Storage):
             "created_at": self.clock(),
         }
         with self.database.write() as session:
-            self._require(session, pair_id, workload_id)
+            require(session, PairRow, pair_id, "before recording with it")
+            if workload_id is not None:
+                require(session, WorkloadRow, workload_id, "before recording it")
             new = self.insert_new(session, RecordingRow, "rec", values)
             return infos(session, [session.get_one(RecordingRow, new)])[0]
 
@@ -443,9 +445,3 @@ class Recordings(Storage):
                 walked = unpacked(unpack_steps, chunk_of(executed[row.ordinal]), row.ordinal, None, "its steps")
             chains, coupled, by_probability = held.values()
             yield RecordedRequest(row.ordinal, trajectory, chains, walked or (), coupled, by_probability)
-
-    def _require(self, session: Session, pair_id: str, workload_id: str | None) -> None:
-        if not is_stored(session, PairRow.id, pair_id):
-            raise NotFoundError(f"there is no pair {pair_id!r}; store it before recording with it")
-        if workload_id is not None and not is_stored(session, WorkloadRow.id, workload_id):
-            raise NotFoundError(f"there is no workload {workload_id!r}; store it before recording it")

@@ -118,6 +118,12 @@ def is_stored(session: Session, column: InstrumentedAttribute[Any], value: Any) 
     return session.scalar(select(column).where(column == value)) is not None
 
 
+def require(session: Session, row: type[Any], name: str, when: str) -> None:
+    """Raises NotFoundError unless a row of that id is there."""
+    if not is_stored(session, row.id, name):
+        raise NotFoundError(f"there is no {row.__tablename__} {name!r}; store it {when}")
+
+
 def readable(document: Any) -> tuple[Any, str]:
     """(document, "") as it was stored, or (None, why it cannot be read)."""
     return (None, document.problem) if isinstance(document, Unreadable) else (document, "")
