@@ -52,17 +52,19 @@ class LatencyProfile:
 
     def seconds(self, term: str, **places: npt.ArrayLike) -> FloatArray:
         """Seconds of a term at places, 0 where the profile does not have it."""
-        table = self.terms.get(term)
-        return (
-            np.zeros(np.broadcast_shapes(*(np.shape(p) for p in places.values())))
-            if table is None
-            else table.at(**places)
-        )
+        if term not in self.terms:
+            return np.zeros(np.broadcast_shapes(*map(np.shape, places.values())))
+        return self.terms[term].at(**places)
 
     @property
     def drafts(self) -> tuple[str, ...]:
         """The drafts whose rounds it has costs of."""
         return self._drafts_of("pass/")
+
+    @property
+    def chain_drafts(self) -> tuple[str, ...]:
+        """The drafts whose chains it has costs of; a head's are trees of width 1."""
+        return self._drafts_of("phase/")
 
     @property
     def tree_drafts(self) -> tuple[str, ...]:
