@@ -136,21 +136,16 @@ class Recordings(Storage):
         with self.database.read() as session:
             return tuple(infos(session, session.scalars(query).all()))
 
-    def recorded_since(
-        self, pair_id: str, since: datetime, *, sources: Collection[str] | None = None
-    ) -> tuple[tuple[str, int], ...]:
+    def recorded_since(self, pair_id: str, since: datetime) -> tuple[tuple[str, int], ...]:
         """(recording, ordinal) of every request of a pair stored at ``since`` or later, oldest first.
 
-        It goes by the request's moment and not the recording's: serving appends to one recording for days. ``sources`` narrows to
-        recordings of these sources.
+        It goes by the request's moment and not the recording's: serving appends to one recording for days.
         """
         query = (
             select(TrajectoryRow.recording_id, TrajectoryRow.ordinal)
             .join(RecordingRow, RecordingRow.id == TrajectoryRow.recording_id)
             .where(RecordingRow.pair_id == pair_id, TrajectoryRow.created_at >= since)
         )
-        if sources is not None:
-            query = query.where(RecordingRow.source.in_(sources))
         order = (TrajectoryRow.created_at, TrajectoryRow.recording_id, TrajectoryRow.ordinal)
         with self.database.read() as session:
             return tuple((recording, ordinal) for recording, ordinal in session.execute(query.order_by(*order)))
@@ -239,17 +234,7 @@ class Recordings(Storage):
 
     def missing_panoramas(self, recording: str, draft: str, gamma_max: int) -> tuple[int, ...]:
         """Ordinals whose trajectory has no panorama of this draft with at least this gamma_max, in order."""
-        have = (
-            select(PanoramaChunkRow.ordinal)
-            .where(PanoramaChunkRow.recording_id == recording, PanoramaChunkRow.draft == draft, PanoramaChunkRow.kind == CHAIN)
-            .where(PanoramaChunkRow.gamma_max >= gamma_max)
-        )
-        with self.database.read() as session:
-            recording_row(session, recording)
-            missing = select(TrajectoryRow.ordinal).where(
-                TrajectoryRow.recording_id == recording, TrajectoryRow.ordinal.not_in(have)
-            )
-            return tuple(session.scalars(missing.order_by(TrajectoryRow.ordinal)))
+        return self._missing(recording, draft, CHAIN, width=0, depth=gamma_max, covers=())
 
     def put_tree_panoramas(self, recording: str, items: Sequence[tuple[int, TreePanorama]]) -> int:
         """Stores what a draft's trees would read along trajectories, in one transaction; how many were stored.
@@ -302,8 +287,13 @@ class Recordings(Storage):
         covers: Collection[str] = (),
     ) -> tuple[int, ...]:
         """Ordinals whose trajectory has no tree panorama of this draft with at least this width and depth and these covers, in order."""
+        return self._missing(recording, draft, TREE_KINDS[proposals], width=width, depth=depth, covers=covers)
+
+    def _missing(
+        self, recording: str, draft: str, kind: str, *, width: int, depth: int, covers: Collection[str]
+    ) -> tuple[int, ...]:
         p, wanted = PanoramaChunkRow, set(covers)
-        stored = select(p.ordinal, p.covers).where(p.recording_id == recording, p.draft == draft, p.kind == TREE_KINDS[proposals])
+        stored = select(p.ordinal, p.covers).where(p.recording_id == recording, p.draft == draft, p.kind == kind)
         with self.database.read() as session:
             recording_row(session, recording)
             enough = stored.where(p.width >= width, p.gamma_max >= depth)
@@ -370,16 +360,6 @@ class Recordings(Storage):
         wanted = sorted(self.recorded_ordinals(recording) if ordinals is None else ordinals)
         for i in range(0, len(wanted), BATCH):
             yield from self._batch(recording, wanted[i : i + BATCH], drafts, steps, trees, skipped)
-
-    def steps(self, recording: str, ordinal: int) -> tuple[Step, ...]:
-        """The rounds that one recorded request was decoded by; empty if none were stored. Raises CorruptedChunkError."""
-        where = (StepChunkRow.recording_id == recording, StepChunkRow.ordinal == ordinal)
-        with self.database.read() as session:
-            row = session.scalars(select(StepChunkRow).where(*where)).first()
-        try:
-            return () if row is None else unpack_steps(chunk_of(row))
-        except CodecError as error:
-            raise corrupted(recording, ordinal, "its steps", error) from error
 
     def rows_of(
         self,
