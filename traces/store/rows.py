@@ -17,7 +17,6 @@ from spectune.db.models import Packed
 from spectune.db.types import Unreadable
 from spectune.traces.codec import Chunk
 
-Clock = Callable[[], datetime]
 R = TypeVar("R", bound=DeclarativeBase)
 V = TypeVar("V")
 _TRIES = 20
@@ -26,17 +25,12 @@ _MAKERS = {"recording": "; `record` makes one", "latency profile": "; `profile` 
 """What to do, for messages, when nothing is found."""
 
 
-def utc_now() -> datetime:
-    """The system's clock, aware UTC."""
-    return datetime.now(UTC)
-
-
 @dataclass(frozen=True)
 class Storage:
     """A database with the clock and the chance that new rows are stamped and named by."""
 
     database: Database
-    clock: Clock = utc_now
+    clock: Callable[[], datetime] = lambda: datetime.now(UTC)
     token: Callable[[], str] = lambda: secrets.token_hex(3)
 
     def insert_new(self, session: Session, row: type[DeclarativeBase], prefix: str, values: Mapping[str, Any]) -> str:
