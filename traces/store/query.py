@@ -126,7 +126,8 @@ def request_rows(database: Database, only: TraceFilter = EVERYTHING) -> Iterator
         rows = session.execute(query.order_by(t.recording_id, t.ordinal, p.draft).execution_options(yield_per=500))
         for *of_request, rounds, drafted, accepted, seconds, starts, survived in rows:
             tau = None if starts is None else Survival(starts, (), tuple(survived)).mean_accepted_length
-            yield RequestRow(*of_request, tau=tau, rounds=rounds, drafted=drafted, accepted=accepted, seconds=seconds)
+            values: list[Any] = [*of_request, tau, rounds, drafted, accepted, seconds]
+            yield RequestRow(*values)
 
 
 def acceptance_stats(
