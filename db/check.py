@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from sqlalchemy import inspect, select
@@ -44,7 +44,7 @@ class CheckReport:
     size_bytes: int = 0
     integrity: tuple[str, ...] = ()
     foreign_keys: tuple[str, ...] = ()
-    bad_chunks: tuple[BadChunk, ...] = field(default=())
+    bad_chunks: tuple[BadChunk, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -53,11 +53,8 @@ class CheckReport:
     @property
     def problems(self) -> tuple[str, ...]:
         """One line each, for people."""
-        schema = (
-            ()
-            if self.schema == self.head
-            else (f"schema is {self.schema}, this program's is {self.head}; run `db upgrade`",)
-        )
+        older = f"schema is {self.schema}, this program's is {self.head}; run `db upgrade`"
+        schema = () if self.schema == self.head else (older,)
         return (*schema, *self.integrity, *self.foreign_keys, *(str(c) for c in self.bad_chunks))
 
     def to_json(self) -> dict[str, Any]:
@@ -104,11 +101,9 @@ def _foreign_keys(session: Session) -> tuple[str, ...]:
 
 
 def _size_bytes(session: Session, dialect: str) -> int:
-    ask = (
-        "SELECT page_count * page_size FROM pragma_page_count(), pragma_page_size()"
-        if dialect == "sqlite"
-        else "SELECT pg_database_size(current_database())"
-    )
+    ask = "SELECT pg_database_size(current_database())"
+    if dialect == "sqlite":
+        ask = "SELECT page_count * page_size FROM pragma_page_count(), pragma_page_size()"
     return int(session.connection().exec_driver_sql(ask).scalar_one())
 
 

@@ -38,7 +38,8 @@ def translated(url: URL) -> Iterator[None]:
     except IntegrityError:
         raise
     except DBAPIError as error:
-        raise explained(url, error) from error
+        kind = UnavailableError if _may_pass(error) else DatabaseError
+        raise kind(_explain(url, error)) from error
     except PoolTimeoutError as error:
         raise UnavailableError(f"database {shown(url)}: all its connections are in use; try again") from error
 
@@ -56,13 +57,7 @@ def understood(url: URL) -> Iterator[None]:
         raise DatabaseError(f"database {shown(url)} holds a row that spectune did not write ({said}); restore a copy of it") from error
 
 
-def explained(url: URL, error: DBAPIError) -> DatabaseError:
-    """The error to raise for a driver's."""
-    kind = UnavailableError if _may_pass(error) else DatabaseError
-    return kind(explain(url, error))
-
-
-def explain(url: URL, error: DBAPIError) -> str:
+def _explain(url: URL, error: DBAPIError) -> str:
     """One line for a user: which database, what happened, what to do."""
     name, cause = shown(url), masked(url, _cause(error))
     missing = _NO_TABLE.search(cause)

@@ -4,29 +4,16 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from sqlalchemy import Connection, inspect, text
 
 from spectune.db.errors import SchemaError
 from spectune.db.tables import metadata
 
-if TYPE_CHECKING:  # alembic is imported by what migrates alone
-    from alembic.config import Config
-
 VERSION_TABLE = "spectune_schema"
 _FOLDER = Path(__file__).with_name("migrations")
 # Alembic keeps the running migration in module globals.
 _ALEMBIC = threading.Lock()
-
-
-def _config() -> Config:
-    from alembic.config import Config
-
-    config = Config()
-    config.set_main_option("script_location", str(_FOLDER).replace("%", "%%"))
-    config.set_main_option("path_separator", "os")
-    return config
 
 
 def revisions() -> tuple[str, ...]:
@@ -57,19 +44,11 @@ def foreign_tables(connection: Connection) -> list[str]:
 
 def migrate(connection: Connection, to: str = "head") -> None:
     """Upgrades inside the caller's transaction, so that a crash leaves the old schema whole."""
-    from alembic import command
+    from alembic import command  # imported by what migrates alone
+    from alembic.config import Config
 
-    config = _config()
-    config.attributes["connection"] = connection
+    config = Config(attributes={"connection": connection})
+    config.set_main_option("script_location", str(_FOLDER).replace("%", "%%"))
+    config.set_main_option("path_separator", "os")
     with _ALEMBIC:
         command.upgrade(config, to)
-
-
-def new_revision(connection: Connection, message: str, revision_id: str) -> None:
-    """Writes a migration from the difference between ``connection`` and the tables (a developer's tool)."""
-    from alembic import command
-
-    config = _config()
-    config.attributes["connection"] = connection
-    with _ALEMBIC:
-        command.revision(config, message=message, autogenerate=True, rev_id=revision_id)

@@ -41,6 +41,11 @@ class Packed:
     data: Mapped[bytes] = mapped_column(LargeBinary)
 
 
+def _of_trajectory(name: str) -> ForeignKeyConstraint:
+    columns = ["recording_id", "ordinal"]
+    return ForeignKeyConstraint(columns, ["trajectory.recording_id", "trajectory.ordinal"], name=name, ondelete=CASCADE)
+
+
 class PairRow(Base):
     """A target and its drafts; ``id`` is the fingerprint of their content."""
 
@@ -133,14 +138,7 @@ class PanoramaChunkRow(Packed, Base):
     at_risk: Mapped[list[Any]] = mapped_column(JSON)
     survived: Mapped[list[Any]] = mapped_column(JSON)
 
-    __table_args__ = (
-        ForeignKeyConstraint(
-            ["recording_id", "ordinal"],
-            ["trajectory.recording_id", "trajectory.ordinal"],
-            name="fk_panorama_chunk_trajectory",
-            ondelete=CASCADE,
-        ),
-    )
+    __table_args__ = (_of_trajectory("fk_panorama_chunk_trajectory"),)
 
 
 class PolicyRow(Base):
@@ -215,12 +213,7 @@ class StepChunkRow(Packed, Base):
     survived: Mapped[list[Any]] = mapped_column(JSON)
 
     __table_args__ = (
-        ForeignKeyConstraint(
-            ["recording_id", "ordinal"],
-            ["trajectory.recording_id", "trajectory.ordinal"],
-            name="fk_step_chunk_trajectory",
-            ondelete=CASCADE,
-        ),
+        _of_trajectory("fk_step_chunk_trajectory"),
         UniqueConstraint("recording_id", "ordinal"),
         UniqueConstraint("run_id", "ordinal"),
         CheckConstraint("(recording_id IS NULL) <> (run_id IS NULL)", name="one_owner"),

@@ -36,13 +36,13 @@ def connect(path: Path, *, migrating: bool) -> sqlite3.Connection:
     path = real_path(path)
     read_only = is_read_only(path)
     connection = _open_read_only(path) if read_only else _open(path, "mode=rwc" if migrating else "mode=rw")
-    pragmas = ["synchronous=NORMAL", f"foreign_keys={'OFF' if migrating else 'ON'}", f"cache_size=-{_CACHE_KIB}"]
     try:
         if migrating and not read_only:
             connection.execute(f"PRAGMA page_size={PAGE_SIZE_BYTES}")
             _use_wal(connection)
-        for pragma in pragmas:
-            connection.execute(f"PRAGMA {pragma}")
+        connection.execute("PRAGMA synchronous=NORMAL")
+        connection.execute(f"PRAGMA foreign_keys={'OFF' if migrating else 'ON'}")
+        connection.execute(f"PRAGMA cache_size=-{_CACHE_KIB}")
     except BaseException:
         connection.close()
         raise

@@ -65,10 +65,6 @@ class Engine:
             raise EngineError(f"{self.title} is not installed here; `{self.install}` installs it")
         return found
 
-    def nearest(self, policy: Policy) -> Policy:
-        """What is left of a policy without what this engine cannot run (:func:`nearest_chain`)."""
-        return policy if self.windows is None else nearest_chain(policy, self.windows)
-
     def runs(self, policy: AnyPolicy) -> None:
         """Raises PolicyError for a policy that it cannot run: why, and what is nearest."""
         if self.windows is None:
@@ -87,7 +83,7 @@ class Engine:
             return
         raise PolicyError(
             f"{self.title} cannot run {what}, as in {policy.label()!r}; it runs {self.policies}, and nearest is "
-            f"{self.nearest(policy).label()!r}"
+            f"{nearest_chain(policy, self.windows).label()!r}"
         )
 
     def gammas(self, policy: AnyPolicy, *, draft: str, most: int, max_num_seqs: int) -> tuple[int, ...]:

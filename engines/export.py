@@ -86,8 +86,7 @@ def policy_of(
         raise PolicyError(f"settings of {engine}: no draft of pair {pair.name} is {found.model}")
     document: dict[str, Any] = {"draft": draft, "window": found.window.model_dump()}
     if found.width is not None:
-        tree = {"growth": {"kind": "top_k", "width": found.width}}
-        document |= {**tree, "select": {"top_n": found.top_n}}
+        document |= {"growth": {"kind": "top_k", "width": found.width}, "select": {"top_n": found.top_n}}
     return Policy.model_validate(document)
 
 
@@ -137,7 +136,5 @@ def _said(error: ValueError) -> str:
         return str(error)
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"])
-    return one_line(
-        (f"{where}: " if where else "") + str(first["msg"]).removeprefix("Value error, "),
-        MESSAGE_LIMIT,
-    )
+    said = str(first["msg"]).removeprefix("Value error, ")
+    return one_line(f"{where}: {said}" if where else said, MESSAGE_LIMIT)

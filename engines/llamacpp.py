@@ -25,10 +25,10 @@ import numpy as np
 
 from spectune.engines.abilities import FLOAT32_ON_CPU, LLAMACPP
 from spectune.engines.gguf import gguf_file
-from spectune.engines.protocol import Answered, Load, Prompt, Wanted, check_fits
+from spectune.engines.protocol import Answered, Load, Prompt, Wanted, check_fits, draft_of
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import AnyPolicy
-from spectune.traces.errors import EngineError, PairError
+from spectune.traces.errors import EngineError
 from spectune.traces.schema import Finish, Sampling, Step, Trajectory, request_seed
 
 ANSWER_S = 600.0
@@ -46,14 +46,9 @@ class LlamaCpp:
     def __init__(self, spec: PairSpec, wanted: Wanted) -> None:
         self.version = LLAMACPP.require()
         self._wanted = wanted
+        draft = draft_of(LLAMACPP, spec, wanted)
         self._target = gguf_file(spec.target)
-        drafts = dict(spec.drafts)
-        if wanted.draft not in (*drafts, "none"):
-            raise PairError(
-                f"{LLAMACPP.title} drafts with a language model of the pair, not {wanted.draft!r}; "
-                f"it has: {', '.join(drafts)}"
-            )
-        self._draft = gguf_file(drafts[wanted.draft]) if wanted.draft != "none" else None
+        self._draft = None if draft is None else gguf_file(draft)
         self._server: Any = None
         self._gamma = -1
         self._start(0 if self._draft is None else wanted.most)
@@ -102,10 +97,7 @@ class LlamaCpp:
         said.n_parallel, said.warmup, said.ui, said.verbosity = 1, False, False, -1
         said.cache_type_k = said.cache_type_v = exact
         said.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-        draft, cpus = (
-            said.speculative.draft,
-            int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1),
-        )
+        draft, cpus = said.speculative.draft, int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
         for cpu in (said.cpuparams, said.cpuparams_batch, draft.cpuparams, draft.cpuparams_batch):
             cpu.n_threads = self._wanted.threads or cpus
         if gamma:
@@ -191,19 +183,13 @@ class _Round:
     def __init__(self, timings: dict[str, Any], ended_s: float) -> None:
         self.drafted = int(timings.get("draft_n") or 0)
         self.accepted = int(timings.get("draft_n_accepted") or 0)
-        self.prompt_ms, self.decoded_ms = (
-            float(timings["prompt_ms"]),
-            float(timings["predicted_ms"]),
-        )
+        self.prompt_ms, self.decoded_ms = float(timings["prompt_ms"]), float(timings["predicted_ms"])
         self.ended_s = ended_s
         self.tokens: list[int] = []
 
     def told_by(self, timings: dict[str, Any]) -> bool:
         """Whether these timings are of the same round."""
-        return (self.drafted, self.decoded_ms) == (
-            timings.get("draft_n") or 0,
-            timings["predicted_ms"],
-        )
+        return (self.drafted, self.decoded_ms) == (timings.get("draft_n") or 0, timings["predicted_ms"])
 
 
 def _rounds(told: Iterator[dict[str, Any]], began: float) -> tuple[list[_Round], Finish]:

@@ -21,11 +21,11 @@ import numpy as np
 
 from spectune.engines.abilities import FLOAT32_ON_CPU, OPENVINO
 from spectune.engines.gguf import gguf_file, kept
-from spectune.engines.protocol import Answered, Load, Prompt, Wanted, check_fits
+from spectune.engines.protocol import Answered, Load, Prompt, Wanted, check_fits, draft_of
 from spectune.runtime.pair import PairSpec, identity
 from spectune.runtime.policies.document import AnyPolicy
 from spectune.runtime.words import eos_of
-from spectune.traces.errors import EngineError, PairError, PolicyError
+from spectune.traces.errors import EngineError, PolicyError
 from spectune.traces.schema import Finish, Sampling, Step, Trajectory
 from spectune.traces.text import one_line
 
@@ -64,13 +64,9 @@ class OpenVino:
     def __init__(self, spec: PairSpec, wanted: Wanted) -> None:
         self.version = OPENVINO.require()
         self.wanted = wanted
-        drafts = dict(spec.drafts)
-        if wanted.draft not in (*drafts, "none"):
-            raise PairError(
-                f"{OPENVINO.title} drafts with a language model of the pair, not {wanted.draft!r}; it has: {', '.join(drafts)}"
-            )
+        draft = draft_of(OPENVINO, spec, wanted)
         self._target = model_folder(spec.target, self.version)
-        self._draft = model_folder(drafts[wanted.draft], self.version) if wanted.draft != "none" else None
+        self._draft = None if draft is None else model_folder(draft, self.version)
         self._eos = sorted(eos_of(spec.target))
         self._pipelines: dict[bool, Any] = {}
         self._sent = 0

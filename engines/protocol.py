@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from spectune.engines.abilities import Engine
+from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import AnyPolicy
-from spectune.traces.errors import TraceError, WorkloadError
+from spectune.traces.errors import PairError, TraceError, WorkloadError
 from spectune.traces.schema import Sampling, Step, Trajectory
 
 
@@ -107,6 +108,16 @@ class Running(Protocol):
 
     def close(self) -> None:
         """Ends it. Harmless when it has ended."""
+
+
+def draft_of(engine: Engine, spec: PairSpec, wanted: Wanted) -> str | None:
+    """The path of the draft that is to be loaded, None for ``none``. Raises PairError for one that the pair has not."""
+    drafts = dict(spec.drafts)
+    if wanted.draft not in (*drafts, "none"):
+        raise PairError(
+            f"{engine.title} drafts with a language model of the pair, not {wanted.draft!r}; it has: {', '.join(drafts)}"
+        )
+    return drafts.get(wanted.draft)
 
 
 def check_fits(prompts: Sequence[Prompt], max_new_tokens: int, max_len: int) -> None:

@@ -12,6 +12,7 @@ import json
 import re
 import shlex
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, ClassVar, Literal, Self
@@ -26,6 +27,7 @@ Count = Annotated[int, Field(ge=0)]
 Algorithm = Literal["", "eagle", "eagle3"]
 ALGORITHMS: dict[str, Algorithm] = {"eagle": "eagle", "eagle3": "eagle3"}
 
+HEADS_ALONE = "SGLang takes steps by batch size with a chain of an EAGLE head alone"
 UPPER_BOUNDS = "1.3.0rc8"
 """From this version on ``draft_len_schedule`` has largest batch sizes, before it least ones."""
 
@@ -106,18 +108,10 @@ class VllmSettings(Settings):
             raise ValueError('"model" names the draft, and is left out for method "ngram"')
         ranges = self.num_speculative_tokens_per_batch_size
         if ranges is not None:
-            if (
-                not ranges
-                or ranges[0][0] != 1
-                or any(b[0] != a[1] + 1 for a, b in pairwise(ranges))
-            ):
-                raise ValueError(
-                    "num_speculative_tokens_per_batch_size begins at 1 and leaves no batch size out"
-                )
-            if (
-                any(first > last for first, last, _ in ranges)
-                or max(k for *_, k in ranges) > self.num_speculative_tokens
-            ):
+            if not ranges or ranges[0][0] != 1 or any(b[0] != a[1] + 1 for a, b in pairwise(ranges)):
+                raise ValueError("num_speculative_tokens_per_batch_size begins at 1 and leaves no batch size out")
+            most = max(k for *_, k in ranges)
+            if most > self.num_speculative_tokens or any(first > last for first, last, _ in ranges):
                 raise ValueError("[first, last, tokens] has at most num_speculative_tokens")
         return self
 
@@ -138,22 +132,15 @@ class VllmSettings(Settings):
 
     def drafting(self, version: str | None) -> Drafting:
         ranges = self.num_speculative_tokens_per_batch_size
-        algorithm = ALGORITHMS.get(self.method, "")
-        window = (
-            FixedWindow(gamma=self.num_speculative_tokens)
-            if ranges is None
-            else windowed({r[0]: r[2] for r in ranges})
-        )
-        return Drafting(self.model, algorithm, window)
+        window: FixedWindow | ByBatchWindow = FixedWindow(gamma=self.num_speculative_tokens)
+        if ranges is not None:
+            window = windowed({first: gamma for first, _, gamma in ranges})
+        return Drafting(self.model, ALGORITHMS.get(self.method, ""), window)
 
     @classmethod
     def line(cls, settings: Self | None, target: str) -> str:
-        said = (
-            ""
-            if settings is None
-            else f" --speculative-config {shlex.quote(json.dumps(settings.document()))}"
-        )
-        return f"vllm serve {shlex.quote(target)}{said}"
+        start = f"vllm serve {shlex.quote(target)}"
+        return start if settings is None else f"{start} --speculative-config {shlex.quote(json.dumps(settings.document()))}"
 
 
 class SglangSlot(BaseModel):
@@ -184,19 +171,12 @@ class SglangSettings(Settings):
 
     @model_validator(mode="after")
     def _rules(self) -> Self:
-        steps, width, slots = (
-            self.speculative_num_steps,
-            self.speculative_eagle_topk,
-            self.speculative_adaptive_config,
-        )
+        steps, width, slots = self.speculative_num_steps, self.speculative_eagle_topk, self.speculative_adaptive_config
         if self.speculative_algorithm == "NGRAM":
             if self.speculative_draft_model_path or steps or width or slots:
                 raise ValueError("NGRAM has a number of draft tokens and a breadth alone")
             return self
-        if (
-            not (self.speculative_draft_model_path and steps and width)
-            or self.speculative_ngram_max_bfs_breadth
-        ):
+        if not (self.speculative_draft_model_path and steps and width) or self.speculative_ngram_max_bfs_breadth:
             raise ValueError("a draft has a path, steps and a top-k")
         most = steps if width == 1 else width + (steps - 1) * width * width
         if not steps <= self.speculative_num_draft_tokens - 1 <= most:
@@ -205,9 +185,7 @@ class SglangSettings(Settings):
             raise ValueError("speculative_adaptive stands with its configuration")
         if slots is not None:
             if self.speculative_algorithm == "STANDALONE" or width != 1:
-                raise ValueError(
-                    "SGLang takes steps by batch size with a chain of an EAGLE head alone"
-                )
+                raise ValueError(HEADS_ALONE)
             if steps not in {step for slot in slots.values() for step in slot.candidate_steps}:
                 raise ValueError("speculative_num_steps is one of the candidate steps")
         return self
@@ -217,15 +195,10 @@ class SglangSettings(Settings):
         steps, window = drafting.gamma_max, drafting.window
         if drafting.model is None:
             if isinstance(window, ByBatchWindow):
-                raise ValueError(
-                    "SGLang takes steps by batch size with a chain of an EAGLE head alone"
-                )
-            said: dict[str, object] = {
-                "speculative_algorithm": "NGRAM",
-                "speculative_num_draft_tokens": steps + 1,
-            }
-            return cls.model_validate({**said, "speculative_ngram_max_bfs_breadth": 1})
-        said = {
+                raise ValueError(HEADS_ALONE)
+            lookup = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": steps + 1}
+            return cls.model_validate({**lookup, "speculative_ngram_max_bfs_breadth": 1})
+        said: dict[str, object] = {
             "speculative_algorithm": (drafting.algorithm or "standalone").upper(),
             "speculative_draft_model_path": drafting.model,
             "speculative_num_steps": steps,
@@ -238,11 +211,7 @@ class SglangSettings(Settings):
         return cls.model_validate(said)
 
     def drafting(self, version: str | None) -> Drafting:
-        tokens, width, slots = (
-            self.speculative_num_draft_tokens - 1,
-            self.speculative_eagle_topk,
-            self.speculative_adaptive_config,
-        )
+        tokens, width, slots = self.speculative_num_draft_tokens - 1, self.speculative_eagle_topk, self.speculative_adaptive_config
         if self.speculative_algorithm == "NGRAM":
             if self.speculative_ngram_max_bfs_breadth != 1:
                 raise ValueError("NGRAM drafts trees; set speculative_ngram_max_bfs_breadth to 1")
@@ -267,13 +236,7 @@ class SglangSettings(Settings):
         if said.pop("speculative_adaptive", None):
             first = f"echo {shlex.quote(json.dumps(slots))} > adaptive.json && "
             flags = ["--speculative-adaptive", "--speculative-adaptive-config adaptive.json"]
-        return first + " ".join(
-            [
-                start,
-                *(f"--{k.replace('_', '-')} {shlex.quote(str(v))}" for k, v in said.items()),
-                *flags,
-            ]
-        )
+        return first + " ".join([start, *_flags(said), *flags])
 
 
 class TensorRTSettings(Settings):
@@ -294,26 +257,17 @@ class TensorRTSettings(Settings):
     def _rules(self) -> Self:
         if (self.decoding_type == "NGram") != (self.speculative_model is None):
             raise ValueError('"speculative_model" names the draft, and is left out for NGram')
-        schedule, width, nodes = (
-            self.draft_len_schedule,
-            self.dynamic_tree_max_topK,
-            self.max_total_draft_tokens,
-        )
+        schedule, width, nodes = self.draft_len_schedule, self.dynamic_tree_max_topK, self.max_total_draft_tokens
         if schedule is not None and (not schedule or schedule[min(schedule)] != self.max_draft_len):
             raise ValueError("draft_len_schedule begins with max_draft_len")
         if schedule is not None and max(schedule.values()) > self.max_draft_len:
             raise ValueError("draft_len_schedule drafts at most max_draft_len")
         if not (self.use_dynamic_tree is None) == (width is None) == (nodes is None):
             raise ValueError("a dynamic tree has a top-K and a number of tokens")
-        if (
-            width is not None
-            and nodes is not None
-            and not self.max_draft_len <= nodes <= width * self.max_draft_len
-        ):
+        if width is not None and nodes is not None:
             least, most = self.max_draft_len, width * self.max_draft_len
-            raise ValueError(
-                f"depth {least} and top-K {width} have {least} to {most} tokens, not {nodes}"
-            )
+            if not least <= nodes <= most:
+                raise ValueError(f"depth {least} and top-K {width} have {least} to {most} tokens, not {nodes}")
         return self
 
     @classmethod
@@ -334,38 +288,21 @@ class TensorRTSettings(Settings):
         return cls.model_validate(said)
 
     def drafting(self, version: str | None) -> Drafting:
-        schedule, algorithm = (
-            self.draft_len_schedule,
-            ALGORITHMS.get(self.decoding_type.lower(), ""),
-        )
+        schedule, algorithm = self.draft_len_schedule, ALGORITHMS.get(self.decoding_type.lower(), "")
         window: FixedWindow | ByBatchWindow = FixedWindow(gamma=self.max_draft_len)
         if schedule is not None and self._by_largest(version):
             sizes = [1, *(size + 1 for size in sorted(schedule))]
             gammas = [*(schedule[size] for size in sorted(schedule)), 0]
-            window = windowed(
-                {
-                    size: gamma
-                    for size, gamma in zip(sizes, gammas, strict=True)
-                    if size <= BATCH_LIMIT
-                }
-            )
+            window = windowed({size: gamma for size, gamma in zip(sizes, gammas, strict=True) if size <= BATCH_LIMIT})
         elif schedule is not None:
             window = windowed(schedule)
-        return Drafting(
-            self.speculative_model,
-            algorithm,
-            window,
-            self.dynamic_tree_max_topK,
-            self.max_total_draft_tokens,
-        )
+        return Drafting(self.speculative_model, algorithm, window, self.dynamic_tree_max_topK, self.max_total_draft_tokens)
 
     @classmethod
     def _by_largest(cls, version: str | None) -> bool:
         """Whether its schedules have largest batch sizes. Raises VersionError for None."""
         if version is None:
-            before = (
-                f"TensorRT-LLM reads draft_len_schedule by least batch sizes before {UPPER_BOUNDS}"
-            )
+            before = f"TensorRT-LLM reads draft_len_schedule by least batch sizes before {UPPER_BOUNDS}"
             raise VersionError(f"{before}, by largest ones from it on; say --engine-version")
         return _numbers(version) >= _numbers(UPPER_BOUNDS)
 
@@ -373,11 +310,13 @@ class TensorRTSettings(Settings):
     def line(cls, settings: Self | None, target: str) -> str:
         if settings is None:
             return f"trtllm-serve {shlex.quote(target)}"
-        written = shlex.quote(
-            json.dumps({"speculative_config": settings.document()})
-        )  # JSON is YAML
+        written = shlex.quote(json.dumps({"speculative_config": settings.document()}))  # JSON is YAML
         serve = f"trtllm-serve {shlex.quote(target)} --extra_llm_api_options speculative.yaml"
         return f"echo {written} > speculative.yaml && {serve}"
+
+
+def _flags(said: Mapping[str, object]) -> list[str]:
+    return [f"--{name.replace('_', '-')} {shlex.quote(str(value))}" for name, value in said.items()]
 
 
 def _schedule(window: ByBatchWindow, by_largest: bool) -> dict[int, int]:
@@ -397,12 +336,7 @@ def _numbers(version: str) -> tuple[int, ...]:
     if found is None:
         raise VersionError(f"{version!r} is no version; write it as {UPPER_BOUNDS}")
     major, minor, patch, candidate = found.groups()
-    return (
-        int(major),
-        int(minor or 0),
-        int(patch or 0),
-        1 << 30 if candidate is None else int(candidate),
-    )
+    return int(major), int(minor or 0), int(patch or 0), 1 << 30 if candidate is None else int(candidate)
 
 
 class LlamaCppSettings(Settings):
@@ -433,19 +367,12 @@ class LlamaCppSettings(Settings):
 
     def drafting(self, version: str | None) -> Drafting:
         algorithm: Algorithm = "eagle3" if self.spec_type == "draft-eagle3" else ""
-        return Drafting(
-            self.spec_draft_model.removesuffix(".gguf"),
-            algorithm,
-            FixedWindow(gamma=self.spec_draft_n_max),
-        )
+        return Drafting(self.spec_draft_model.removesuffix(".gguf"), algorithm, FixedWindow(gamma=self.spec_draft_n_max))
 
     @classmethod
     def line(cls, settings: Self | None, target: str) -> str:
         said = {} if settings is None else settings.document()
-        flags = (
-            f"--{key.replace('_', '-')} {shlex.quote(str(value))}" for key, value in said.items()
-        )
-        return " ".join([f"llama-server --model {shlex.quote(gguf_of(target))}", *flags])
+        return " ".join([f"llama-server --model {shlex.quote(gguf_of(target))}", *_flags(said)])
 
 
 def gguf_of(path: str) -> str:

@@ -127,7 +127,7 @@ def gather(store: TraceStore, pair: LoadedPair, window: timedelta, sample: int, 
     ready = store.find_recording(pair.id, None, Sampling(), **spec, state="complete") if key else None
     if ready is not None:
         return ready.id
-    found = store.recorded_since(pair.id, store.clock() - window, sources=("record", "serve"))
+    found = store.recorded_since(pair.id, store.clock() - window)
     if not found:
         raise TraceError(f"nothing was recorded with pair {pair.id} in the last {window}; run `record`, or `run --record`")
     rng = np.random.default_rng(0)

@@ -78,7 +78,7 @@ def filled(database: Database) -> dict[str, str]:
     study = store.put_study(PAIR, sampler="TPE", seed=0, document={}, recording_id=recording)
     artifact = store.put_artifact("bins", {"thresholds": [1]}, pair_id=PAIR)
     found = {"recordings": recording, "runs": run, "studies": study, "artifacts": artifact, "policies": POLICY_ID}
-    return {**found, "profiles": store.put_profile(a_profile(1e-4)), "pairs": PAIR, "workloads": store.list_workloads()[0][0]}
+    return {**found, "profiles": store.put_profile(a_profile(1e-4)), "pairs": PAIR, "workloads": store.get_workload("latest").digest()}
 
 
 def test_whatever_loads_no_model_imports_no_model_library(folder: Path) -> None:

@@ -601,7 +601,6 @@ def test_rows_with_anything_in_a_column(
             lambda: read_schedules(store),
             lambda: store.list_policies(),
             lambda: store.list_pairs(),
-            lambda: store.list_workloads(),
             lambda: store.list_profiles(),
             lambda: [store.get_artifact(row[0]) for row in store.list_artifacts()],
             lambda: store.latest_profile(pair.id, "cpu"),

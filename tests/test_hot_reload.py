@@ -205,7 +205,8 @@ def test_a_policy_that_would_bias_the_text_is_refused(
 
 @pytest.mark.parametrize("policy", [LOSSY, TREE], ids=["keep_last", "tree"])
 def test_what_a_verifier_refuses_is_neither_incumbent_nor_tried(store: TraceStore, pair: LoadedPair, policy: Policy) -> None:
-    active = store.get_publication(publish(store, pair, policy))
+    publish(store, pair, policy)
+    active = store.list_publications()[0]
     assert incumbent_of(store, pair, active, None, "coupled", Sampling(temperature=0.7)) == (policy, "")
     assert earlier_winners(store, pair, "coupled", Sampling(temperature=0.7)) == [policy]
     kept, why = incumbent_of(store, pair, active, None, "rejection", Sampling(temperature=0.7))
@@ -302,7 +303,7 @@ def test_a_published_policy_that_was_edited_runs_nowhere(store: TraceStore, pair
         assert source.last_error.startswith(f"publication {bad}: the document has another content than the id of its policy says")
     with watch(store, pair, None, None, interval_s=60) as source:
         assert source.current().policy == fixed(2)
-    policy, why = incumbent_of(store, pair, store.get_publication(bad), None, "coupled", Sampling())
+    policy, why = incumbent_of(store, pair, store.list_publications()[0], None, "coupled", Sampling())
     assert policy == AUTOREGRESSIVE
     assert "another content" in why
     refused = Door(url, str(tiny_pair)).call("policies", "rollback", "--to", str(bad), "--pair", tiny_pair, "--device", "cpu")

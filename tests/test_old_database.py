@@ -95,7 +95,7 @@ def test_an_old_database_migrates_and_holds_what_it_held(old_url: str) -> None:
         assert (active.version, active.supersedes, active.reason, active.document["draft"]) == (3, 2, "better", "near")
         assert (active.deployment, active.sampling) == ("default", None)
         assert store.active_publication(PAIR, "cpu", "canary") is None
-        assert store.get_publication(1).evidence["winner"]["label"] == "autoregressive"
+        assert store.list_publications()[-1].evidence["winner"]["label"] == "autoregressive"
         assert len(store.get_study("latest").trials) == 635
         text = page(report_on(store, "latest"))
         assert "Decode without a draft" in text

@@ -37,7 +37,7 @@ def append_for_ever(url: str, recording: str, said: int) -> None:
     for i in range(100_000):
         if i not in have:
             store.append_trajectory(recording, i, a_trajectory(i), steps_of(a_trajectory(i)))
-            store.put_panorama(recording, i, a_panorama(a_trajectory(i), "small", seed=i))
+            store.put_panoramas(recording, [(i, a_panorama(a_trajectory(i), "small", seed=i))])
             os.write(said, b"%d\n" % i)
 
 

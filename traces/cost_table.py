@@ -61,16 +61,10 @@ class CostTable:
     def at(self, **places: npt.ArrayLike) -> FloatArray:
         """Seconds at places that broadcast together, in their shape; never negative. Places along
         other axes only shape the result."""
-        arrays = (
-            dict(zip(places, np.broadcast_arrays(*places.values()), strict=True)) if places else {}
-        )
-        shape = next(iter(arrays.values())).shape if arrays else ()
-        seconds = self.weights({axis: arrays[axis].ravel() for axis in self.axes}) @ np.array(
-            self.seconds
-        )
-        return np.asarray(
-            np.broadcast_to(np.maximum(0.0, seconds), int(np.prod(shape, initial=1))).reshape(shape)
-        )
+        shape = np.broadcast_shapes(*map(np.shape, places.values()))
+        own = {axis: np.broadcast_to(places[axis], shape).ravel() for axis in self.axes}
+        seconds = np.maximum(0.0, self.weights(own) @ np.array(self.seconds))
+        return np.asarray(np.broadcast_to(seconds, int(np.prod(shape, initial=1))).reshape(shape))
 
     def grid(self, rows: FloatArray, contexts: FloatArray) -> FloatArray:
         """Seconds at all combinations of ``contexts`` and ``rows``, float64 [contexts, rows]."""

@@ -52,24 +52,27 @@ class LatencyProfile:
 
     def seconds(self, term: str, **places: npt.ArrayLike) -> FloatArray:
         """Seconds of a term at places, 0 where the profile does not have it."""
-        table = self.terms.get(term)
-        return (
-            np.zeros(np.broadcast_shapes(*(np.shape(p) for p in places.values())))
-            if table is None
-            else table.at(**places)
-        )
+        if term not in self.terms:
+            return np.zeros(np.broadcast_shapes(*map(np.shape, places.values())))
+        return self.terms[term].at(**places)
 
     @property
     def drafts(self) -> tuple[str, ...]:
         """The drafts whose rounds it has costs of."""
-        return tuple(name.removeprefix("pass/") for name in self.terms if name.startswith("pass/"))
+        return self._drafts_of("pass/")
 
     @property
     def chain_drafts(self) -> tuple[str, ...]:
         """The drafts whose chains it has costs of; a head's are trees of width 1."""
-        return tuple(
-            name.removeprefix("phase/") for name in self.terms if name.startswith("phase/")
-        )
+        return self._drafts_of("phase/")
+
+    @property
+    def tree_drafts(self) -> tuple[str, ...]:
+        """The drafts whose trees it has costs of."""
+        return self._drafts_of("top_k/")
+
+    def _drafts_of(self, term: str) -> tuple[str, ...]:
+        return tuple(name.removeprefix(term) for name in self.terms if name.startswith(term))
 
     @property
     def usual_context(self) -> float:
@@ -77,13 +80,6 @@ class LatencyProfile:
         knot of the target's."""
         contexts = self.terms["target"].knots[-1]
         return contexts[len(contexts) // 2]
-
-    @property
-    def tree_drafts(self) -> tuple[str, ...]:
-        """The drafts whose trees it has costs of."""
-        return tuple(
-            name.removeprefix("top_k/") for name in self.terms if name.startswith("top_k/")
-        )
 
     def checks(self, *, trees: bool) -> list[Mapping[str, Any]]:
         """The check of chains, and with ``trees`` theirs."""

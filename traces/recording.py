@@ -83,7 +83,6 @@ class RecordingInfo:
             "finished_at": self.finished_at and self.finished_at.isoformat(),
         }
 
-
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> RecordingInfo:
         """The inverse of :meth:`to_json`. Raises TypeError, ValueError or KeyError for what is none."""

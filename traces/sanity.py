@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from spectune.traces.schema import Int32Array, Trajectory
@@ -30,12 +30,7 @@ class Sanity:
     few: Mapping[str, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "requests": self.requests,
-            "repetitive": self.repetitive,
-            "duplicates": self.duplicates,
-            "few": dict(self.few),
-        }
+        return asdict(self)
 
     def lines(self) -> list[str]:
         """What is to be said, a line each; nothing of a workload without such."""

@@ -46,17 +46,28 @@ AGREE_NO, AGREE_YES, AGREE_NONE = 0, 1, 2
 """Values of :attr:`ChainPanorama.agree`: the proposal differs from the text, equals it, or there was no proposal."""
 
 
-def _content_eq(left: object, right: object) -> bool:
-    if type(left) is not type(right):
-        return False
-    for f in fields(left):  # type: ignore[arg-type]  # both are dataclasses of one type
-        a, b = getattr(left, f.name), getattr(right, f.name)
-        if isinstance(a, np.ndarray):
-            if not (isinstance(b, np.ndarray) and a.dtype == b.dtype and np.array_equal(a, b)):
-                return False
-        elif a != b:
+class _ByContent:
+    """Dataclasses that hold arrays: equal iff all of their fields are."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        if type(self) is not type(other):
             return False
-    return True
+        for f in fields(self):  # type: ignore[arg-type]  # a dataclass
+            a, b = getattr(self, f.name), getattr(other, f.name)
+            if isinstance(a, np.ndarray):
+                if not (isinstance(b, np.ndarray) and a.dtype == b.dtype and np.array_equal(a, b)):
+                    return False
+            elif a != b:
+                return False
+        return True
+
+    def _check_shapes(self, what: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        for name, shape in shapes.items():
+            got = getattr(self, name).shape
+            if got != shape:
+                raise ValueError(f"{what} column {name} has shape {got}, expected {shape}")
 
 
 @dataclass(frozen=True)
@@ -147,7 +158,7 @@ def request_seed(seed: int, request_id: str) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class Trajectory:
+class Trajectory(_ByContent):
     """One request as it was decoded: everything its text depends on, and the text.
 
     ``prompt_ids`` and ``output_ids`` are int32; ``output_ids`` ends with the EOS token when ``finish`` is ``eos``.
@@ -164,14 +175,9 @@ class Trajectory:
     verifier: Verifier = "coupled"
     stop_strings: tuple[str, ...] = ()
 
-    def __eq__(self, other: object) -> bool:
-        return _content_eq(self, other)
-
-    __hash__ = None  # type: ignore[assignment]  # holds arrays
-
 
 @dataclass(frozen=True, eq=False)
-class ChainPanorama:
+class ChainPanorama(_ByContent):
     """What one draft would propose from *every* start of one trajectory, as columns over positions.
 
     A draft is a function of its prefix. From start s it walks along the text while its proposals equal it; at the first
@@ -203,28 +209,14 @@ class ChainPanorama:
 
     def __post_init__(self) -> None:
         n, branches = len(self.agree), int((self.agree == AGREE_NO).sum()) + 1
-        shapes = {
-            "logp": (n,),
-            "entropy": (n,),
-            "accept": (n,),
-            "branch_logp": (branches, self.gamma_max),
-            "branch_entropy": (branches, self.gamma_max),
-            "branch_len": (branches,),
-        }
-        for name, shape in shapes.items():
-            got = getattr(self, name).shape
-            if got != shape:
-                raise ValueError(f"panorama column {name} has shape {got}, expected {shape}")
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("logp", "entropy", "accept"), (n,))
+        shapes |= dict.fromkeys(("branch_logp", "branch_entropy"), (branches, self.gamma_max))
+        self._check_shapes("panorama", {**shapes, "branch_len": (branches,)})
 
     @property
     def positions(self) -> int:
         """Output tokens of the trajectory."""
         return len(self.agree)
-
-    def __eq__(self, other: object) -> bool:
-        return _content_eq(self, other)
-
-    __hash__ = None  # type: ignore[assignment]  # holds arrays
 
     @classmethod
     def columns(cls) -> tuple[str, ...]:
@@ -236,7 +228,7 @@ Proposals = Literal["coupled", "probability"]
 
 
 @dataclass(frozen=True, eq=False)
-class TreePanorama:
+class TreePanorama(_ByContent):
     """The distributions a draft would read while it drafts trees from *every* start of one trajectory, of up to ``width`` children a
     node and ``depth`` levels.
 
@@ -272,19 +264,11 @@ class TreePanorama:
 
     def __post_init__(self) -> None:
         m, n = len(self.parent), len(self.text_slot)
-        shapes = {"slot": (m,), "tokens": (n, self.width), "logp": (n, self.width), "gap": (n, self.width)}
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("tokens", "logp", "gap"), (n, self.width))
         shapes |= dict.fromkeys(("count", "entropy", "top_entropy"), (n,))
-        for name, shape in shapes.items():
-            got = getattr(self, name).shape
-            if got != shape:
-                raise ValueError(f"tree panorama column {name} has shape {got}, expected {shape}")
+        self._check_shapes("tree panorama", {"slot": (m,), **shapes})
         if n <= m:
             raise ValueError("a tree panorama holds at least the text's own prefixes")
-
-    def __eq__(self, other: object) -> bool:
-        return _content_eq(self, other)
-
-    __hash__ = None  # type: ignore[assignment]  # holds arrays
 
     @property
     def positions(self) -> int:

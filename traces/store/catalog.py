@@ -12,15 +12,25 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from sqlalchemy import select
-from sqlalchemy.orm import Session
 
-from spectune.db import CorruptedChunkError, DatabaseError, NotFoundError, UnavailableError
+from spectune.db import CorruptedChunkError, DatabaseError, UnavailableError
 from spectune.db.models import ArtifactRow, LatencyProfileRow, PairRow, PolicyRow, RunRow, StepChunkRow, StudyRow, WorkloadRow
 from spectune.traces.codec import CodecError
 from spectune.traces.packing import pack_document, pack_steps, unpack_document, unpack_steps
 from spectune.traces.schema import Counts, LatencyProfile, Outcome, RequestOutcome, Step, Workload, policy_id
 from spectune.traces.store.recording_rows import step_row
-from spectune.traces.store.rows import Storage, chunk_of, chunk_values, insert_absent, is_stored, readable, resolve
+from spectune.traces.store.rows import (
+    Storage,
+    chunk_of,
+    chunk_values,
+    equal,
+    insert_absent,
+    named_row,
+    newest_first,
+    readable,
+    require,
+    value_of,
+)
 
 Document = Mapping[str, Any]
 
@@ -116,13 +126,13 @@ class Catalog(Storage):
             named = session.scalars(select(PairRow).where(PairRow.name == text).order_by(PairRow.created_at.desc())).first()
             row = session.get(PairRow, text) or named
             if row is None:
-                row = session.get_one(PairRow, resolve(session, PairRow.id, text, "pair", newest=PairRow.created_at))
-            return _pair(row)
+                row = named_row(session, PairRow, text)
+            return value_of(StoredPair, row)
 
     def list_pairs(self) -> tuple[StoredPair, ...]:
         """All pairs, newest first."""
         with self.database.read() as session:
-            return tuple(_pair(row) for row in session.scalars(select(PairRow).order_by(PairRow.created_at.desc(), PairRow.id)))
+            return tuple(value_of(StoredPair, row) for row in session.scalars(select(PairRow).order_by(*newest_first(PairRow))))
 
     def put_workload(self, workload: Workload) -> str:
         """Stores a workload under its digest, which is returned."""
@@ -137,15 +147,7 @@ class Catalog(Storage):
         """By digest, an unambiguous beginning of one, or ``latest``. Raises NotFoundError, or CorruptedChunkError where the digest is
         another's."""
         with self.database.read() as session:
-            row = session.get_one(WorkloadRow, resolve(session, WorkloadRow.id, text, "workload", newest=WorkloadRow.created_at))
-            return workload_of(row)
-
-    def list_workloads(self) -> tuple[tuple[str, str, int], ...]:
-        """(digest, name, number of requests) of all workloads, newest first."""
-        columns = (WorkloadRow.id, WorkloadRow.name, WorkloadRow.n_requests)
-        with self.database.read() as session:
-            rows = session.execute(select(*columns).order_by(WorkloadRow.created_at.desc(), WorkloadRow.id))
-            return tuple((digest, name, count) for digest, name, count in rows)
+            return workload_of(named_row(session, WorkloadRow, text))
 
     def put_profile(self, profile: LatencyProfile) -> str:
         """Stores a latency profile; its new id."""
@@ -159,14 +161,14 @@ class Catalog(Storage):
             "created_at": self.clock(),
         }
         with self.database.write() as session:
-            _require_pair(session, profile.pair_id)
+            require(session, PairRow, profile.pair_id, "first")
             return self.insert_new(session, LatencyProfileRow, "prof", values)
 
     def get_profile(self, text: str) -> StoredProfile:
         """By id, an unambiguous beginning of one, or ``latest``. Raises NotFoundError."""
         with self.database.read() as session:
-            found = resolve(session, LatencyProfileRow.id, text, "latency profile", newest=LatencyProfileRow.created_at)
-            return _profile(session.get_one(LatencyProfileRow, found))
+            row = named_row(session, LatencyProfileRow, text)
+            return StoredProfile(row.id, LatencyProfile.from_json(row.document), row.created_at)
 
     def list_profiles(
         self, pair_id: str | None = None, device: str | None = None, dtype: str | None = None
@@ -179,11 +181,10 @@ class Catalog(Storage):
         return next(self._profiles(pair_id, device, dtype), None)
 
     def _profiles(self, pair_id: str | None, device: str | None, dtype: str | None) -> Iterator[StoredProfile]:
-        query = select(LatencyProfileRow.id).order_by(LatencyProfileRow.created_at.desc(), LatencyProfileRow.id)
-        wanted = {LatencyProfileRow.pair_id: pair_id, LatencyProfileRow.device: device, LatencyProfileRow.dtype: dtype}
-        query = query.where(*(column == value for column, value in wanted.items() if value is not None))
+        row = LatencyProfileRow
+        query = select(row.id).where(*equal({row.pair_id: pair_id, row.device: device, row.dtype: dtype}))
         with self.database.read() as session:
-            names = session.scalars(query).all()
+            names = session.scalars(query.order_by(*newest_first(row))).all()
         for name in names:
             try:
                 yield self.get_profile(name)
@@ -204,14 +205,12 @@ class Catalog(Storage):
         """By id, an unambiguous beginning of one, or ``latest``. Raises NotFoundError, or CorruptedChunkError where the id is another
         policy's."""
         with self.database.read() as session:
-            found = resolve(session, PolicyRow.id, text, "policy", newest=PolicyRow.created_at)
-            return policy_of(session.get_one(PolicyRow, found))
+            return policy_of(named_row(session, PolicyRow, text))
 
     def list_policies(self) -> tuple[StoredPolicy, ...]:
         """All policies, newest first."""
         with self.database.read() as session:
-            rows = session.scalars(select(PolicyRow).order_by(PolicyRow.created_at.desc(), PolicyRow.id))
-            return tuple(_policy(row) for row in rows)
+            return tuple(_policy(row) for row in session.scalars(select(PolicyRow).order_by(*newest_first(PolicyRow))))
 
     def put_artifact(
         self,
@@ -235,39 +234,36 @@ class Catalog(Storage):
         }
         with self.database.write() as session:
             if pair_id is not None:
-                _require_pair(session, pair_id)
+                require(session, PairRow, pair_id, "first")
             insert_absent(session, ArtifactRow, values)
         return name
 
     def get_artifact(self, text: str) -> Artifact:
         """By id or an unambiguous beginning of one. Raises NotFoundError, or CorruptedChunkError when it is damaged."""
         with self.database.read() as session:
-            row = session.get_one(ArtifactRow, resolve(session, ArtifactRow.id, text, "artifact", newest=ArtifactRow.created_at))
+            row = named_row(session, ArtifactRow, text)
         try:
             document, arrays = unpack_document(chunk_of(row))
         except CodecError as error:
             raise CorruptedChunkError(f"artifact {row.id} ({row.kind}) cannot be used ({error})") from error
-        return Artifact(row.id, row.kind, row.pair_id, document, arrays, row.provenance, row.created_at)
+        return value_of(Artifact, row, document=document, arrays=arrays)
 
     def list_artifacts(
         self, kind: str | None = None, pair_id: str | None = None
     ) -> tuple[tuple[str, str, str | None, datetime], ...]:
         """(id, kind, pair, created_at) of a kind and pair (each optional), newest first, without unpacking them."""
         columns = (ArtifactRow.id, ArtifactRow.kind, ArtifactRow.pair_id, ArtifactRow.created_at)
-        wanted = {ArtifactRow.kind: kind, ArtifactRow.pair_id: pair_id}
-        query = select(*columns).where(*(column == value for column, value in wanted.items() if value is not None))
+        query = select(*columns).where(*equal({ArtifactRow.kind: kind, ArtifactRow.pair_id: pair_id}))
         with self.database.read() as session:
-            rows = session.execute(query.order_by(ArtifactRow.created_at.desc(), ArtifactRow.id))
+            rows = session.execute(query.order_by(*newest_first(ArtifactRow)))
             return tuple((name, of, pair, at) for name, of, pair, at in rows)
 
     def artifact_origins(self, kind: str, pair_id: str | None = None) -> tuple[tuple[str, Document], ...]:
         """(id, provenance) of the artifacts of a kind and pair (optional), newest first, without unpacking them."""
-        query = select(ArtifactRow.id, ArtifactRow.provenance).where(ArtifactRow.kind == kind)
-        if pair_id is not None:
-            query = query.where(ArtifactRow.pair_id == pair_id)
+        wanted = equal({ArtifactRow.kind: kind, ArtifactRow.pair_id: pair_id})
+        query = select(ArtifactRow.id, ArtifactRow.provenance).where(*wanted).order_by(*newest_first(ArtifactRow))
         with self.database.read() as session:
-            rows = session.execute(query.order_by(ArtifactRow.created_at.desc(), ArtifactRow.id))
-            return tuple((name, provenance) for name, provenance in rows)
+            return tuple((name, provenance) for name, provenance in session.execute(query))
 
     def put_study(
         self,
@@ -291,26 +287,25 @@ class Catalog(Storage):
             **chunk_values(pack_document([dict(t) for t in trials])),
         }
         with self.database.write() as session:
-            _require_pair(session, pair_id)
+            require(session, PairRow, pair_id, "first")
             return self.insert_new(session, StudyRow, "study", values)
 
     def get_study(self, text: str) -> Study:
         """By id, an unambiguous beginning of one, or ``latest``. Raises NotFoundError or CorruptedChunkError."""
         with self.database.read() as session:
-            row = session.get_one(StudyRow, resolve(session, StudyRow.id, text, "study", newest=StudyRow.created_at))
+            row = named_row(session, StudyRow, text)
         try:
             trials, _ = unpack_document(chunk_of(row))
         except CodecError as error:
             raise CorruptedChunkError(f"the trials of study {row.id} cannot be used ({error})") from error
-        return Study(row.id, row.pair_id, row.recording_id, row.sampler, row.seed, row.document, tuple(trials), row.created_at)
+        return value_of(Study, row, trials=tuple(trials))
 
     def list_studies(self, pair_id: str | None = None) -> tuple[tuple[str, str, int, Document, datetime], ...]:
         """(id, pair, number of trials, document, created_at), newest first, without unpacking the trials."""
         columns = (StudyRow.id, StudyRow.pair_id, StudyRow.n_trials, StudyRow.document, StudyRow.created_at)
-        query = select(*columns).order_by(StudyRow.created_at.desc(), StudyRow.id)
+        query = select(*columns).where(*equal({StudyRow.pair_id: pair_id})).order_by(*newest_first(StudyRow))
         with self.database.read() as session:
-            rows = session.execute(query if pair_id is None else query.where(StudyRow.pair_id == pair_id))
-            return tuple((name, pair, trials, document, at) for name, pair, trials, document, at in rows)
+            return tuple((name, pair, trials, document, at) for name, pair, trials, document, at in session.execute(query))
 
     def put_run(
         self,
@@ -345,9 +340,8 @@ class Catalog(Storage):
         categories = {r.request_id: r.category for r in outcome.per_request}
         packed = [(name, rounds, chunk_values(pack_steps(rounds))) for name, rounds in (steps or {}).items()]
         with self.database.write() as session:
-            _require_pair(session, pair_id)
-            if session.get(PolicyRow, policy_id) is None:
-                raise NotFoundError(f"there is no policy {policy_id!r}; store it before its runs")
+            require(session, PairRow, pair_id, "first")
+            require(session, PolicyRow, policy_id, "before its runs")
             run = self.insert_new(session, RunRow, "run", values)
             for ordinal, (name, rounds, chunk) in enumerate(packed):
                 session.add(step_row(None, run, ordinal, name, categories.get(name, ""), rounds, chunk))
@@ -356,15 +350,13 @@ class Catalog(Storage):
     def get_run(self, text: str) -> Run:
         """By id, an unambiguous beginning of one, or ``latest``. Raises NotFoundError."""
         with self.database.read() as session:
-            return _run(session.get_one(RunRow, resolve(session, RunRow.id, text, "run", newest=RunRow.created_at)))
+            return _run(named_row(session, RunRow, text))
 
     def list_runs(self, pair_id: str | None = None, policy_id: str | None = None) -> tuple[Run, ...]:
         """Runs of a pair and policy (each optional), newest first."""
-        query = select(RunRow).order_by(RunRow.created_at.desc(), RunRow.id)
-        wanted = {RunRow.pair_id: pair_id, RunRow.policy_id: policy_id}
-        query = query.where(*(column == value for column, value in wanted.items() if value is not None))
+        query = select(RunRow).where(*equal({RunRow.pair_id: pair_id, RunRow.policy_id: policy_id}))
         with self.database.read() as session:
-            return tuple(_run(row) for row in session.scalars(query))
+            return tuple(_run(row) for row in session.scalars(query.order_by(*newest_first(RunRow))))
 
     def run_steps(self, run: str) -> dict[str, tuple[Step, ...]]:
         """The rounds of a run by request id, in the order they were given. Raises CorruptedChunkError naming the request."""
@@ -430,36 +422,10 @@ def _content_hash(kind: str, document: Any, arrays: Mapping[str, npt.NDArray[Any
     return h.hexdigest()[:12]
 
 
-def _require_pair(session: Session, pair_id: str) -> None:
-    if not is_stored(session, PairRow.id, pair_id):
-        raise NotFoundError(f"there is no pair {pair_id!r}; store it first")
-
-
-def _pair(row: PairRow) -> StoredPair:
-    return StoredPair(row.id, row.name, row.document, row.created_at)
-
-
-def _profile(row: LatencyProfileRow) -> StoredProfile:
-    return StoredProfile(row.id, LatencyProfile.from_json(row.document), row.created_at)
-
-
 def _policy(row: PolicyRow) -> StoredPolicy:
     document, problem = readable(row.document)
-    return StoredPolicy(row.id, row.label, document, row.created_at, problem)
+    return value_of(StoredPolicy, row, document=document, problem=problem)
 
 
 def _run(row: RunRow) -> Run:
-    return Run(
-        id=row.id,
-        pair_id=row.pair_id,
-        policy_id=row.policy_id,
-        outcome=outcome_of(row.outcome),
-        device=row.device,
-        dtype=row.dtype,
-        workload_id=row.workload_id,
-        recording_id=row.recording_id,
-        profile_id=row.profile_id,
-        purpose=row.purpose,
-        options=row.options,
-        created_at=row.created_at,
-    )
+    return value_of(Run, row, outcome=outcome_of(row.outcome))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, BinaryIO, Literal
 
@@ -13,33 +14,27 @@ from spectune.traces.files import replacing
 from spectune.traces.store.query import RequestRow
 from spectune.traces.text import json_line, printable
 
-Format = Literal["json", "csv", "parquet"]
-FORMATS: tuple[Format, ...] = ("json", "csv", "parquet")
 _BATCH = 10_000
 _FORMULA = ("=", "+", "-", "@", "\t", "\n", "＝", "＋", "－", "＠")
 """How a text begins that a spreadsheet would compute."""
 
 
-def format_of(path: Path) -> Format:
-    """The format that a file's ending names. Raises :class:`TraceError` for another ending."""
-    ending = path.suffix.removeprefix(".").lower()
-    for known in FORMATS:
-        if ending == known:
-            return known
-    raise TraceError(f"cannot tell the format of {path.name}: end it with .json, .csv or .parquet, or name the format")
-
-
-def export_rows(rows: Iterable[RequestRow], path: str | Path, format: Format | None = None) -> int:
-    """Writes rows to a file, whole or not at all; how many there were.
+def export_rows(rows: Iterable[RequestRow], path: str | Path) -> int:
+    """Writes rows to a file, whole or not at all, in the format that its ending names; how many there were.
 
     JSON is a list of objects; CSV and Parquet have the columns of :class:`traces.store.query.RequestRow`. Raises
     :class:`TraceError` when the ending names no format, the folder does not exist, or Parquet is asked for without pyarrow.
     """
     target = Path(path)
-    chosen = format or format_of(target)
+    ending = target.suffix.lower()
+    if ending not in (".json", ".csv", ".parquet"):
+        raise TraceError(f"cannot tell the format of {target.name}: end it with .json, .csv or .parquet")
     try:
         with replacing(target) as file:
-            return _write_parquet(rows, file) if chosen == "parquet" else _write_text(rows, file, chosen)
+            if ending == ".parquet":
+                return _write_parquet(rows, file)
+            with io.TextIOWrapper(file, encoding="utf-8", newline="") as out:
+                return write_rows(rows, out, "csv" if ending == ".csv" else "json")
     except OSError as error:
         raise TraceError(f"cannot write {target}: {error.strerror}") from None
 
@@ -71,36 +66,27 @@ def _cell(value: Any) -> Any:
     return f"'{shown}" if shown.startswith(_FORMULA) else shown
 
 
-def _write_text(rows: Iterable[RequestRow], file: BinaryIO, format: Literal["json", "csv"]) -> int:
-    with io.TextIOWrapper(file, encoding="utf-8", newline="") as out:
-        return write_rows(rows, out, format)
-
-
 def _write_parquet(rows: Iterable[RequestRow], file: BinaryIO) -> int:
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError:
-        raise TraceError("Parquet needs pyarrow: pip install 'spectune[parquet]'") from None
+    pa, pq = pyarrow_modules()
     text, whole, real = pa.string(), pa.int64(), pa.float64()
     types: dict[str, Any] = dict.fromkeys(RequestRow.columns(), text)
     types |= dict.fromkeys(("ordinal", "n_prompt", "n_output", "gamma_max", "rounds", "drafted", "accepted"), whole)
     types |= dict.fromkeys(("acceptance", "tau", "seconds"), real) | {"recorded_at": pa.timestamp("us", tz="UTC")}
     schema = pa.schema(list(types.items()))
-    count = 0
+    count, left = 0, iter(rows)
     with pq.ParquetWriter(file, schema, compression="zstd") as writer:
-        for batch in _batches(rows):
+        while batch := list(islice(left, _BATCH)):
             columns = {name: [getattr(row, name) for row in batch] for name in types}
             writer.write_table(pa.table(columns, schema=schema))
             count += len(batch)
     return count
 
 
-def _batches(rows: Iterable[RequestRow]) -> Iterator[list[RequestRow]]:
-    batch: list[RequestRow] = []
-    for row in rows:
-        batch.append(row)
-        if len(batch) == _BATCH:
-            yield batch
-            batch = []
-    yield batch
+def pyarrow_modules() -> tuple[Any, Any]:
+    """``pyarrow`` and ``pyarrow.parquet``. Raises TraceError where it is not installed."""
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError:
+        raise TraceError("Parquet needs pyarrow: pip install 'spectune[parquet]'") from None
+    return pa, pq

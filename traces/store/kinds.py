@@ -24,6 +24,7 @@ from spectune.db.models import (
     WorkloadRow,
 )
 from spectune.db.schedules import JobRow, ScheduleRow
+from spectune.traces.store.rows import newest_first
 from spectune.traces.text import shortened
 
 _COLUMNS: Final[Mapping[str, tuple[Any, ...]]] = {
@@ -53,8 +54,8 @@ def counts(database: Database) -> dict[str, int]:
 
 def list_kind(database: Database, kind: str, *, limit: int | None = None) -> tuple[dict[str, Any], ...]:
     """Column to value of everything of a kind, newest first, the moment in ISO 8601; nothing is unpacked."""
-    made = _table(kind).created_at
-    query = select(*_COLUMNS[kind], made).order_by(made.desc(), _COLUMNS[kind][0]).limit(limit)
+    row = _table(kind)
+    query = select(*_COLUMNS[kind], row.created_at).order_by(*newest_first(row)).limit(limit)
     with database.read() as session:
         return tuple({**row, "created_at": row["created_at"].isoformat()} for row in session.execute(query).mappings())
 
@@ -110,7 +111,7 @@ def _table(kind: str) -> Any:
 
 def _old(session: Session, kind: str, before: datetime | None, keep_last: int | None) -> list[str]:
     row = _table(kind)
-    rows = session.execute(select(row.id, row.created_at).order_by(row.created_at.desc(), row.id)).all()
+    rows = session.execute(select(row.id, row.created_at).order_by(*newest_first(row))).all()
     return [name for name, made in rows[keep_last or 0 :] if before is None or made < before]
 
 
@@ -142,7 +143,7 @@ def _named_elsewhere(session: Session, doomed: set[str]) -> set[str]:
     owners |= {name: _as_text(said) for name, *said in session.execute(select(*run))}
     owners |= {name: _as_text(said) for name, *said in session.execute(select(StudyRow.id, StudyRow.document))}
     stay += [said for name, said in owners.items() if name not in doomed]
-    latest = session.scalar(select(ArtifactRow.id).order_by(ArtifactRow.created_at.desc(), ArtifactRow.id).limit(1))
+    latest = session.scalar(select(ArtifactRow.id).order_by(*newest_first(ArtifactRow)).limit(1))
     spared: set[str] = set()
     while stay:
         words = {word for text in stay for word in _WORD.findall(text)}

@@ -23,6 +23,7 @@ from spectune.traces.errors import TraceError
 from spectune.traces.files import replacing
 from spectune.traces.recording import RecordingInfo
 from spectune.traces.store import TraceStore
+from spectune.traces.store.export import pyarrow_modules
 from spectune.traces.store.foreign import check_values
 from spectune.traces.store.recordings import BATCH, Rows
 
@@ -35,7 +36,7 @@ LEFT: Final = ("recording_id", "created_at")
 def write_recording(store: TraceStore, recording: str, path: str | Path) -> int:
     """Writes a recording's texts and panoramas to a Parquet file, whole or not at all; how many chunks. Raises TraceError without pyarrow
     and where the file cannot be written, NotFoundError for an unknown recording."""
-    pa, pq = _pyarrow()
+    pa, pq = pyarrow_modules()
     info = store.get_recording(recording)
     text, blob, whole = pa.string(), pa.binary(), pa.int64()
     types = dict(zip(COLUMNS, (whole, text, whole, text, blob, blob), strict=True)) | {"rest": text}
@@ -121,7 +122,7 @@ def _file(path: str) -> tuple[RecordingInfo, Any, Any, Any]:
 
 @lru_cache(maxsize=4)
 def _opened(path: str, stamp: tuple[int, ...]) -> tuple[RecordingInfo, Any, Any, Any]:
-    _, pq = _pyarrow()
+    _, pq = pyarrow_modules()
     with _understood(path):
         file = pq.ParquetFile(path)
         info = RecordingInfo.from_json(json.loads((file.schema_arrow.metadata or {})[b"recording"]))
@@ -139,12 +140,3 @@ def _understood(path: str) -> Iterator[None]:
         raise TraceError(f"{path}: cannot be read ({error.strerror or error})") from None
     except (TypeError, ValueError, KeyError, AttributeError):
         raise TraceError(f"{path}: no recording; `traces export FILE.parquet --whole` writes one") from None
-
-
-def _pyarrow() -> tuple[Any, Any]:
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError:
-        raise TraceError("Parquet needs pyarrow: pip install 'spectune[parquet]'") from None
-    return pa, pq

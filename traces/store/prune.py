@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -15,7 +15,7 @@ from spectune.db import Database
 from spectune.db.models import PanoramaChunkRow, PublicationRow, RecordingRow, RunRow, StepChunkRow, TrajectoryRow
 from spectune.db.schedules import JobRow
 from spectune.traces.errors import TraceError
-from spectune.traces.store.rows import resolve
+from spectune.traces.store.rows import newest_first, resolve_all
 
 STILL_WRITTEN = timedelta(days=1)
 """An unfinished recording whose last text is younger counts as being written: panoramas, which come after the texts, have no moment."""
@@ -45,15 +45,7 @@ class PruneReport:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "removed": [
-                {
-                    "recording": p.recording,
-                    "created_at": p.created_at.isoformat(),
-                    "requests": p.requests,
-                    "size_bytes": p.size_bytes,
-                }
-                for p in self.removed
-            ],
+            "removed": [{**asdict(p), "created_at": p.created_at.isoformat()} for p in self.removed],
             "kept": list(self.kept),
             "size_bytes": self.size_bytes,
             "dry_run": self.dry_run,
@@ -88,7 +80,7 @@ def prune(
             old = _by_age(session, before, keep_last, pair)
             return old if abandoned is None else old + _abandoned(session, abandoned, pair)
 
-        chosen = _named(session, recordings) if recordings else by_rule()
+        chosen = resolve_all(session, RecordingRow, recordings) if recordings else by_rule()
         if not dry_run:
             locked = _locked(session, chosen)
             # Whoever wrote to one of them was waited for: what he wrote may be why it stays.
@@ -118,11 +110,6 @@ def cited_recordings(session: Session, candidates: Iterable[str]) -> set[str]:
     return cited & set(candidates)
 
 
-def _named(session: Session, recordings: Sequence[str]) -> list[str]:
-    ids = [resolve(session, RecordingRow.id, name, "recording", newest=RecordingRow.created_at) for name in recordings]
-    return list(dict.fromkeys(ids))
-
-
 def _locked(session: Session, recordings: Sequence[str]) -> frozenset[str]:
     """Those that are still there, locked. First of all: who appends holds this row, and would wait for others that are removed before."""
     query = select(RecordingRow.id).where(RecordingRow.id.in_(recordings)).order_by(RecordingRow.id).with_for_update()
@@ -131,7 +118,7 @@ def _locked(session: Session, recordings: Sequence[str]) -> frozenset[str]:
 
 def _by_age(session: Session, before: datetime | None, keep_last: int | None, pair: str | None) -> list[str]:
     finished = select(RecordingRow).where(RecordingRow.state != "recording", *_of(pair))
-    rows = session.scalars(finished.order_by(RecordingRow.created_at.desc(), RecordingRow.id)).all()[keep_last or 0 :]
+    rows = session.scalars(finished.order_by(*newest_first(RecordingRow))).all()[keep_last or 0 :]
     return [row.id for row in rows if before is None or row.created_at < before]
 
 
@@ -146,7 +133,7 @@ def _abandoned(session: Session, before: datetime, pair: str | None) -> list[str
         func.coalesce(last, RecordingRow.created_at) < before,
         *_of(pair),
     )
-    rows = session.scalars(begun.order_by(RecordingRow.created_at.desc(), RecordingRow.id))
+    rows = session.scalars(begun.order_by(*newest_first(RecordingRow)))
     return [row.id for row in rows if unfinished.isdisjoint(row.options.get(name) for name in ("slot", "gathered"))]
 
 

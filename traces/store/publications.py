@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 from spectune.db import NotFoundError, StaleVersionError
 from spectune.db.models import AcknowledgementRow, PairRow, PolicyRow, PublicationRow
 from spectune.traces.schema import policy_id
-from spectune.traces.store.rows import Storage, is_stored, readable
+from spectune.traces.store.rows import Storage, equal, is_stored, readable, require, value_of
 
 AckStatus = Literal["applied", "refused"]
 DEFAULT_DEPLOYMENT: Final = "default"
@@ -93,10 +93,8 @@ class Publications(Storage):
                 done = session.execute(_publications().where(PublicationRow.idempotency_key == idempotency_key)).first()
                 if done is not None:
                     return _publication(*done)
-            if not is_stored(session, PairRow.id, pair_id):
-                raise NotFoundError(f"there is no pair {pair_id!r}; store it before publishing for it")
-            if not is_stored(session, PolicyRow.id, policy_id):
-                raise NotFoundError(f"there is no policy {policy_id!r}; store it before publishing it")
+            require(session, PairRow, pair_id, "before publishing for it")
+            require(session, PolicyRow, policy_id, "before publishing it")
             current = _version(session, pair_id, device, deployment)
             if expected is not None and expected != current:
                 raise StaleVersionError(
@@ -133,14 +131,6 @@ class Publications(Storage):
         found = self.list_publications(pair_id, device, deployment, limit=1)
         return found[0] if found else None
 
-    def get_publication(self, version: int) -> Publication:
-        """Raises NotFoundError."""
-        with self.database.read() as session:
-            row = session.execute(_publications().where(PublicationRow.id == version)).first()
-            if row is None:
-                raise NotFoundError(f"there is no publication {version}")
-            return _publication(*row)
-
     def published_under(self, idempotency_key: str) -> Publication | None:
         """The publication made under a key, or None."""
         with self.database.read() as session:
@@ -156,12 +146,8 @@ class Publications(Storage):
         limit: int | None = None,
     ) -> tuple[Publication, ...]:
         """Publications of a pair, device and deployment (each optional), newest first."""
-        wanted = {
-            PublicationRow.pair_id: pair_id,
-            PublicationRow.device: device,
-            PublicationRow.deployment: deployment,
-        }
-        query = _publications().where(*(column == value for column, value in wanted.items() if value is not None))
+        row = PublicationRow
+        query = _publications().where(*equal({row.pair_id: pair_id, row.device: device, row.deployment: deployment}))
         with self.database.read() as session:
             return tuple(_publication(*row) for row in session.execute(query.order_by(PublicationRow.id.desc()).limit(limit)))
 
@@ -182,16 +168,10 @@ class Publications(Storage):
 
     def acknowledgements(self, version: int | None = None, node: str | None = None) -> tuple[Acknowledgement, ...]:
         """Acknowledgements of a publication and by a node (each optional), oldest first."""
-        wanted = {AcknowledgementRow.publication_id: version, AcknowledgementRow.node: node}
-        query = select(AcknowledgementRow).where(*(column == value for column, value in wanted.items() if value is not None))
+        wanted = equal({AcknowledgementRow.publication_id: version, AcknowledgementRow.node: node})
+        query = select(AcknowledgementRow).where(*wanted).order_by(AcknowledgementRow.id)
         with self.database.read() as session:
-            rows = session.scalars(query.order_by(AcknowledgementRow.id))
-            return tuple(
-                Acknowledgement(
-                    row.publication_id, row.node, "applied" if row.status == "applied" else "refused", row.reason, row.at
-                )
-                for row in rows
-            )
+            return tuple(value_of(Acknowledgement, row, version=row.publication_id) for row in session.scalars(query))
 
 
 def _publications() -> Any:  # Select's parameters differ between SQLAlchemy 2.0 and 2.1
@@ -199,32 +179,22 @@ def _publications() -> Any:  # Select's parameters differ between SQLAlchemy 2.0
 
 
 def _version(session: Session, pair_id: str, device: str, deployment: str) -> int:
-    of = (
-        PublicationRow.deployment == deployment,
-        PublicationRow.pair_id == pair_id,
-        PublicationRow.device == device,
-    )
-    return int(session.scalar(select(func.max(PublicationRow.id)).where(*of)) or 0)
+    row = PublicationRow
+    of = equal({row.pair_id: pair_id, row.device: device, row.deployment: deployment})
+    return int(session.scalar(select(func.max(row.id)).where(*of)) or 0)
 
 
 def _publication(row: PublicationRow, policy: PolicyRow) -> Publication:
     document, problem = readable(policy.document)
     if isinstance(document, dict) and policy_id(document) != policy.id:
         problem = "has another content than the id of its policy says; restore the database from a backup"
-    return Publication(
+    return value_of(
+        Publication,
+        row,
         version=row.id,
-        pair_id=row.pair_id,
-        device=row.device,
-        policy_id=row.policy_id,
         label=policy.label,
         document=document,
-        supersedes=row.supersedes,
         evidence=row.evidence if isinstance(row.evidence, Mapping) else {},
-        actor=row.actor,
-        reason=row.reason,
-        idempotency_key=row.idempotency_key,
-        created_at=row.created_at,
         problem=problem,
-        deployment=row.deployment,
         sampling=row.sampling if isinstance(row.sampling, Mapping) else None,
     )

@@ -19,7 +19,7 @@ from spectune.db.models import PanoramaChunkRow, RecordingRow, StepChunkRow, Tra
 from spectune.traces.acceptance import Survival
 from spectune.traces.recording import RecordingInfo
 from spectune.traces.store.recording_rows import CHAIN, infos
-from spectune.traces.store.rows import resolve
+from spectune.traces.store.rows import newest_first, resolve_all
 
 GroupBy = Literal["draft", "category", "recording"]
 GROUPS: tuple[GroupBy, ...] = ("draft", "category", "recording")
@@ -104,7 +104,7 @@ def list_recordings(database: Database, only: TraceFilter = EVERYTHING) -> tuple
         narrowed = _request_conditions(only)
         if narrowed:
             query = query.where(select(TrajectoryRow).where(TrajectoryRow.recording_id == RecordingRow.id, *narrowed).exists())
-        return tuple(infos(session, session.scalars(query.order_by(RecordingRow.created_at.desc(), RecordingRow.id)).all()))
+        return tuple(infos(session, session.scalars(query.order_by(*newest_first(RecordingRow))).all()))
 
 
 def request_rows(database: Database, only: TraceFilter = EVERYTHING) -> Iterator[RequestRow]:
@@ -113,10 +113,8 @@ def request_rows(database: Database, only: TraceFilter = EVERYTHING) -> Iterator
     A draft is one with a chain panorama; trees have no rows.
     """
     t, p = TrajectoryRow, PanoramaChunkRow
-    columns = (
-        *(t.recording_id, t.ordinal, t.request_id, t.category, t.created_at, t.finish, t.n_prompt, t.n_output),
-        *(p.draft, p.gamma_max, p.acceptance, p.n, p.survived, t.rounds, t.drafted, t.accepted, t.seconds),
-    )
+    told = (t.recording_id, t.ordinal, t.request_id, t.category, t.created_at, t.finish, t.n_prompt, t.n_output)
+    columns = (*told, p.draft, p.gamma_max, p.acceptance, t.rounds, t.drafted, t.accepted, t.seconds, p.n, p.survived)
     with database.read() as session:
         joined = (p.recording_id == t.recording_id) & (p.ordinal == t.ordinal) & (p.kind == CHAIN)
         if only.draft is not None:
@@ -125,25 +123,11 @@ def request_rows(database: Database, only: TraceFilter = EVERYTHING) -> Iterator
         query = query.where(*_recording_conditions(session, only), *_request_conditions(only), *_acceptance_conditions(only))
         if only.draft is not None:
             query = query.where(p.draft.is_not(None))
-        for row in session.execute(query.order_by(t.recording_id, t.ordinal, p.draft).execution_options(yield_per=500)):
-            yield RequestRow(
-                recording=row.recording_id,
-                ordinal=row.ordinal,
-                request_id=row.request_id,
-                category=row.category,
-                recorded_at=row.created_at,
-                finish=row.finish,
-                n_prompt=row.n_prompt,
-                n_output=row.n_output,
-                draft=row.draft,
-                gamma_max=row.gamma_max,
-                acceptance=row.acceptance,
-                tau=None if row.draft is None else Survival(row.n, (), tuple(row.survived)).mean_accepted_length,
-                rounds=row.rounds,
-                drafted=row.drafted,
-                accepted=row.accepted,
-                seconds=row.seconds,
-            )
+        rows = session.execute(query.order_by(t.recording_id, t.ordinal, p.draft).execution_options(yield_per=500))
+        for *of_request, rounds, drafted, accepted, seconds, starts, survived in rows:
+            tau = None if starts is None else Survival(starts, (), tuple(survived)).mean_accepted_length
+            values: list[Any] = [*of_request, tau, rounds, drafted, accepted, seconds]
+            yield RequestRow(*values)
 
 
 def acceptance_stats(
@@ -221,8 +205,7 @@ def _grouped(by: Sequence[GroupBy], rows: Any, *, weighted: bool = False) -> tup
 def _recording_conditions(session: Session, only: TraceFilter) -> list[ColumnElement[bool]]:
     conditions: list[ColumnElement[bool]] = []
     if only.recordings:
-        ids = [resolve(session, RecordingRow.id, name, "recording", newest=RecordingRow.created_at) for name in only.recordings]
-        conditions.append(RecordingRow.id.in_(ids))
+        conditions.append(RecordingRow.id.in_(resolve_all(session, RecordingRow, only.recordings)))
     if only.pair is not None:
         conditions.append(RecordingRow.pair_id.startswith(only.pair, autoescape=True))
     if only.source is not None:

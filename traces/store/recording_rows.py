@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from sqlalchemy import func, select
@@ -27,7 +28,7 @@ from spectune.traces.schema import (
     TreePanorama,
     Verifier,
 )
-from spectune.traces.store.rows import chunk_of, sampling_json
+from spectune.traces.store.rows import chunk_of, value_of
 
 CHAIN = "chain"
 TREE_KINDS: dict[Proposals, str] = {"coupled": "tree", "probability": "tree_q"}
@@ -113,7 +114,7 @@ def spec_hash(
     source: str,
 ) -> str:
     """SHA-256 of everything a recording was asked for, hex: equal questions, equal hash."""
-    spec = [pair_id, workload_id, sampling_json(sampling), max_new_tokens, verifier, dict(options or {}), source]
+    spec = [pair_id, workload_id, asdict(sampling), max_new_tokens, verifier, dict(options or {}), source]
     return hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()
 
 
@@ -132,17 +133,7 @@ def trajectory_of(row: TrajectoryRow) -> Trajectory:
         sampling, stop_strings = Sampling(**row.sampling), tuple(row.stop_strings)
     except TypeError:
         raise CodecError("its sampling parameters or stop strings are none") from None
-    return Trajectory(
-        request_id=row.request_id,
-        category=row.category,
-        prompt_ids=prompt,
-        output_ids=output,
-        sampling=sampling,
-        max_new_tokens=row.max_new_tokens,
-        finish=row.finish,  # type: ignore[arg-type]  # what was put in
-        verifier=row.verifier,  # type: ignore[arg-type]
-        stop_strings=stop_strings,
-    )
+    return value_of(Trajectory, row, prompt_ids=prompt, output_ids=output, sampling=sampling, stop_strings=stop_strings)
 
 
 def infos(session: Session, rows: Sequence[RecordingRow]) -> list[RecordingInfo]:
@@ -171,19 +162,10 @@ def infos(session: Session, rows: Sequence[RecordingRow]) -> list[RecordingInfo]
         else:
             trees.setdefault((name, kind), {})[draft] = TreeExtent(count, width, depth)
     return [
-        RecordingInfo(
-            id=row.id,
-            pair_id=row.pair_id,
-            workload_id=row.workload_id,
-            source=row.source,
-            state=row.state,
+        value_of(
+            RecordingInfo,
+            row,
             sampling=Sampling(**row.sampling),
-            max_new_tokens=row.max_new_tokens,
-            verifier=row.verifier,  # type: ignore[arg-type]  # what was put in
-            options=row.options,
-            progress=row.progress,
-            created_at=row.created_at,
-            finished_at=row.finished_at,
             n_requests=int(requests.get(row.id, (0, 0))[0]),
             n_output_tokens=int(requests.get(row.id, (0, 0))[1]),
             drafts=drafts.get(row.id, {}),
@@ -192,11 +174,6 @@ def infos(session: Session, rows: Sequence[RecordingRow]) -> list[RecordingInfo]
         )
         for row in rows
     ]
-
-
-def info_of(session: Session, row: RecordingRow) -> RecordingInfo:
-    """:func:`infos` of one."""
-    return infos(session, [row])[0]
 
 
 def corrupted(recording: str, ordinal: int, what: str, error: CodecError) -> CorruptedChunkError:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from datetime import datetime
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from sqlalchemy import select, update
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from spectune.db import NotFoundError
@@ -29,7 +30,6 @@ from spectune.traces.store.recording_rows import (
     TREE_KINDS,
     chain_values,
     corrupted,
-    info_of,
     infos,
     recording_row,
     spec_hash,
@@ -38,12 +38,24 @@ from spectune.traces.store.recording_rows import (
     trajectory_of,
     tree_values,
 )
-from spectune.traces.store.rows import Storage, chunk_of, chunk_values, insert_all_absent, resolve, sampling_json
+from spectune.traces.store.rows import (
+    Storage,
+    chunk_of,
+    chunk_values,
+    equal,
+    insert_all_absent,
+    named_row,
+    newest_first,
+    require,
+    resolve,
+)
 
 BATCH = 64
 """Requests read per query when iterating."""
 Appended = tuple[int, Trajectory, Sequence[Step]]
 P = TypeVar("P", ChainPanorama, TreePanorama)
+S = TypeVar("S")
+T = TypeVar("T")
 
 
 class Rows(NamedTuple):
@@ -74,7 +86,7 @@ class Recordings(Storage):
             "workload_id": workload_id,
             "source": source,
             "state": "recording",
-            "sampling": sampling_json(sampling),
+            "sampling": asdict(sampling),
             "max_new_tokens": max_new_tokens,
             "verifier": verifier,
             "options": dict(options or {}),
@@ -83,9 +95,11 @@ class Recordings(Storage):
             "created_at": self.clock(),
         }
         with self.database.write() as session:
-            self._require(session, pair_id, workload_id)
+            require(session, PairRow, pair_id, "before recording with it")
+            if workload_id is not None:
+                require(session, WorkloadRow, workload_id, "before recording it")
             new = self.insert_new(session, RecordingRow, "rec", values)
-            return info_of(session, session.get_one(RecordingRow, new))
+            return infos(session, [session.get_one(RecordingRow, new)])[0]
 
     def find_recording(
         self,
@@ -108,36 +122,30 @@ class Recordings(Storage):
             row = session.scalars(
                 select(RecordingRow)
                 .where(RecordingRow.spec_sha256 == spec, RecordingRow.state == state)
-                .order_by(RecordingRow.created_at.desc(), RecordingRow.id)
+                .order_by(*newest_first(RecordingRow))
                 .limit(1)
             ).first()
-            return None if row is None else info_of(session, row)
+            return None if row is None else infos(session, [row])[0]
 
     def list_recordings(
         self, pair_id: str | None = None, *, source: str | None = None, state: str | None = None
     ) -> tuple[RecordingInfo, ...]:
         """Recordings of a pair, source and state (each optional), newest first; :mod:`traces.store.query` filters by more."""
-        wanted = {RecordingRow.pair_id: pair_id, RecordingRow.source: source, RecordingRow.state: state}
-        query = select(RecordingRow).where(*(column == value for column, value in wanted.items() if value is not None))
+        wanted = equal({RecordingRow.pair_id: pair_id, RecordingRow.source: source, RecordingRow.state: state})
+        query = select(RecordingRow).where(*wanted).order_by(*newest_first(RecordingRow))
         with self.database.read() as session:
-            rows = session.scalars(query.order_by(RecordingRow.created_at.desc(), RecordingRow.id)).all()
-            return tuple(infos(session, rows))
+            return tuple(infos(session, session.scalars(query).all()))
 
-    def recorded_since(
-        self, pair_id: str, since: datetime, *, sources: Collection[str] | None = None
-    ) -> tuple[tuple[str, int], ...]:
+    def recorded_since(self, pair_id: str, since: datetime) -> tuple[tuple[str, int], ...]:
         """(recording, ordinal) of every request of a pair stored at ``since`` or later, oldest first.
 
-        It goes by the request's moment and not the recording's: serving appends to one recording for days. ``sources`` narrows to
-        recordings of these sources.
+        It goes by the request's moment and not the recording's: serving appends to one recording for days.
         """
         query = (
             select(TrajectoryRow.recording_id, TrajectoryRow.ordinal)
             .join(RecordingRow, RecordingRow.id == TrajectoryRow.recording_id)
             .where(RecordingRow.pair_id == pair_id, TrajectoryRow.created_at >= since)
         )
-        if sources is not None:
-            query = query.where(RecordingRow.source.in_(sources))
         order = (TrajectoryRow.created_at, TrajectoryRow.recording_id, TrajectoryRow.ordinal)
         with self.database.read() as session:
             return tuple((recording, ordinal) for recording, ordinal in session.execute(query.order_by(*order)))
@@ -145,21 +153,18 @@ class Recordings(Storage):
     def resolve_recording(self, text: str) -> str:
         """The id meant by an id, an unambiguous beginning of one, or ``latest``. Raises NotFoundError."""
         with self.database.read() as session:
-            return resolve(session, RecordingRow.id, text, "recording", newest=RecordingRow.created_at)
+            return resolve(session, RecordingRow, text)
 
     def get_recording(self, text: str) -> RecordingInfo:
         """The recording without its chunks, by id, an unambiguous beginning of one, or ``latest``. Raises NotFoundError."""
         with self.database.read() as session:
-            found = resolve(session, RecordingRow.id, text, "recording", newest=RecordingRow.created_at)
-            return info_of(session, session.get_one(RecordingRow, found))
+            return infos(session, [named_row(session, RecordingRow, text)])[0]
 
-    def set_progress(self, recording: str, progress: Mapping[str, Any]) -> None:
-        """Replaces the recording's progress document."""
-        self._set(recording, progress=dict(progress))
-
-    def finish_recording(self, recording: str, state: str = "complete") -> None:
-        """Marks a recording ``complete`` or ``abandoned``; doing it again changes nothing but the time."""
-        self._set(recording, state=state, finished_at=self.clock())
+    def finish_recording(self, recording: str) -> None:
+        """Marks a recording ``complete``; doing it again changes nothing but the time."""
+        with self.database.write() as session:
+            row = recording_row(session, recording, writing=True)
+            row.state, row.finished_at = "complete", self.clock()
 
     def append_trajectory(self, recording: str, ordinal: int, trajectory: Trajectory, steps: Sequence[Step] = ()) -> bool:
         """Stores one decoded request in one transaction; when this returns it survives a kill.
@@ -201,7 +206,7 @@ class Recordings(Storage):
             "ordinal": ordinal,
             "request_id": trajectory.request_id,
             "category": trajectory.category,
-            "sampling": sampling_json(trajectory.sampling),
+            "sampling": asdict(trajectory.sampling),
             "max_new_tokens": trajectory.max_new_tokens,
             "verifier": trajectory.verifier,
             "finish": trajectory.finish,
@@ -219,31 +224,17 @@ class Recordings(Storage):
         with self.database.read() as session:
             return frozenset(session.scalars(found))
 
-    def put_panorama(self, recording: str, ordinal: int, panorama: ChainPanorama) -> bool:
-        """Stores what a draft would propose along one trajectory, replacing a shorter or equal one.
-
-        Returns False when a longer one (larger gamma_max) is kept instead. Raises :class:`TraceError` when it does not fit the
-        trajectory.
-        """
-        return self.put_panoramas(recording, [(ordinal, panorama)]) == 1
-
     def put_panoramas(self, recording: str, items: Sequence[tuple[int, ChainPanorama]]) -> int:
-        """:meth:`put_panorama` for several in one transaction; how many were stored."""
+        """Stores what a draft would propose along trajectories, in one transaction, each in the place of a shorter or equal one; how
+        many were stored.
+
+        A longer one (larger gamma_max) is kept instead. Raises :class:`TraceError` when one does not fit its trajectory.
+        """
         return self._put(recording, items, pack_chain, chain_values, lambda there, new: there.gamma_max > new.gamma_max)
 
     def missing_panoramas(self, recording: str, draft: str, gamma_max: int) -> tuple[int, ...]:
         """Ordinals whose trajectory has no panorama of this draft with at least this gamma_max, in order."""
-        have = (
-            select(PanoramaChunkRow.ordinal)
-            .where(PanoramaChunkRow.recording_id == recording, PanoramaChunkRow.draft == draft, PanoramaChunkRow.kind == CHAIN)
-            .where(PanoramaChunkRow.gamma_max >= gamma_max)
-        )
-        with self.database.read() as session:
-            recording_row(session, recording)
-            missing = select(TrajectoryRow.ordinal).where(
-                TrajectoryRow.recording_id == recording, TrajectoryRow.ordinal.not_in(have)
-            )
-            return tuple(session.scalars(missing.order_by(TrajectoryRow.ordinal)))
+        return self._missing(recording, draft, CHAIN, width=0, depth=gamma_max, covers=())
 
     def put_tree_panoramas(self, recording: str, items: Sequence[tuple[int, TreePanorama]]) -> int:
         """Stores what a draft's trees would read along trajectories, in one transaction; how many were stored.
@@ -296,8 +287,13 @@ class Recordings(Storage):
         covers: Collection[str] = (),
     ) -> tuple[int, ...]:
         """Ordinals whose trajectory has no tree panorama of this draft with at least this width and depth and these covers, in order."""
+        return self._missing(recording, draft, TREE_KINDS[proposals], width=width, depth=depth, covers=covers)
+
+    def _missing(
+        self, recording: str, draft: str, kind: str, *, width: int, depth: int, covers: Collection[str]
+    ) -> tuple[int, ...]:
         p, wanted = PanoramaChunkRow, set(covers)
-        stored = select(p.ordinal, p.covers).where(p.recording_id == recording, p.draft == draft, p.kind == TREE_KINDS[proposals])
+        stored = select(p.ordinal, p.covers).where(p.recording_id == recording, p.draft == draft, p.kind == kind)
         with self.database.read() as session:
             recording_row(session, recording)
             enough = stored.where(p.width >= width, p.gamma_max >= depth)
@@ -365,16 +361,6 @@ class Recordings(Storage):
         for i in range(0, len(wanted), BATCH):
             yield from self._batch(recording, wanted[i : i + BATCH], drafts, steps, trees, skipped)
 
-    def steps(self, recording: str, ordinal: int) -> tuple[Step, ...]:
-        """The rounds that one recorded request was decoded by; empty if none were stored. Raises CorruptedChunkError."""
-        where = (StepChunkRow.recording_id == recording, StepChunkRow.ordinal == ordinal)
-        with self.database.read() as session:
-            row = session.scalars(select(StepChunkRow).where(*where)).first()
-        try:
-            return () if row is None else unpack_steps(chunk_of(row))
-        except CodecError as error:
-            raise corrupted(recording, ordinal, "its steps", error) from error
-
     def rows_of(
         self,
         recording: str,
@@ -415,44 +401,27 @@ class Recordings(Storage):
             panoramas.setdefault(chunk.ordinal, []).append(chunk)
         executed = {row.ordinal: row for row in found.steps}
 
-        def fail(ordinal: int, draft: str | None, what: str, error: CodecError) -> None:
-            if skipped is None:
-                raise corrupted(recording, ordinal, what, error) from error
-            skipped.append(Skipped(recording, ordinal, draft, str(error)))
+        def unpacked(unpack: Callable[[S], T], stored: S, ordinal: int, draft: str | None, what: str) -> T | None:
+            try:
+                return unpack(stored)
+            except CodecError as error:
+                if skipped is None:
+                    raise corrupted(recording, ordinal, what, error) from error
+                skipped.append(Skipped(recording, ordinal, draft, str(error)))
+                return None
 
         for row in found.texts:
-            try:
-                trajectory = trajectory_of(row)
-            except CodecError as error:
-                fail(row.ordinal, None, "its token ids", error)
+            trajectory = unpacked(trajectory_of, row, row.ordinal, None, "its token ids")
+            if trajectory is None:
                 continue
-            by_draft: dict[str, ChainPanorama] = {}
-            grown: dict[str, dict[str, TreePanorama]] = {kind: {} for kind in TREE_KINDS.values()}
+            held: dict[str, dict[str, Any]] = {kind: {} for kind in (CHAIN, *TREE_KINDS.values())}
             for chunk in panoramas.get(row.ordinal, ()):
-                try:
-                    if chunk.kind == CHAIN:
-                        by_draft[chunk.draft] = unpack_chain(chunk_of(chunk))
-                    else:
-                        grown[chunk.kind][chunk.draft] = unpack_tree(chunk_of(chunk))
-                except CodecError as error:
-                    what = "panorama" if chunk.kind == CHAIN else "tree panorama"
-                    fail(row.ordinal, chunk.draft, f"{what} of draft {chunk.draft!r}", error)
-            walked: tuple[Step, ...] = ()
+                unpack, what = (unpack_chain, "panorama") if chunk.kind == CHAIN else (unpack_tree, "tree panorama")
+                value = unpacked(unpack, chunk_of(chunk), row.ordinal, chunk.draft, f"{what} of draft {chunk.draft!r}")
+                if value is not None:
+                    held[chunk.kind][chunk.draft] = value
+            walked: tuple[Step, ...] | None = ()
             if row.ordinal in executed:
-                try:
-                    walked = unpack_steps(chunk_of(executed[row.ordinal]))
-                except CodecError as error:
-                    fail(row.ordinal, None, "its steps", error)
-            coupled, by_probability = (grown[kind] for kind in TREE_KINDS.values())
-            yield RecordedRequest(row.ordinal, trajectory, by_draft, walked, coupled, by_probability)
-
-    def _set(self, recording: str, **values: Any) -> None:
-        with self.database.write() as session:
-            recording_row(session, recording, writing=True)
-            session.execute(update(RecordingRow).where(RecordingRow.id == recording).values(**values))
-
-    def _require(self, session: Session, pair_id: str, workload_id: str | None) -> None:
-        if session.get(PairRow, pair_id) is None:
-            raise NotFoundError(f"there is no pair {pair_id!r}; store it before recording with it")
-        if workload_id is not None and session.get(WorkloadRow, workload_id) is None:
-            raise NotFoundError(f"there is no workload {workload_id!r}; store it before recording it")
+                walked = unpacked(unpack_steps, chunk_of(executed[row.ordinal]), row.ordinal, None, "its steps")
+            chains, coupled, by_probability = held.values()
+            yield RecordedRequest(row.ordinal, trajectory, chains, walked or (), coupled, by_probability)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
-from sqlalchemy import literal, select
+from sqlalchemy import ColumnElement, literal, select
 from sqlalchemy.dialects import sqlite
 from sqlalchemy.orm import DeclarativeBase, InstrumentedAttribute, Session
 
@@ -16,18 +16,13 @@ from spectune.db import Database, NotFoundError
 from spectune.db.models import Packed
 from spectune.db.types import Unreadable
 from spectune.traces.codec import Chunk
-from spectune.traces.schema import Sampling
 
-Clock = Callable[[], datetime]
+R = TypeVar("R", bound=DeclarativeBase)
+V = TypeVar("V")
 _TRIES = 20
 _HINTS = {"recording": "; `traces list` shows those there are", "latency profile": "; `profile` measures one and prints its id"}
 _MAKERS = {"recording": "; `record` makes one", "latency profile": "; `profile` measures one", "study": "; `tune` makes one"}
 """What to do, for messages, when nothing is found."""
-
-
-def utc_now() -> datetime:
-    """The system's clock, aware UTC."""
-    return datetime.now(UTC)
 
 
 @dataclass(frozen=True)
@@ -35,7 +30,7 @@ class Storage:
     """A database with the clock and the chance that new rows are stamped and named by."""
 
     database: Database
-    clock: Clock = utc_now
+    clock: Callable[[], datetime] = lambda: datetime.now(UTC)
     token: Callable[[], str] = lambda: secrets.token_hex(3)
 
     def insert_new(self, session: Session, row: type[DeclarativeBase], prefix: str, values: Mapping[str, Any]) -> str:
@@ -68,19 +63,18 @@ def _insert(session: Session, row: Any) -> Any:
     return postgresql.insert(row)
 
 
-def resolve(
-    session: Session, column: InstrumentedAttribute[str], text: str, what: str, *, newest: InstrumentedAttribute[Any]
-) -> str:
-    """The one id that ``text`` is, or begins, or ``latest``. Raises NotFoundError when there is none or more than one."""
+def resolve(session: Session, row: type[Any], text: str) -> str:
+    """The one id of a kind of row that ``text`` is, or begins, or ``latest``. Raises NotFoundError when there is none or more than one."""
+    column: InstrumentedAttribute[str] = row.id
+    what = row.__tablename__.replace("_", " ")
     if text == "latest":
-        found = session.execute(select(column).order_by(newest.desc(), column).limit(1)).scalar()
+        found = session.scalar(select(column).order_by(*newest_first(row)).limit(1))
         if found is None:
             raise NotFoundError(f"there is no {what} yet{_MAKERS.get(what, '')}")
         return found
-    exact = session.execute(select(column).where(column == text)).scalar()
-    if exact is not None:
-        return exact
-    near = session.execute(select(column).where(column.startswith(text, autoescape=True)).limit(3)).scalars().all()
+    if is_stored(session, column, text):
+        return text
+    near = session.scalars(select(column).where(column.startswith(text, autoescape=True)).limit(3)).all()
     if len(near) == 1 and text:
         return near[0]
     if near and text:
@@ -88,9 +82,40 @@ def resolve(
     raise NotFoundError(f"there is no {what} {text!r}{_HINTS.get(what, '')}")
 
 
+def resolve_all(session: Session, row: type[Any], texts: Sequence[str]) -> list[str]:
+    """:func:`resolve` of several; each id once."""
+    return list(dict.fromkeys(resolve(session, row, text) for text in texts))
+
+
+def named_row(session: Session, row: type[R], text: str) -> R:
+    """The row that :func:`resolve` means. Raises NotFoundError."""
+    return session.get_one(row, resolve(session, row, text))
+
+
+def newest_first(row: type[Any]) -> tuple[Any, Any]:
+    """What rows are ordered by."""
+    return row.created_at.desc(), row.id
+
+
+def equal(wanted: Mapping[InstrumentedAttribute[Any], Any]) -> list[ColumnElement[bool]]:
+    """Conditions that columns have these values; None: any."""
+    return [column == value for column, value in wanted.items() if value is not None]
+
+
+def value_of(kind: type[V], row: DeclarativeBase, **others: Any) -> V:
+    """A dataclass whose fields are the row's columns of the same names, but for ``others``."""
+    return kind(**{f.name: getattr(row, f.name) for f in fields(kind) if f.name not in others}, **others)  # type: ignore[arg-type]
+
+
 def is_stored(session: Session, column: InstrumentedAttribute[Any], value: Any) -> bool:
     """Whether a row has this key; what else stands in it is not read."""
     return session.scalar(select(column).where(column == value)) is not None
+
+
+def require(session: Session, row: type[Any], name: str, when: str) -> None:
+    """Raises NotFoundError unless a row of that id is there."""
+    if not is_stored(session, row.id, name):
+        raise NotFoundError(f"there is no {row.__tablename__} {name!r}; store it {when}")
 
 
 def readable(document: Any) -> tuple[Any, str]:
@@ -106,8 +131,3 @@ def chunk_values(chunk: Chunk) -> dict[str, Any]:
 def chunk_of(row: Packed) -> Chunk:
     """The chunk that a row holds."""
     return Chunk(row.schema_version, row.codec, row.sha256, row.data)
-
-
-def sampling_json(sampling: Sampling) -> dict[str, Any]:
-    """Sampling parameters as stored."""
-    return asdict(sampling)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sqlite3
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,10 +33,9 @@ from spectune.traces.store.foreign import (
     check_trajectory,
     check_workload,
 )
-from spectune.traces.store.rows import insert_absent, resolve
+from spectune.traces.store.rows import insert_absent, resolve_all
 from spectune.traces.text import shortened
 
-_CHUNKED: tuple[type[Any], ...] = (TrajectoryRow, PanoramaChunkRow, StepChunkRow)
 _BATCH = 256
 _BUSY_S = 60
 _PAGES = 4096
@@ -77,7 +76,7 @@ def export_recordings(database: Database, recordings: Sequence[str], path: str |
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".spectune-export-") as folder:
             part = Path(folder) / "part.db"
             with open_database(str(part)) as receiver, database.snapshot() as source:
-                moved = _move(source, receiver, _resolved(source, recordings))
+                moved = _move(source, receiver, resolve_all(source, RecordingRow, recordings))
             # Out of WAL mode a database is one file.
             connection = sqlite3.connect(part)
             connection.execute("PRAGMA journal_mode=DELETE")
@@ -177,12 +176,6 @@ def _examine(copy: sqlite3.Connection, path: Path) -> None:
         raise TraceError(f"cannot import {path}: the file is damaged ({shortened(' '.join(found.split()))})")
 
 
-def _resolved(source: Session, recordings: Sequence[str]) -> list[str]:
-    """The ids meant, each once. Raises NotFoundError."""
-    ids = (resolve(source, RecordingRow.id, name, "recording", newest=RecordingRow.created_at) for name in recordings)
-    return list(dict.fromkeys(ids))
-
-
 def _move(source: Session, receiver: Database, recordings: Sequence[str]) -> Transfer:
     added: list[str] = []
     present: list[str] = []
@@ -266,15 +259,12 @@ def _move_one(source: Session, sink: Session, recording: str, policies: frozense
     if row.workload_id is not None:
         _copy(sink, WorkloadRow, source.get_one(WorkloadRow, row.workload_id))
     _copy(sink, RecordingRow, row)
-
-    def skip_steps_id(values: dict[str, Any]) -> dict[str, Any]:
-        return {k: v for k, v in values.items() if k != "id"}
-
     copied = 0
-    for table in _CHUNKED:
-        keep: Callable[[dict[str, Any]], dict[str, Any]] = skip_steps_id if table is StepChunkRow else dict
+    for table in (TrajectoryRow, PanoramaChunkRow, StepChunkRow):
         for chunk in _chunks(source, table, recording):
-            copied += insert_absent(sink, table, keep(_values(chunk)))
+            values = _values(chunk)
+            values.pop("id", None)  # rounds have a number of their own in each database
+            copied += insert_absent(sink, table, values)
     for policy in _named(source, policies):
         _copy(sink, PolicyRow, policy)
     return there is None, copied

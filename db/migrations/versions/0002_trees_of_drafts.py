@@ -10,19 +10,9 @@ from alembic import op
 
 revision = "0002"
 down_revision = "0001"
-branch_labels = None
-depends_on = None
 
 
 def upgrade() -> None:
     with op.batch_alter_table("panorama_chunk", schema=None) as batch_op:
         batch_op.add_column(sa.Column("width", sa.Integer(), server_default="0", nullable=False))
         batch_op.add_column(sa.Column("covers", sa.JSON(), server_default="[]", nullable=False))
-
-
-def downgrade() -> None:
-    # What is left must be readable without the columns.
-    op.execute("DELETE FROM panorama_chunk WHERE kind <> 'chain'")
-    with op.batch_alter_table("panorama_chunk", schema=None) as batch_op:
-        batch_op.drop_column("covers")
-        batch_op.drop_column("width")

@@ -10,14 +10,8 @@ from alembic import op
 
 revision = "0003"
 down_revision = "0002"
-branch_labels = None
-depends_on = None
 
 
 def upgrade() -> None:
     # Not in a batch, which would copy the table on SQLite: adding a column needs none.
     op.add_column("schedule", sa.Column("parked", sa.Text(), nullable=True))
-
-
-def downgrade() -> None:
-    op.drop_column("schedule", "parked")

@@ -10,8 +10,6 @@ from alembic import op
 
 revision = "0004"
 down_revision = "0003"
-branch_labels = None
-depends_on = None
 
 
 def upgrade() -> None:
@@ -20,12 +18,3 @@ def upgrade() -> None:
     op.add_column("publication", sa.Column("sampling", sa.JSON(), nullable=True))
     op.drop_index("ix_publication_of", table_name="publication")
     op.create_index("ix_publication_of", "publication", ["deployment", "pair_id", "device", "id"], unique=False)
-
-
-def downgrade() -> None:
-    # Without the column every publication would count, also those of other deployments.
-    op.execute("DELETE FROM publication WHERE deployment <> 'default'")
-    op.drop_index("ix_publication_of", table_name="publication")
-    op.create_index("ix_publication_of", "publication", ["pair_id", "device", "id"], unique=False)
-    op.drop_column("publication", "sampling")
-    op.drop_column("publication", "deployment")
