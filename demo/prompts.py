@@ -69,7 +69,7 @@ def _mixed(groups: dict[str, list[str]]) -> list[str]:
 @cache
 def _code_prompts() -> tuple[str, ...]:
     """Module text that ends with a function's header and, where it has one, docstring."""
-    documents = code_documents(held_out=True)
+    documents = code_documents(True)
     return tuple(_mixed({document.key: _code_cuts(document.text) for document in documents}))
 
 
@@ -118,7 +118,7 @@ def _prose_prompts() -> tuple[str, ...]:
     found: list[str] = []
     for apart in (_PROSE_CHARS[1] * 3 // 2, 1):
         groups: dict[str, list[str]] = {}
-        for document in prose_documents(held_out=True):
+        for document in prose_documents(True):
             if apart > 1 or document.key not in _PARTLY_REPEATED:
                 groups.setdefault(document.key, []).extend(_prose_cuts(document.text, apart))
         found += _mixed(groups)

@@ -46,7 +46,7 @@ def test_workload_has_unique_ids_and_texts(per_category: int) -> None:
 
 def test_prompts_do_not_stand_in_the_training_text() -> None:
     # With white space made one blank, a docstring is found within its module's source too; as bytes, found fast.
-    text = b" ".join(b" ".join(document.text.encode().split()) for document in code_documents(held_out=False))
+    text = b" ".join(b" ".join(document.text.encode().split()) for document in code_documents(False))
     assert not [prompt["id"] for prompt in demo_workload(240) if b" ".join(prompt["turns"][0].encode().split()) in text]
 
 
