@@ -59,7 +59,7 @@ def generate(ctx: click.Context, as_json: bool, prompt: str, **kw: Any) -> None:
 
         # What does not fit is refused before anything else is said.
         encode(pair, Workload("prompt", (Request("prompt", "prompt", (prompt,)),)), options)
-        _, found = profile_of(store, None, pair.id, pair.device.type)
+        found = profile_of(store, None, pair.id, pair.device.type)
         plan = prepared(store, pair, kw["policy_name"], options, found, kw["deployment"])
     console = console_for(stderr=as_json)
     console.width = 10_000 if not console.is_terminal else console.width

@@ -298,7 +298,7 @@ def _check_runs(store: TraceStore, policy: AnyPolicy, pair_id: str, drafts: tupl
     from spectune.optimizer.artifacts import fitted
     from spectune.runtime.policies.prepare import prepare
 
-    _, found = profile_of(store, None, pair_id, device)
+    found = profile_of(store, None, pair_id, device)
     prepare(policy, drafts, profile=found, artifacts=fitted(store, pair_id))
 
 

@@ -183,7 +183,7 @@ def _source(
     from spectune.optimizer.serving import last_good
     from spectune.runtime.loop import StaticSource
 
-    _, profile = profile_of(store, None, pair.id, pair.device.type)
+    profile = profile_of(store, None, pair.id, pair.device.type)
     if name == "active":
         return StaticSource(last_good(store, pair, profile, options.verifier, options.sampling, deployment))
     return StaticSource(prepared(store, pair, name, options, profile))

@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from spectune.runtime.policies.document import AnyPolicy
     from spectune.runtime.policies.prepared_chooser import AnyPlan
     from spectune.runtime.words import Words
-    from spectune.traces.schema import LatencyProfile, Step, Workload
+    from spectune.traces.schema import LatencyProfile, Workload
     from spectune.traces.store import Publication, TraceStore
     from spectune.traces.workloads import Turns
 
@@ -534,10 +534,10 @@ def prepared(
     return prepare_for(pair, policy, profile=profile, artifacts=fitted(store, pair.id), sampling=sampling)
 
 
-def profile_of(store: TraceStore, wanted: str | None, pair_id: str, device: str, dtype: str | None = None) -> tuple[str, Any]:
-    """(id, profile): the one named, else the latest of this pair and device; ("", None) when there is none."""
-    found = store.get_profile(wanted) if wanted else store.latest_profile(pair_id, device, dtype)
-    return ("", None) if found is None else (found.id, found.profile)
+def profile_of(store: TraceStore, wanted: str | None, pair_id: str, device: str) -> LatencyProfile | None:
+    """The profile named, else the latest of this pair and device; None where there is none."""
+    found = store.get_profile(wanted) if wanted else store.latest_profile(pair_id, device)
+    return None if found is None else found.profile
 
 
 def dtype_of(pair: LoadedPair) -> str:
@@ -557,9 +557,3 @@ def same_pair(pair_id: str, pair: LoadedPair, recording: str) -> None:
             "out most of the weights: it may be of others; `record` makes one of these"
         )
     raise TraceError(f"recording {recording} was made with pair {pair_id}, not with {pair.id} ({pair.spec.name}); give that pair")
-
-
-def rounds_of(request: str, steps: Iterable[Step]) -> Iterator[dict[str, Any]]:
-    """The rows of ``--per-round``."""
-    for s in steps:
-        yield {"request": request, "start": s.start, "drafted": s.drafted, "verified": s.verified, "accepted": s.accepted, "batch": s.batch}

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from spectune.optimizer.commands.executed import rounds_of
 from spectune.optimizer.commands.outputs import check_writable, kept_unless_stored, write_rounds
 from spectune.optimizer.commands.shared import (
     Meter,
@@ -18,7 +19,6 @@ from spectune.optimizer.commands.shared import (
     open_store,
     policy_named,
     profile_of,
-    rounds_of,
     say,
     with_context,
     workers_option,
@@ -73,7 +73,7 @@ def simulate(ctx: click.Context, as_json: bool, **kw: Any) -> None:
             simulate_under_load(store, info, kw, as_json=as_json)
             return
         policy = policy_named(store, kw["policy_name"], info.pair_id, device, kw["deployment"])
-        _, found = profile_of(store, kw["profile_id"], info.pair_id, device)
+        found = profile_of(store, kw["profile_id"], info.pair_id, device)
         from spectune.optimizer.artifacts import keep_q_table, q_table
         from spectune.optimizer.inputs import outcome_json
         from spectune.optimizer.report.tables import outcome_table
