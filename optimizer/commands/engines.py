@@ -8,7 +8,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from spectune.optimizer.commands.shared import Whole, emit, json_option, pair_named, pair_options, with_context
+from spectune.optimizer.commands.shared import Whole, emit, json_option, pair_options, pair_spec, with_context
 
 
 @click.group(invoke_without_command=True)
@@ -72,7 +72,7 @@ def command(ctx: click.Context, as_json: bool, draft: str | None, **kw: Any) -> 
     if kw["target"] is not None:
         raise PairError("--target: the server reads its pair from a file; write a pair file and name it by --pair")
     pair, root = kw["pair"], ctx.find_root()
-    spec = pair_named(kw)
+    spec = pair_spec(kw)
     environment = {
         "SPECTUNE_DB": root.obj if "://" in root.obj else str(Path(root.obj).absolute()),
         "SPECTUNE_PAIR": pair if pair == "demo" else str(Path(pair).absolute()),

@@ -11,7 +11,6 @@ import click
 from spectune.optimizer.commands.on_engine import NATIVE, OnEngine, check_engine, engine_options, record_texts
 from spectune.optimizer.commands.shared import (
     Meter,
-    check_conversations,
     check_policy,
     decode_options,
     decoding_options,
@@ -105,8 +104,7 @@ def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         options, served = decode_options(kw), None
         if kw["engine"] != NATIVE:
             served = record_texts(OnEngine(store, spec, kw, options), fresh=kw["fresh"])
-        workload = None if kw["resumed_id"] or served else workload_of(kw)
-        check_conversations(spec, workload, options)
+        workload = None if kw["resumed_id"] or served else workload_of(kw, spec, options)
         pair = load(kw, store, spec)
         from spectune.optimizer.record import Look, RecordRequest, begun_as, look_around
         from spectune.optimizer.record import record as do_record

@@ -16,8 +16,8 @@ from spectune.optimizer.commands.shared import (
     emit,
     json_option,
     open_store,
-    pair_named,
     pair_options,
+    pair_spec,
     together,
     with_context,
 )
@@ -46,15 +46,7 @@ def _filter(kw: dict[str, Any]) -> Any:
     from spectune.traces.store.query import TraceFilter
 
     moments = {k: kw[k].replace(tzinfo=UTC) if kw[k] else None for k in ("since", "until")}
-    return TraceFilter(
-        recordings=tuple(kw["recordings"]),
-        pair=kw["pair"],
-        categories=tuple(kw["categories"]),
-        draft=kw["draft"],
-        min_acceptance=kw["min_acceptance"],
-        max_acceptance=kw["max_acceptance"],
-        **moments,
-    )
+    return TraceFilter(**{**kw, **moments})
 
 
 @traces.command("list")
@@ -316,7 +308,7 @@ def traces_ingest(ctx: click.Context, as_json: bool, path: str, draft: str, **kw
     from spectune.traces.schema import Sampling
 
     sampling = Sampling(kw.pop("temperature"), kw.pop("top_k"), kw.pop("top_p"))
-    spec = pair_named(kw)
+    spec = pair_spec(kw)
     if draft not in spec.draft_names:
         raise PairError(f"--draft-name {draft}: pair {spec.name} has no such draft; it has: {', '.join(spec.draft_names)}")
     found = read_responses(path, draft, sampling)

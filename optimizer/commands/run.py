@@ -13,7 +13,6 @@ from spectune.optimizer.commands.on_engine import NATIVE, OnEngine, check_engine
 from spectune.optimizer.commands.outputs import check_writable
 from spectune.optimizer.commands.shared import (
     Meter,
-    check_conversations,
     check_policy,
     decode_options,
     decoding_options,
@@ -79,8 +78,7 @@ def run(ctx: click.Context, **kw: Any) -> None:
         if kw["engine"] != NATIVE:
             run_on_engine(ctx, OnEngine(store, spec, kw, options))
             return
-        workload = workload_of(kw)
-        check_conversations(spec, workload, options)
+        workload = workload_of(kw, spec, options)
         pair = load(kw, store, spec)
         from spectune.optimizer.changes import changes_of, label_of, shares_of
         from spectune.optimizer.execute import encode, outcome
@@ -142,15 +140,7 @@ def _source(
 
     if not store.active_version(pair.id, pair.device.type, deployment):
         say_unpublished(pair.id, pair.device.type, deployment)
-    with watch(
-        store,
-        pair,
-        None,
-        profile,
-        deployment=deployment,
-        verifier=options.verifier,
-        sampling=options.sampling,
-    ) as source:
+    with watch(store, pair, None, profile, deployment=deployment, verifier=options.verifier, sampling=options.sampling) as source:
         if source.last_error:
             say(f"publication {source.seen} is refused: {source.last_error}; using {source.current().label}", err=True)
         yield source

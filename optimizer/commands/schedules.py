@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -18,8 +18,8 @@ from spectune.optimizer.commands.shared import (
     emit,
     json_option,
     open_store,
-    pair_named,
     pair_options,
+    pair_spec,
     sampling_options,
     say,
     search_asked,
@@ -32,6 +32,13 @@ from spectune.optimizer.commands.tune import page_of
 
 if TYPE_CHECKING:
     from spectune.optimizer.schedule import Ended, Fire
+
+
+TOLD: Final = (
+    *("device", "dtype", "threads", "deployment", "max_new_tokens"),
+    *("temperature", "top_k", "top_p", "seed", "verifier"),
+)
+"""Options that a job is told as they are."""
 
 
 @click.group()
@@ -68,22 +75,12 @@ def schedule_add(ctx: click.Context, as_json: bool, name: str, **kw: Any) -> Non
     """
     from spectune.optimizer.payload import check_payload
     from spectune.optimizer.schedule import add_schedule
-    spec = pair_named(kw)
-    spec.check()
+
     payload: dict[str, Any] = {
-        "pair": spec.to_json(),
-        "device": kw["device"],
-        "dtype": kw["dtype"],
-        "threads": kw["threads"],
-        "max_new_tokens": kw["max_new_tokens"],
-        "temperature": kw["temperature"],
-        "top_k": kw["top_k"],
-        "top_p": kw["top_p"],
-        "seed": kw["seed"],
-        "verifier": kw["verifier"],
+        "pair": pair_spec(kw).to_json(),
+        **{key: kw[key] for key in TOLD},
         "stop_strings": list(kw["stop_strings"]),
         "chat": not kw["no_chat"],
-        "deployment": kw["deployment"],
         **search_asked(kw),
     }
     if kw["recorded"]:
@@ -96,10 +93,7 @@ def schedule_add(ctx: click.Context, as_json: bool, name: str, **kw: Any) -> Non
         payload |= {
             "workload": [w if w == "demo" or w.startswith("hf:") else str(Path(w).resolve()) for w in kw["workloads"]] or ["demo"],
             "categories": list(kw["categories"]),
-            "limit": kw["limit"],
-            "limit_seed": kw["limit_seed"],
-            "column": kw["column"],
-            "overlong": kw["overlong"],
+            **{key: kw[key] for key in ("limit", "limit_seed", "column", "overlong")},
             "turns": turns,
             "fresh": True,
         }
@@ -108,14 +102,9 @@ def schedule_add(ctx: click.Context, as_json: bool, name: str, **kw: Any) -> Non
         added = add_schedule(
             store.database,
             name,
-            cron=kw["cron"],
-            every=kw["every"],
-            tz=kw["tz"],
+            **{key: kw[key] for key in ("cron", "every", "tz", "budget", "max_instances", "max_attempts")},
             payload=payload,
-            budget=kw["budget"],
             misfire_grace=None if kw["misfire_grace"] == "none" else kw["misfire_grace"],
-            max_instances=kw["max_instances"],
-            max_attempts=kw["max_attempts"],
             coalesce=not kw["no_coalesce"],
         )
     emit(as_json, added.to_json(), f"schedule {name}: {added.when}, first at {added.next_fire_at:%Y-%m-%d %H:%M:%S} UTC")

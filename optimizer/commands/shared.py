@@ -230,41 +230,33 @@ def _typed(*options: str) -> bool:
     return any(ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE for name in options)
 
 
-def pair_named(
-    kw: dict[str, Any], store: TraceStore | None = None, recording: str | None = None
-) -> PairSpec:
-    """The pair meant, its options taken out of ``kw``: the one that is typed, else that of a recording
-    that is, else the environment's or spectune.toml's, else of a ``recording`` by default. Raises
-    PairError, also where nothing names one: no pair is taken in silence."""
+def pair_spec(kw: dict[str, Any], store: TraceStore | None = None, recording: str | None = None) -> PairSpec:
+    """The pair meant, its checkpoints there, its options taken out of ``kw``: the one that is typed, else that of a recording that is,
+    else the environment's or spectune.toml's, else of a ``recording`` by default. Imports no torch. Raises PairError, also where nothing
+    names one: no pair is taken in silence."""
     from spectune.runtime.pair import PairSpec, read_pair
     from spectune.traces.errors import PairError
 
+    ctx = click.get_current_context()
     pair, target, drafts = kw.pop("pair"), kw.pop("target"), kw.pop("drafts")
     if target is not None or drafts or _typed("pair"):
-        return read_pair(pair if _typed("pair") else None, target, drafts)
-    if store is not None and recording is not None and (pair is None or _typed(*RECORDINGS)):
-        stored = store.get_pair(store.get_recording(recording).pair_id)
+        spec = read_pair(pair if _typed("pair") else None, target, drafts)
+    elif store is not None and recording is not None and (pair is None or _typed(*RECORDINGS)):
         where = f"the pair of recording {recording}"
-        spec = PairSpec.from_json(stored.document, where=where)
+        stored = store.get_pair(store.get_recording(recording).pair_id)
+        ctx.meta[PAIR_FOUND] = spec = PairSpec.from_json(stored.document, where=where)
         try:
             spec.check()
         except PairError as error:
             raise PairError(f"{where}: {error}; say where it is now by --pair") from None
-        click.get_current_context().meta[PAIR_FOUND] = spec
-        return spec
-    if pair is None:
+    elif pair is None:
         raise PairError(
-            f"{click.get_current_context().info_name}: no pair is named; say --pair FILE (or --pair demo), "
+            f"{ctx.info_name}: no pair is named; say --pair FILE (or --pair demo), "
             "set SPECTUNE_PAIR, or put pair = ... in spectune.toml (`init` writes one)"
         )
-    ctx = click.get_current_context()
-    with blamed(ctx, "pair", ctx.get_parameter_source("pair")):
-        return read_pair(pair)
-
-
-def pair_spec(kw: dict[str, Any], store: TraceStore, recording: str | None = None) -> PairSpec:
-    """The pair that :func:`pair_named` finds, its checkpoints there. Imports no torch. Raises PairError."""
-    spec = pair_named(kw, store, recording)
+    else:
+        with blamed(ctx, "pair", ctx.get_parameter_source("pair")):
+            spec = read_pair(pair)
     spec.check()
     return spec
 
@@ -304,19 +296,15 @@ def say_former(store: TraceStore, spec: PairSpec) -> None:
     )
 
 
-def workload_of(kw: dict[str, Any]) -> Workload:
-    """Reads what :data:`workload_options` say, taken out of ``kw``. Raises WorkloadError."""
+def workload_of(kw: dict[str, Any], spec: PairSpec, options: DecodeOptions) -> Workload:
+    """Reads what :data:`workload_options` say, taken out of ``kw``, for a pair that is not loaded yet. Raises WorkloadError, also for
+    a conversation without a chat template."""
     from spectune.optimizer.inputs import load_workload
-
-    return load_workload(kw.pop("workloads"), turns=turns_of(kw), **{key: kw.pop(key) for key in DRAWN})
-
-
-def check_conversations(spec: PairSpec, workload: Workload | None, options: DecodeOptions) -> None:
-    """:func:`runtime.words.check_conversations` of a workload that is to be decoded: called before a model is loaded."""
     from spectune.runtime.words import check_conversations
 
-    if workload is not None:
-        check_conversations(spec.target, workload.requests, chat=options.chat)
+    workload = load_workload(kw.pop("workloads"), turns=turns_of(kw), **{key: kw.pop(key) for key in DRAWN})
+    check_conversations(spec.target, workload.requests, chat=options.chat)
+    return workload
 
 
 DRAWN: Final = ("limit", "categories", "column", "limit_seed")
