@@ -8,12 +8,11 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from spectune.optimizer.commands.shared import Whole, emit, json_option, pair_options, pair_spec, with_context
+from spectune.optimizer.commands.shared import Whole, emit, pair_options, pair_spec, with_json
 
 
 @click.group(invoke_without_command=True)
-@json_option
-@with_context
+@with_json
 def engines(ctx: click.Context, as_json: bool) -> None:
     """The engines: which are installed, tested, and what each can do.
 
@@ -55,8 +54,7 @@ def vllm() -> None:
 @click.option("--gamma-max", type=click.IntRange(1, 64), default=8, show_default=True, help="Most tokens drafted in a step.")
 @click.option("--max-num-seqs", type=Whole(2), default=256, show_default=True, help="Most requests in a step, as vLLM's option.")
 @click.option("--deployment", default="vllm", show_default=True, envvar="SPECTUNE_DEPLOYMENT", help="Name of what it follows.")
-@json_option
-@with_context
+@with_json
 def command(ctx: click.Context, as_json: bool, draft: str | None, **kw: Any) -> None:
     """Print the command line of a server that records its traffic and follows what is published.
 

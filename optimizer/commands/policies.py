@@ -14,7 +14,6 @@ from spectune.optimizer.commands.shared import (
     Whole,
     deployment_option,
     emit,
-    json_option,
     open_store,
     pair_options,
     pair_spec,
@@ -22,7 +21,7 @@ from spectune.optimizer.commands.shared import (
     profile_of,
     say,
     say_former,
-    with_context,
+    with_json,
 )
 
 if TYPE_CHECKING:
@@ -54,8 +53,7 @@ on_device = option("--device", key="device", type=click.Choice(["auto", "cpu", "
 
 
 @policies.command("deployments")
-@json_option
-@with_context
+@with_json
 def policies_deployments(ctx: click.Context, as_json: bool) -> None:
     """What is in force, where: a line for every deployment, pair and device.
 
@@ -76,8 +74,7 @@ def policies_deployments(ctx: click.Context, as_json: bool) -> None:
 @pair_options
 @on_device
 @click.option("--deployment", help="Only publications of this one; default: of all.")
-@json_option
-@with_context
+@with_json
 def policies_list(ctx: click.Context, as_json: bool, deployment: str | None, **kw: Any) -> None:
     """Publications, newest first, and what runtimes acknowledged: all there are, or those of a pair and
     its device where one is named.
@@ -149,8 +146,7 @@ def _row(published: Publication, pairs: Mapping[str, str]) -> dict[str, Any]:
 @pair_options
 @on_device
 @deployment_option
-@json_option
-@with_context
+@with_json
 def policies_show(ctx: click.Context, as_json: bool, policy_name: str, **kw: Any) -> None:
     """A policy document with every default spelled out, and the evidence it was published with.
 
@@ -191,8 +187,7 @@ def policies_show(ctx: click.Context, as_json: bool, policy_name: str, **kw: Any
 @pair_options
 @on_device
 @deployment_option
-@json_option
-@with_context
+@with_json
 def policies_diff(ctx: click.Context, as_json: bool, left: str, right: str, **kw: Any) -> None:
     """What differs between two policies, key by key, defaults spelled out.
 
@@ -222,8 +217,7 @@ def policies_diff(ctx: click.Context, as_json: bool, left: str, right: str, **kw
 @pair_options
 @on_device
 @deployment_option
-@json_option
-@with_context
+@with_json
 def policies_activate(
     ctx: click.Context, as_json: bool, policy_name: str, reason: str | None, source: str | None, **kw: Any
 ) -> None:
@@ -284,8 +278,7 @@ def _holds_a_policy(publication: Publication) -> bool:
 @pair_options
 @on_device
 @deployment_option
-@json_option
-@with_context
+@with_json
 def policies_rollback(ctx: click.Context, as_json: bool, to: int | None, **kw: Any) -> None:
     """Publish an earlier policy of the deployment again. Nothing is erased: the rollback is a new version. Publications that hold no
     policy are passed over.
@@ -340,8 +333,7 @@ def policies_rollback(ctx: click.Context, as_json: bool, to: int | None, **kw: A
 @pair_options
 @on_device
 @deployment_option
-@json_option
-@with_context
+@with_json
 def policies_export(
     ctx: click.Context, as_json: bool, policy_name: str, engine: str, engine_version: str | None, **kw: Any
 ) -> None:

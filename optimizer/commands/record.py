@@ -17,7 +17,6 @@ from spectune.optimizer.commands.shared import (
     deployment_option,
     emit,
     fit_to,
-    json_option,
     load,
     open_store,
     pair_spec,
@@ -26,7 +25,7 @@ from spectune.optimizer.commands.shared import (
     profile_of,
     same_pair,
     say,
-    with_context,
+    with_json,
     workers_option,
     workload_of,
 )
@@ -77,8 +76,7 @@ if TYPE_CHECKING:
     help="FILE, inline JSON or ID of a policy whose trees must replay exactly; repeatable. top_k needs none at its usual scores.",
 )
 @workers_option
-@json_option
-@with_context
+@with_json
 def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     """Decode a workload, store the texts, and look around from every start of them.
 

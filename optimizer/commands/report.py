@@ -15,9 +15,8 @@ from spectune.optimizer.commands.shared import (
     Meter,
     Whole,
     emit,
-    json_option,
     open_store,
-    with_context,
+    with_json,
 )
 
 if TYPE_CHECKING:
@@ -55,8 +54,7 @@ def silent(phase: str, done: int, total: int) -> None:
     is_flag=True,
     help="Leave out the figures of the tree papers.",
 )
-@json_option
-@with_context
+@with_json
 def report(ctx: click.Context, as_json: bool, study: str, **kw: Any) -> None:
     """What a tuning found, as one HTML page that needs nothing else: what to deploy and what that saves,
     predicted against measured, the race, speed by category, latency, acceptance, what was tried and what not.

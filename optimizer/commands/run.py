@@ -19,7 +19,6 @@ from spectune.optimizer.commands.shared import (
     deployment_option,
     dtype_of,
     fit_to,
-    json_option,
     load,
     open_store,
     pair_spec,
@@ -27,7 +26,7 @@ from spectune.optimizer.commands.shared import (
     profile_of,
     say,
     say_unpublished,
-    with_context,
+    with_json,
     workload_of,
 )
 
@@ -58,8 +57,7 @@ if TYPE_CHECKING:
     "--record", "keep_texts", is_flag=True, help="Keep the texts as a recording, for `tune --recording` and schedules."
 )
 @click.option("--no-store", is_flag=True, help="Do not keep the run in the database.")
-@json_option
-@with_context
+@with_json
 def run(ctx: click.Context, **kw: Any) -> None:
     """Execute a policy on a workload and measure it.
 

@@ -16,7 +16,6 @@ from spectune.optimizer.commands.shared import (
     deployment_option,
     device_options,
     emit,
-    json_option,
     open_store,
     pair_options,
     pair_spec,
@@ -25,7 +24,7 @@ from spectune.optimizer.commands.shared import (
     search_asked,
     search_options,
     turns_of,
-    with_context,
+    with_json,
     workload_options,
 )
 from spectune.optimizer.commands.tune import page_of
@@ -63,8 +62,7 @@ def schedule() -> None:
 @sampling_options
 @device_options
 @deployment_option
-@json_option
-@with_context
+@with_json
 def schedule_add(ctx: click.Context, as_json: bool, name: str, **kw: Any) -> None:
     """Add a schedule; workers (`schedule run`, `schedule run-once`) do its jobs.
 
@@ -111,8 +109,7 @@ def schedule_add(ctx: click.Context, as_json: bool, name: str, **kw: Any) -> Non
 
 
 @schedule.command("list")
-@json_option
-@with_context
+@with_json
 def schedule_list(ctx: click.Context, as_json: bool) -> None:
     """All schedules.
 
@@ -136,8 +133,7 @@ def schedule_list(ctx: click.Context, as_json: bool) -> None:
 
 @schedule.command("show")
 @click.argument("name")
-@json_option
-@with_context
+@with_json
 def schedule_show(ctx: click.Context, as_json: bool, name: str) -> None:
     """One schedule, whole.
 
@@ -154,8 +150,7 @@ def schedule_show(ctx: click.Context, as_json: bool, name: str) -> None:
 def _schedule_verb(verb: str, what: str, outcome: str) -> None:
     @schedule.command(verb, help=f"{what}\n\n\b\nExample:  cli.py schedule {verb} nightly")
     @click.argument("name")
-    @json_option
-    @with_context
+    @with_json
     def command(ctx: click.Context, as_json: bool, name: str) -> None:
         import spectune.optimizer.schedule as schedules
 
@@ -172,8 +167,7 @@ _schedule_verb("remove", "Remove a schedule and its history.", "is removed")
 @schedule.command("history")
 @click.argument("name", required=False)
 @click.option("--limit", type=Whole(1), default=50, show_default=True)
-@json_option
-@with_context
+@with_json
 def schedule_history(ctx: click.Context, as_json: bool, name: str | None, limit: int) -> None:
     """Slots that fired, and what became of their jobs.
 
@@ -209,8 +203,7 @@ def schedule_history(ctx: click.Context, as_json: bool, name: str | None, limit:
 
 @schedule.command("run")
 @click.option("--poll", default="30s", show_default=True, help="How often to look for due slots.")
-@json_option
-@with_context
+@with_json
 def schedule_run(ctx: click.Context, as_json: bool, poll: str) -> None:
     """Work: fire what is due and run its jobs, until SIGINT or SIGTERM. Any number of workers may share a database.
 
@@ -223,8 +216,7 @@ def schedule_run(ctx: click.Context, as_json: bool, poll: str) -> None:
 
 
 @schedule.command("run-once")
-@json_option
-@with_context
+@with_json
 def schedule_run_once(ctx: click.Context, as_json: bool) -> None:
     """Fire what is due, run every waiting job, and end: for cron and systemd timers.
 

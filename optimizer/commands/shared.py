@@ -79,7 +79,10 @@ class FiniteRange(click.FloatRange):
 SEED: Final = click.IntRange(0, 2**32 - 1)
 """Seeds that every generator takes: numpy's and scikit-learn's end there."""
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout; all else goes to stderr.")
+with_json = together(
+    click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout; all else goes to stderr."), with_context
+)
+"""``--json``, and the command's context before its options."""
 pair_options = together(
     option(
         "--pair",

@@ -14,13 +14,12 @@ from spectune.optimizer.commands.shared import (
     Whole,
     deployment_option,
     emit,
-    json_option,
     on_pair_of,
     open_store,
     policy_named,
     profile_of,
     say,
-    with_context,
+    with_json,
     workers_option,
 )
 from spectune.optimizer.commands.under_load import load_options, recording_on, simulate_under_load
@@ -50,8 +49,7 @@ if TYPE_CHECKING:
     "--keep-q-table", is_flag=True, help="Store what a q_learning window has learned as an artifact, and print its id."
 )
 @workers_option
-@json_option
-@with_context
+@with_json
 def simulate(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     """Replay a recording under any policy: rounds and tokens exactly, seconds by a latency profile.
 

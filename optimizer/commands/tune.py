@@ -17,7 +17,6 @@ from spectune.optimizer.commands.shared import (
     deployment_option,
     emit,
     fit_to,
-    json_option,
     load,
     open_store,
     pair_spec,
@@ -25,7 +24,7 @@ from spectune.optimizer.commands.shared import (
     say,
     search_asked,
     search_options,
-    with_context,
+    with_json,
     workers_option,
     workload_of,
 )
@@ -88,8 +87,7 @@ def _budget(_ctx: click.Context, _param: click.Parameter, text: str) -> str:
     "report_path",
     help="The page that says what was found; none: no page; default: spectune-report-STUDY.html beside the database.",
 )
-@json_option
-@with_context
+@with_json
 def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     """Find the fastest policy, prove it by execution, and publish it.
 
