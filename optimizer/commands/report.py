@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from spectune.optimizer.commands.outputs import check_writable, write_text
+from spectune.optimizer.commands.outputs import check_writable, database_files, write_text
 from spectune.optimizer.commands.shared import (
     LARGEST,
     FiniteRange,
@@ -94,7 +94,8 @@ def write_report(
     from spectune.optimizer.report.tuning import headline, page, report_on
 
     found = report_on(store, study)
-    path = out or str(beside_database(ctx) / f"spectune-report-{found.study.id}.html")
+    beside = database_files(ctx)[:1]  # none of one on a server
+    path = out or str((beside[0].parent if beside else Path()) / f"spectune-report-{found.study.id}.html")
     more = [] if trees is None else _trees(store, found.study, trees)
     write_text(path, [page(found, gpus=gpus, price=price, more=more)])
     return {
@@ -130,11 +131,3 @@ def _trees(store: TraceStore, study: Study, progress: Progress) -> list[str]:
         section(f"Draft trees of {report.draft}", *figures(report)),
         f"<p>{safe(lead(report))}</p>",
     ]
-
-
-def beside_database(ctx: click.Context) -> Path:
-    """The folder of the database, or the working folder where it is on a server."""
-    from spectune.optimizer.commands.outputs import database_files
-
-    files = database_files(ctx)
-    return files[0].parent if files else Path()

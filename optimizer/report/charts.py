@@ -116,11 +116,9 @@ class Plot:
             self.add("line", class_="grid", x1=x0, x2=x1, y1=at, y2=at)
             self.text(x0 - 5, at + 4, short(y), "end")
         for x in ticks(*self.x) if x_ticks is None else x_ticks:
-            if not y_ticks:
-                self.add(
-                    "line", class_="grid", x1=self.at(x, 0)[0], x2=self.at(x, 0)[0], y1=14, y2=base
-                )
             here = self.at(x, 0)[0]
+            if not y_ticks:
+                self.add("line", class_="grid", x1=here, x2=here, y1=14, y2=base)
             inside = "end" if here > self.width - 18 else "start" if here < 14 else "middle"
             self.text(here, base + 16, short(x), inside)
         self.add("line", class_="axis", x1=x0, x2=x1, y1=base, y2=base)
@@ -273,17 +271,6 @@ def dot_rows(
                 plot.line([(start, y), (end, y)], f"s{colour}")
             plot.dot(x, y, colour, f"{label}: {said}")
     return plot
-
-
-def standalone(plot: Plot, legend: Sequence[tuple[str, str]]) -> str:
-    """A chart as a file of its own, its legend below: (name, number of its colour) of each series."""
-    for i, (name, colour) in enumerate(legend):
-        x, y = 20.0 + WIDTH / 2 * (i % 2), plot.height + 12 + 18 * (i // 2)
-        plot.add("circle", class_=f"f{colour}", cx=x, cy=y - 4, r=4.5)
-        plot.text(x + 10, y, cut(name, 22), "start", class_="strong")
-    tall = short(plot.height + 18 * math.ceil(len(legend) / 2))
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="480" viewBox="0 0 {WIDTH} {tall}">'
-    return f"{head}<style>{STYLE}</style>\n" + "\n".join(plot.parts) + "\n</svg>\n"
 
 
 def section(title: str, *parts: str | Figure) -> str:
