@@ -68,7 +68,7 @@ class OnEngine:
         engine = engine_named(self._name)
         self.device = engine.device or "cpu"
         check_options(engine, options)
-        workload = workload_of(kw, spec, options)
+        workload = workload_of(kw, spec, chat=options.chat)
         say_former(store, spec)
         policy = policy_named(store, kw["policy_name"], spec.id, self.device, kw["deployment"])
         engine.runs(policy)

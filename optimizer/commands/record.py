@@ -102,7 +102,7 @@ def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         options, served = decode_options(kw), None
         if kw["engine"] != NATIVE:
             served = record_texts(OnEngine(store, spec, kw, options), fresh=kw["fresh"])
-        workload = None if kw["resumed_id"] or served else workload_of(kw, spec, options)
+        workload = None if kw["resumed_id"] or served else workload_of(kw, spec, chat=options.chat)
         pair = load(kw, store, spec)
         from spectune.optimizer.record import Look, RecordRequest, begun_as, look_around
         from spectune.optimizer.record import record as do_record

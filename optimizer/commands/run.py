@@ -76,7 +76,7 @@ def run(ctx: click.Context, **kw: Any) -> None:
         if kw["engine"] != NATIVE:
             run_on_engine(ctx, OnEngine(store, spec, kw, options))
             return
-        workload = workload_of(kw, spec, options)
+        workload = workload_of(kw, spec, chat=options.chat)
         pair = load(kw, store, spec)
         from spectune.optimizer.changes import changes_of, label_of, shares_of
         from spectune.optimizer.execute import encode, outcome

@@ -299,14 +299,15 @@ def say_former(store: TraceStore, spec: PairSpec) -> None:
     )
 
 
-def workload_of(kw: dict[str, Any], spec: PairSpec, options: DecodeOptions) -> Workload:
+def workload_of(kw: dict[str, Any], spec: PairSpec, *, chat: bool) -> Workload:
     """Reads what :data:`workload_options` say, taken out of ``kw``, for a pair that is not loaded yet. Raises WorkloadError, also for
     a conversation without a chat template."""
     from spectune.optimizer.inputs import load_workload
-    from spectune.runtime.words import check_conversations
 
     workload = load_workload(kw.pop("workloads"), turns=turns_of(kw), **{key: kw.pop(key) for key in DRAWN})
-    check_conversations(spec.target, workload.requests, chat=options.chat)
+    from spectune.runtime.words import check_conversations
+
+    check_conversations(spec.target, workload.requests, chat=chat)
     return workload
 
 

@@ -113,13 +113,13 @@ def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     budget_s = float(parse_duration(kw.pop("budget")))
     with open_store(ctx) as store:
         spec = pair_spec(kw, store, kw["recording_id"])
-        options = decode_options(kw)
-        workload = None if kw["recording_id"] else workload_of(kw, spec, options)
+        workload = None if kw["recording_id"] else workload_of(kw, spec, chat=not kw["no_chat"])
         from spectune.optimizer.confirm import said_of
 
         if workload is not None:  # told again of what is left once the pair is loaded
             said_of([r.category for r in workload.requests], publish=not kw["no_publish"])
         searched = search_asked(kw)
+        options = decode_options(kw)
         pair = load(kw, store, spec)
         if workload is None:
             recording = store.resolve_recording(kw["recording_id"])
