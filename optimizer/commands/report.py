@@ -26,10 +26,6 @@ if TYPE_CHECKING:
 Progress = Callable[[str, int, int], None]
 
 
-def silent(phase: str, done: int, total: int) -> None:
-    """Tells nobody how far something is."""
-
-
 @click.command()
 @click.argument("study", default="latest")
 @click.option(
@@ -67,15 +63,8 @@ def report(ctx: click.Context, as_json: bool, study: str, **kw: Any) -> None:
     """
     check_writable(ctx, ("--out", kw["out"]))
     with open_store(ctx, create=False) as store, Meter() as meter:
-        found = write_report(
-            ctx,
-            store,
-            study,
-            kw["out"],
-            gpus=kw["gpus"],
-            price=kw["price"],
-            trees=None if kw["no_trees"] else meter,
-        )
+        trees = None if kw["no_trees"] else meter
+        found = write_report(ctx, store, study, kw["out"], trees, gpus=kw["gpus"], price=kw["price"])
     emit(as_json, found, f"{found['path']}: {found['sentence']}")
 
 
@@ -84,10 +73,10 @@ def write_report(
     store: TraceStore,
     study: str,
     out: str | None,
+    trees: Progress | None,
     *,
     gpus: int = 1,
     price: float | None = None,
-    trees: Progress | None = silent,
 ) -> dict[str, Any]:
     """Writes the page of a study, and says where and what its first sentence is; ``trees`` is told
     how far the figures of the tree papers are, None leaves them out. Raises OutputError."""
@@ -98,11 +87,7 @@ def write_report(
     path = out or str((beside[0].parent if beside else Path()) / f"spectune-report-{found.study.id}.html")
     more = [] if trees is None else _trees(store, found.study, trees)
     write_text(path, [page(found, gpus=gpus, price=price, more=more)])
-    return {
-        "path": path,
-        "study": found.study.id,
-        "sentence": headline(found, gpus=gpus, price=price),
-    }
+    return {"path": path, "study": found.study.id, "sentence": headline(found, gpus=gpus, price=price)}
 
 
 def _trees(store: TraceStore, study: Study, progress: Progress) -> list[str]:

@@ -211,7 +211,7 @@ def page_of(
     if path == "none":
         return None, None
     try:
-        return str(write_report(ctx, store, study, path)["path"]), None
+        return str(write_report(ctx, store, study, path, lambda phase, done, total: None)["path"]), None
     except (OutputError, DatabaseError) as error:
         if path is not None:
             return None, error
