@@ -240,8 +240,8 @@ def shortlist_fit_table(fitted: Mapping[str, Any]) -> RenderableType:
     if "scores" not in fitted:
         return Text(_as_it_is(f"{about}; mean cosine to the centre {fitted['cohesion']:.3f}"))
     scores = fitted["scores"]
-    columns = ("clusters", "tokens", "recall", "mass kept", "frequency, same size", "best clusters")
-    table = _table(f"Router of draft {fitted['draft']}: {about}", columns)
+    names = ("clusters", "tokens", "recall", "mass kept", "frequency, same size", "best clusters")
+    table = _table(f"Router of draft {fitted['draft']}: {about}", names)
     for i, k in enumerate(scores["ks"]):
         shares = [scores[name][i] for name in ("recall", "mass", "frequency", "oracle")]
         _row(table, k, f"{scores['size'][i]:.0f}", *(f"{100 * share:.1f}%" for share in shares))

@@ -163,7 +163,7 @@ def _race(tuned: Json, race: Sequence[Json]) -> Figure:
     plot = Plot((0.0, 1.04 * max(turns)), (0.95 * min(ratios), 1.05 * max(ratios)), height=300)
     plot.axes("requests executed, over all passes", f"speed over {base}'s (times)")
     for r in sorted(race, key=lambda r: r["policy"] in colours):
-        colour, label = colours.get(r["policy"], "6"), labels.get(r["policy"], r["policy"])
+        colour, label = colours.get(r["policy"], "6"), str(labels.get(r["policy"], r["policy"]))
         plot.line([(p[0], p[1]) for p in r["points"]], f"s{colour}", label)
         turn, ratio, low, high = r["points"][-1]
         ends = " (interval not known)" if low is None or high is None else f" ({low:.3f} to {high:.3f})"
@@ -190,7 +190,7 @@ def _intervals(tuned: Json, race: Sequence[Json]) -> Figure:
     for r in sorted(race, key=lambda r: -r["points"][-1][1]):
         turn, ratio, low, high = r["points"][-1]
         said = f"{ratio:.3f} times, {turn} requests" + (", dropped" if r["dropped"] else "")
-        rows.append((labels.get(r["policy"], r["policy"]), [(ratio, (low, high), colours.get(r["policy"], "6"), said)]))
+        rows.append((str(labels.get(r["policy"], r["policy"])), [(ratio, (low, high), colours.get(r["policy"], "6"), said)]))
     numbers = [(r["policy"], labels.get(r["policy"]), *r["points"][-1], "yes" if r["dropped"] else "no") for r in race]
     return Figure(
         "intervals",
