@@ -16,7 +16,6 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from spectune.optimizer.commands.circle import profile
 from spectune.optimizer.commands.config import use_config
 from spectune.optimizer.commands.database import db
 from spectune.optimizer.commands.engines import engines
@@ -25,6 +24,7 @@ from spectune.optimizer.commands.generate import generate
 from spectune.optimizer.commands.init import init
 from spectune.optimizer.commands.outputs import whole
 from spectune.optimizer.commands.policies import policies
+from spectune.optimizer.commands.profile import profile
 from spectune.optimizer.commands.record import record
 from spectune.optimizer.commands.recordings import traces
 from spectune.optimizer.commands.report import report

@@ -6,13 +6,14 @@ python bench/report.py
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from spectune.optimizer.report.charts import Curve, Dot, Plot, curves, dot_rows, standalone
+from spectune.optimizer.report.charts import STYLE, WIDTH, Curve, Dot, Plot, curves, cut, dot_rows, short
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -22,6 +23,17 @@ COLOURS = ("1", "2", "3", "4", "5", "6")
 Figures = dict[str, Any]
 Picture = tuple[Plot, list[tuple[str, str]]]
 """A plot, and (name, number of its colour) of its series."""
+
+
+def standalone(plot: Plot, legend: Sequence[tuple[str, str]]) -> str:
+    """A chart as a file of its own, its legend below: (name, number of its colour) of each series."""
+    for i, (name, colour) in enumerate(legend):
+        x, y = 20.0 + WIDTH / 2 * (i % 2), plot.height + 12 + 18 * (i // 2)
+        plot.add("circle", class_=f"f{colour}", cx=x, cy=y - 4, r=4.5)
+        plot.text(x + 10, y, cut(name, 22), "start", class_="strong")
+    tall = short(plot.height + 18 * math.ceil(len(legend) / 2))
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="480" viewBox="0 0 {WIDTH} {tall}">'
+    return f"{head}<style>{STYLE}</style>\n" + "\n".join(plot.parts) + "\n</svg>\n"
 
 
 class Check(NamedTuple):

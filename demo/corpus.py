@@ -11,6 +11,7 @@ import ast
 import hashlib
 import inspect
 import json
+import os
 import sysconfig
 import warnings
 from collections.abc import Iterator
@@ -60,11 +61,14 @@ def stdlib_root() -> Path:
     return Path(sysconfig.get_paths()["stdlib"])
 
 
-def _is_source(relative: PurePosixPath) -> bool:
-    name = relative.as_posix()
-    if name in _EXCLUDED_FILES or name == _TOPICS_FILE:
-        return False
-    return not any(part in _EXCLUDED_DIRECTORIES or part.startswith(_EXCLUDED_PREFIXES) for part in relative.parts)
+def _sources(root: Path) -> list[PurePosixPath]:
+    """The modules below a folder, relative to it and sorted; folders that are left out are not entered, as they hold most files."""
+    found = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in _EXCLUDED_DIRECTORIES and not name.startswith(_EXCLUDED_PREFIXES)]
+        modules = (name for name in files if name.endswith(".py") and not name.startswith(_EXCLUDED_PREFIXES))
+        found += [PurePosixPath(Path(folder, name).relative_to(root).as_posix()) for name in modules]
+    return sorted(path for path in found if str(path) not in {*_EXCLUDED_FILES, _TOPICS_FILE})
 
 
 def _read(path: Path) -> str | None:
@@ -78,17 +82,16 @@ def _read(path: Path) -> str | None:
 
 
 @cache
-def code_documents(held_out: bool) -> tuple[Document, ...]:
+def code_documents(held_out: bool, /) -> tuple[Document, ...]:
     """The standard library's modules on one side of the rule, sorted by path; the key is the path from its root."""
     root = stdlib_root()
     documents = []
-    for path in sorted(root.rglob("*.py")):
-        relative = PurePosixPath(path.relative_to(root).as_posix())
-        if not _is_source(relative) or is_held_out(relative.as_posix()) != held_out:
+    for path in _sources(root):
+        if is_held_out(str(path)) != held_out:
             continue
-        text = _read(path)
+        text = _read(root / path)
         if text and text.strip():
-            documents.append(Document("code", relative.as_posix(), text))
+            documents.append(Document("code", str(path), text))
     return tuple(documents)
 
 
@@ -123,7 +126,7 @@ def _topics() -> dict[str, str]:
 
 
 @cache
-def prose_documents(held_out: bool) -> tuple[Document, ...]:
+def prose_documents(held_out: bool, /) -> tuple[Document, ...]:
     """Docstrings and `help()` topics on one side of the rule, without repeats.
 
     The key of a docstring is its module's, that of a topic names the topics' file and the topic.
@@ -136,7 +139,7 @@ def prose_documents(held_out: bool) -> tuple[Document, ...]:
     topics = {f"{_TOPICS_FILE}#{name}": inspect.cleandoc(text) for name, text in sorted(_topics().items())}
     documents += [Document("prose", key, text) for key, text in topics.items() if is_held_out(key) == held_out]
     # A text may stand in several modules or under several topics: it must not reach training by another name.
-    seen = set() if held_out else {document.text for document in prose_documents(held_out=True)}
+    seen = set() if held_out else {document.text for document in prose_documents(True)}
     unique = []
     for document in documents:
         if document.text not in seen:

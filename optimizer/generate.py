@@ -109,9 +109,8 @@ def _stream(decoder: Decoder, request: DecodeRequest, console: Console) -> tuple
 
 def _touch(pair: LoadedPair, prepared: AnyPlan, item: Request, ids: list[int], options: DecodeOptions) -> None:
     """A few rounds under both policies, so that first touches of the weights are not timed."""
-    for policy in (AUTOREGRESSIVE, prepared.policy):
-        ready = prepare(policy, pair.draft_names) if policy is AUTOREGRESSIVE else prepared
-        decoder = Decoder(pair, StaticSource(ready), options.verifier)
+    for plan in (prepare(AUTOREGRESSIVE, pair.draft_names), prepared):
+        decoder = Decoder(pair, StaticSource(plan), options.verifier)
         short = decoder.request(item, ids, options.sampling, min(8, options.max_new_tokens))
         for _ in decoder.rounds(short):
             pass

@@ -57,11 +57,6 @@ def narrowed(
     return take(workload, limit, seed=limit_seed)
 
 
-def read_policy_file(path: str) -> AnyPolicy:
-    """A policy document from a JSON file. Raises PolicyError naming file and mistake."""
-    return parse_policy(read_json(path, f"--policy {path}", PolicyError, missing="No such file"), where=path)
-
-
 def published_policy(publication: Publication) -> AnyPolicy:
     """The policy of a publication. Raises PolicyError naming its version where what was published is none."""
     return _stored(publication, f"publication {publication.version}")
@@ -79,13 +74,14 @@ def _stored(row: Publication | StoredPolicy, where: str) -> AnyPolicy:
 
 
 def named_policy(name: str) -> AnyPolicy | None:
-    """A built-in policy, an inline JSON document, or a file; None when it is none of these (then it may be an id)."""
+    """A built-in policy, an inline JSON document, or a file; None when it is none of these (then it may be an id). Raises PolicyError
+    naming file and mistake."""
     if name in BUILT_IN:
         return BUILT_IN[name]
     if name.lstrip().startswith("{"):
         return parse_policy(parse_json(name, "--policy", PolicyError), where="--policy")
     if is_file(name) or name.endswith(".json"):
-        return read_policy_file(name)
+        return parse_policy(read_json(name, f"--policy {name}", PolicyError, missing="No such file"), where=name)
     return None
 
 

@@ -25,11 +25,6 @@ from spectune.traces.store.publications import DEFAULT_DEPLOYMENT
 from spectune.traces.text import printable
 
 
-def node_name() -> str:
-    """This process among those that acknowledge publications: host and process id."""
-    return f"{socket.gethostname()}:{os.getpid()}"
-
-
 def last_good(
     store: TraceStore,
     pair: LoadedPair,
@@ -81,10 +76,6 @@ def _checked(pair: LoadedPair, prepared: AnyPlan, verifier: Verifier, sampling: 
     return prepared
 
 
-def _to_stderr(line: str) -> None:
-    print(printable(line), file=sys.stderr)
-
-
 @contextmanager
 def watch(
     store: TraceStore,
@@ -97,7 +88,7 @@ def watch(
     sampling: Sampling | None = None,
     interval_s: float = 1.0,
     node: str | None = None,
-    warn: Callable[[str], None] = _to_stderr,
+    warn: Callable[[str], None] = lambda line: print(printable(line), file=sys.stderr),
 ) -> Iterator[WatchedSource[AnyPlan]]:
     """A policy source that follows a deployment's publications for this pair and device.
 
@@ -106,7 +97,7 @@ def watch(
     is acknowledged as refused. ``warn`` is told of one that was tuned for another sampling, as it comes
     into force. Raises PolicyError when ``initial`` cannot run.
     """
-    device, who = pair.device.type, node or node_name()
+    device, who = pair.device.type, node or f"{socket.gethostname()}:{os.getpid()}"
     newest: list[Publication] = []  # what was fetched last
 
     def latest_profile() -> LatencyProfile | None:
@@ -114,7 +105,7 @@ def watch(
         return found.profile if found is not None else profile
 
     def fetch() -> Published | None:
-        if store.active_version(pair.id, device, deployment) == source_version():
+        if store.active_version(pair.id, device, deployment) == source.seen:
             return None
         active = store.active_publication(pair.id, device, deployment)
         if active is None:
@@ -134,9 +125,6 @@ def watch(
     def acknowledge(version: int, status: Status, reason: str) -> None:
         with suppress(NotFoundError):  # a publication that is gone needs no answer
             store.acknowledge(version, who, status, reason)
-
-    def source_version() -> int:
-        return source.seen
 
     source = WatchedSource(
         last_good(store, pair, profile, verifier, sampling, deployment)

@@ -262,12 +262,12 @@ def test_any_json_is_a_policy_or_refused(document: Any) -> None:
 @example(b"9" * 5000)
 @example(b'{"draft": "small", "window": {"kind": "fixed", "gamma": ' + b"9" * 5000 + b"}}")
 def test_any_text_given_for_a_policy_is_one_or_refused(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
-    from spectune.optimizer.inputs import named_policy, read_policy_file
+    from spectune.optimizer.inputs import named_policy
 
     file = tmp_path_factory.getbasetemp() / "policy.json"
     file.write_bytes(data)
     with border():
-        read_policy_file(str(file))
+        named_policy(str(file))
     with border():
         named_policy("{" + data.decode("utf-8", "replace"))
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,6 +42,22 @@ def test_workload_has_unique_ids_and_texts() -> None:
     assert all(len(prompt["turns"]) == 1 and 60 <= len(prompt["turns"][0]) <= 620 for prompt in workload)
     # A trailing blank would be half of the next token.
     assert all(prompt["turns"][0] == prompt["turns"][0].rstrip() for prompt in workload)
+
+
+def test_what_is_left_out_of_the_standard_library_is_not_entered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside it lie the packages of a machine, which are far more files: walking them, twice, took `schedule add` seconds."""
+    entered: list[str] = []
+    walk = os.walk
+
+    def noted(root: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+        for found in walk(root):
+            entered.append(Path(found[0]).name)
+            yield found
+
+    monkeypatch.setattr(os, "walk", noted)
+    assert code_documents.__wrapped__(True) == code_documents(True)
+    assert "json" in entered
+    assert not {"site-packages", "test", "__pycache__"} & set(entered)
 
 
 def test_prompts_do_not_stand_in_the_training_text() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -31,11 +32,12 @@ _PATHS: Final = ("pair", "workload", "database")
 _LISTS: Final = ("workload", "stop")
 
 
+@dataclass(frozen=True)
 class Config:
     """A file's values as text by key (``temperature`` for ``sampling.temperature``), and where they stand."""
 
-    def __init__(self, file: Path, values: Mapping[str, str | list[str]]) -> None:
-        self.file, self.values = file, values
+    file: Path
+    values: Mapping[str, str | list[str]]
 
     def where(self, key: str) -> str:
         """File and key, for messages."""
@@ -119,15 +121,11 @@ def read_config(file: Path) -> Config:
     sampling = data.pop("sampling", {})
     if not isinstance(sampling, dict):
         raise ConfigError(f"{file}: sampling: a table is expected: [sampling], its keys on lines of their own")
-    found = Config(file, {})
-    found.values = {
-        **{key: _value(found, key, value, KEYS) for key, value in data.items()},
-        **{key: _value(found, key, value, SAMPLING, "sampling.") for key, value in sampling.items()},
-    }
-    return found
+    plain = {key: _value(file, key, value, KEYS) for key, value in data.items()}
+    return Config(file, plain | {key: _value(file, key, value, SAMPLING, "sampling.") for key, value in sampling.items()})
 
 
-def _value(config: Config, key: str, value: Any, known: tuple[str, ...], table: str = "") -> Any:
+def _value(file: Path, key: str, value: Any, known: tuple[str, ...], table: str = "") -> Any:
     """A value as text, or a list of texts; paths as seen from the working folder. Raises ConfigError."""
     from spectune.traces.errors import ConfigError
     from spectune.traces.text import unstorable
@@ -136,15 +134,15 @@ def _value(config: Config, key: str, value: Any, known: tuple[str, ...], table: 
         every = {**{name: name for name in KEYS}, **{name: f"sampling.{name}" for name in SAMPLING}}
         near = get_close_matches(key, known, n=1) or get_close_matches(key, every, n=1)
         hint = f"did you mean {every[near[0]]!r}?" if near else f"known keys: {', '.join(every.values())}"
-        raise ConfigError(f"{config.file}: unknown key {table + key!r}; {hint}")
+        raise ConfigError(f"{file}: unknown key {table + key!r}; {hint}")
     single = not isinstance(value, list)
     items = [value] if single else value
     if not all(isinstance(item, (str, int, float)) for item in items) or not (single or key in _LISTS):
         kinds = "a text or a list of texts" if key in _LISTS else "a text or a number"
-        raise ConfigError(f"{config.file}: {table}{key}: {kinds} is expected")
+        raise ConfigError(f"{file}: {table}{key}: {kinds} is expected")
     if problem := next((p for p in map(unstorable, map(str, items)) if p is not None), None):
-        raise ConfigError(f"{config.file}: {table}{key}: a text {problem}")
-    texts = [_from(config.file.parent, str(item)) if key in _PATHS else str(item) for item in items]
+        raise ConfigError(f"{file}: {table}{key}: a text {problem}")
+    texts = [_from(file.parent, str(item)) if key in _PATHS else str(item) for item in items]
     return texts if key in _LISTS else texts[0]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from spectune.optimizer.commands.shared import Whole, emit, json_option, open_store, with_context
+from spectune.optimizer.commands.shared import Whole, emit, open_store, with_json
 
 KINDS = ("recordings", "profiles", "artifacts", "studies", "runs", "policies", "pairs", "workloads")
 
@@ -20,8 +20,7 @@ def db() -> None:
 @db.command("list")
 @click.argument("kind", type=click.Choice(KINDS), required=False)
 @click.option("--limit", type=Whole(1), help="Only the newest N.")
-@json_option
-@with_context
+@with_json
 def db_list(ctx: click.Context, as_json: bool, kind: str | None, limit: int | None) -> None:
     """How many there are of each kind; of one kind all, newest first.
 
@@ -44,8 +43,7 @@ def db_list(ctx: click.Context, as_json: bool, kind: str | None, limit: int | No
 
 @db.command("show")
 @click.argument("name", metavar="ID")
-@json_option
-@with_context
+@with_json
 def db_show(ctx: click.Context, as_json: bool, name: str) -> None:
     """What an id stands for, whatever it is of; its beginning suffices.
 
@@ -91,8 +89,7 @@ def _content(store: Any, kind: str, name: str) -> dict[str, Any]:
 @click.option("--older-than", help="Only what is older than, e.g., 30d.")
 @click.option("--keep-last", type=Whole(0), help="Of each kind, keep the newest N.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
-@json_option
-@with_context
+@with_json
 def db_prune(ctx: click.Context, as_json: bool, kinds: tuple[str, ...], **kw: Any) -> None:
     """Remove what is old, of all kinds or of those named. What a publication, a schedule or anything else that stays refers to is
     spared; recordings only where a publication's evidence refers to them. What a study's page draws goes with the study.
@@ -128,8 +125,7 @@ def db_prune(ctx: click.Context, as_json: bool, kinds: tuple[str, ...], **kw: An
 
 
 @db.command("upgrade")
-@json_option
-@with_context
+@with_json
 def db_upgrade(ctx: click.Context, as_json: bool) -> None:
     """Bring the database to this program's schema (a new one is created).
 
@@ -144,8 +140,7 @@ def db_upgrade(ctx: click.Context, as_json: bool) -> None:
 
 
 @db.command("check")
-@json_option
-@with_context
+@with_json
 def db_check(ctx: click.Context, as_json: bool) -> None:
     """Check integrity, foreign keys, schema and the checksum of every chunk; exit code 1 if anything is wrong.
 

@@ -8,12 +8,11 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from spectune.optimizer.commands.shared import Whole, emit, json_option, pair_named, pair_options, with_context
+from spectune.optimizer.commands.shared import Whole, emit, pair_options, pair_spec, with_json
 
 
 @click.group(invoke_without_command=True)
-@json_option
-@with_context
+@with_json
 def engines(ctx: click.Context, as_json: bool) -> None:
     """The engines: which are installed, tested, and what each can do.
 
@@ -55,8 +54,7 @@ def vllm() -> None:
 @click.option("--gamma-max", type=click.IntRange(1, 64), default=8, show_default=True, help="Most tokens drafted in a step.")
 @click.option("--max-num-seqs", type=Whole(2), default=256, show_default=True, help="Most requests in a step, as vLLM's option.")
 @click.option("--deployment", default="vllm", show_default=True, envvar="SPECTUNE_DEPLOYMENT", help="Name of what it follows.")
-@json_option
-@with_context
+@with_json
 def command(ctx: click.Context, as_json: bool, draft: str | None, **kw: Any) -> None:
     """Print the command line of a server that records its traffic and follows what is published.
 
@@ -72,7 +70,7 @@ def command(ctx: click.Context, as_json: bool, draft: str | None, **kw: Any) -> 
     if kw["target"] is not None:
         raise PairError("--target: the server reads its pair from a file; write a pair file and name it by --pair")
     pair, root = kw["pair"], ctx.find_root()
-    spec = pair_named(kw)
+    spec = pair_spec(kw)
     environment = {
         "SPECTUNE_DB": root.obj if "://" in root.obj else str(Path(root.obj).absolute()),
         "SPECTUNE_PAIR": pair if pair == "demo" else str(Path(pair).absolute()),

@@ -15,14 +15,13 @@ from spectune.optimizer.commands.shared import (
     Whole,
     device_options,
     emit,
-    json_option,
     load,
     open_store,
     pair_options,
     pair_spec,
     policy_named,
     together,
-    with_context,
+    with_json,
 )
 
 if TYPE_CHECKING:
@@ -35,16 +34,17 @@ def fit() -> None:
     prompt (chooser) need."""
 
 
+proposals_option = click.option(
+    "--proposals",
+    type=click.Choice(["coupled", "probability"]),
+    default="coupled",
+    show_default=True,
+    help="Trees recorded with these --tree-proposals.",
+)
 fit_options = together(
     click.option("--recording", default="latest", show_default=True, help="One recorded with --tree-width and --tree-depth."),
     click.option("--draft", required=True, help="Draft whose trees are fitted to, by name."),
-    click.option(
-        "--proposals",
-        type=click.Choice(["coupled", "probability"]),
-        default="coupled",
-        show_default=True,
-        help="Trees recorded with these --tree-proposals.",
-    ),
+    proposals_option,
 )
 sample_options = together(
     click.option("--width", type=click.IntRange(1, 32), help="Children of a node; default: as recorded."),
@@ -81,8 +81,7 @@ def _fit_trees(ctx: click.Context, as_json: bool, fit: Callable[..., StoredFit],
 @click.option("--depth", type=click.IntRange(1, 64), help="Levels of the trees; default: those recorded less 3.")
 @click.option("--top-n", type=click.IntRange(1, 256), help="Nodes kept of a tree; default: 60.")
 @sample_options
-@json_option
-@with_context
+@with_json
 def bins(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     """Entropy bins for `stratify` (HeteroSpec): which rounds are sure enough for a smaller, deeper tree.
 
@@ -113,8 +112,7 @@ def bins(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     help="With --from: share of the rounds to fine-tune on; default: 0.1. 0: carried over as it is, only scored.",
 )
 @sample_options
-@json_option
-@with_context
+@with_json
 def classifier(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     """The node classifier of `growth` classifier (C2T), trained, or carried over from another draft with --from.
 
@@ -135,8 +133,7 @@ def classifier(ctx: click.Context, as_json: bool, **kw: Any) -> None:
 @fit_options
 @click.option("--depth", type=click.IntRange(1, 64), help="Levels of a head's trees; default: as recorded.")
 @sample_options
-@json_option
-@with_context
+@with_json
 def score(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     """The `sharpness` of the score `coupled`: how far a gap between siblings lowers the estimate that a node is accepted.
 
@@ -155,8 +152,7 @@ def score(ctx: click.Context, as_json: bool, **kw: Any) -> None:
 @click.option("--nodes", type=click.IntRange(1, 256), help="Most nodes; default: 64.")
 @click.option("--depth", type=click.IntRange(1, 64), help="Most levels; default: 16, or as recorded where replay needs that.")
 @click.option("--profile", "profile", help="Latency profile whose costs count; default: the latest of the recording's pair.")
-@json_option
-@with_context
+@with_json
 def static_tree(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     """The best fixed tree for `growth` static (Sequoia): the fastest by a profile, or with both --nodes and --depth and no
     --profile the one that accepts most.
@@ -209,8 +205,7 @@ def _fit_shortlists(ctx: click.Context, as_json: bool, fit: Callable[..., Stored
 @click.option("--rule", type=click.Choice(["throughput", "theorem_3"]), default="throughput", show_default=True)
 @click.option("--profile", "profile", help="Latency profile that weighs the drafts; default: the latest of the pair and device.")
 @click.option("--seed", type=SEED, default=0, show_default=True, help="Deals requests into the parts of cross-validation.")
-@json_option
-@with_context
+@with_json
 def chooser(ctx: click.Context, as_json: bool, policies: tuple[str, ...], **kw: Any) -> None:
     """A draft for each prompt (draft `ols`): accuracies predicted from length, perplexity and TF-IDF, and what follows for the speed.
 
@@ -247,8 +242,7 @@ def chooser(ctx: click.Context, as_json: bool, policies: tuple[str, ...], **kw: 
 @device_options
 @click.option("--recording", default="latest", show_default=True, help="Its texts are counted, prompts included.")
 @click.option("--corpus", multiple=True, metavar="FILE", help="Count these text files instead; repeatable.")
-@json_option
-@with_context
+@with_json
 def frequencies(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     """The vocabulary by frequency, for shortlists `frequency` (FR-Spec) and `position_frequency` (PA-FR).
 
@@ -268,8 +262,7 @@ def frequencies(ctx: click.Context, as_json: bool, **kw: Any) -> None:
 @device_options
 @click.option("--clusters", "count", type=Whole(1), help="M; default: by the size of the output head.")
 @click.option("--seed", type=SEED, default=0, show_default=True)
-@json_option
-@with_context
+@with_json
 def clusters(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     """Token clusters of a draft's output head (DynaSpec), to look at, or for `fit router --clusters-from`.
 
@@ -291,8 +284,7 @@ def clusters(ctx: click.Context, as_json: bool, **kw: Any) -> None:
 @click.option("--labels", type=Whole(1), help="L, most probable tokens whose clusters are positive; default: 8.")
 @click.option("--epochs", type=click.IntRange(1, 1000))
 @click.option("--seed", type=SEED, default=0, show_default=True)
-@json_option
-@with_context
+@with_json
 def router(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     """Clusters and the router that selects them by context, for shortlists `clusters` (DynaSpec).
 
@@ -311,15 +303,8 @@ def router(ctx: click.Context, as_json: bool, **kw: Any) -> None:
 @click.option("--recording", default="latest", show_default=True, help="One recorded with --tree-width and --tree-depth.")
 @click.option("--router", metavar="ID", help="A router that `fit router` made.")
 @click.option("--frequencies", metavar="ID", help="A frequency order that `fit frequencies` made.")
-@click.option(
-    "--proposals",
-    type=click.Choice(["coupled", "probability"]),
-    default="coupled",
-    show_default=True,
-    help="Trees recorded with these --tree-proposals.",
-)
-@json_option
-@with_context
+@proposals_option
+@with_json
 def ranks(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     """Where a router puts the clusters of everything recorded, or a frequency order its tokens, so that `simulate` replays policies with
     it. `fit router` and `fit frequencies` make this for their own recording; here it is made for another, or for requests recorded since.

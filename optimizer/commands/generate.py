@@ -13,7 +13,6 @@ from spectune.optimizer.commands.shared import (
     deployment_option,
     device_options,
     emit,
-    json_option,
     load,
     open_store,
     pair_options,
@@ -21,7 +20,7 @@ from spectune.optimizer.commands.shared import (
     prepared,
     profile_of,
     sampling_options,
-    with_context,
+    with_json,
 )
 
 
@@ -34,8 +33,7 @@ from spectune.optimizer.commands.shared import (
 @click.option("--policy", "policy_name", default="active", show_default=True)
 @click.option("--no-compare", is_flag=True, help="Do not decode again autoregressively for comparison.")
 @click.option("--show-trees", is_flag=True, help="Draw the tree of every round, not of the last alone.")
-@json_option
-@with_context
+@with_json
 def generate(ctx: click.Context, as_json: bool, prompt: str, **kw: Any) -> None:
     """Stream a text, showing which tokens were drafted and accepted and which the target supplied.
 
@@ -59,7 +57,7 @@ def generate(ctx: click.Context, as_json: bool, prompt: str, **kw: Any) -> None:
 
         # What does not fit is refused before anything else is said.
         encode(pair, Workload("prompt", (Request("prompt", "prompt", (prompt,)),)), options)
-        _, found = profile_of(store, None, pair.id, pair.device.type)
+        found = profile_of(store, None, pair.id, pair.device.type)
         plan = prepared(store, pair, kw["policy_name"], options, found, kw["deployment"])
     console = console_for(stderr=as_json)
     console.width = 10_000 if not console.is_terminal else console.width

@@ -11,7 +11,7 @@ import click
 
 from spectune.optimizer.commands.config import FILE
 from spectune.optimizer.commands.outputs import write_text
-from spectune.optimizer.commands.shared import emit, json_option, with_context
+from spectune.optimizer.commands.shared import emit, with_json
 
 TEMPLATE: Final = """\
 # What spectune's options are for commands run in this folder. What is typed wins over the environment,
@@ -42,8 +42,7 @@ TEMPLATE: Final = """\
 @click.command()
 @click.option("--pair", help="'demo', or a pair file: written into it.")
 @click.option("--force", is_flag=True, help="Replace a file that is there.")
-@json_option
-@with_context
+@with_json
 def init(ctx: click.Context, as_json: bool, pair: str | None, force: bool) -> None:
     """Write a spectune.toml with comments into the working folder, or where --config says.
 

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from spectune.optimizer.commands.outputs import kept_unless_stored
-from spectune.optimizer.commands.shared import Meter, Whole, emit, fit_to, policy_named, say, say_former, together, workload_of
-from spectune.optimizer.commands.texts import texts_of, with_rounds, write_results
+from spectune.optimizer.commands.executed import finish_run
+from spectune.optimizer.commands.shared import Meter, Whole, fit_to, policy_named, say, say_former, together, workload_of
 
 if TYPE_CHECKING:
     from spectune.engines.protocol import Answered, Load, Prompt, Running
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from spectune.runtime.pair import PairSpec
     from spectune.runtime.policies.document import Policy
     from spectune.runtime.words import Words
-    from spectune.traces.schema import Outcome, Workload
+    from spectune.traces.schema import Workload
     from spectune.traces.store import TraceStore
 
 NATIVE = "native"
@@ -69,7 +68,7 @@ class OnEngine:
         engine = engine_named(self._name)
         self.device = engine.device or "cpu"
         check_options(engine, options)
-        workload = workload_of(kw)
+        workload = workload_of(kw, spec, chat=options.chat)
         say_former(store, spec)
         policy = policy_named(store, kw["policy_name"], spec.id, self.device, kw["deployment"])
         engine.runs(policy)
@@ -115,20 +114,18 @@ def record_texts(asked: OnEngine, *, fresh: bool) -> str:
         ).id
 
 
-def run_on_engine(ctx: click.Context, asked: OnEngine, kw: dict[str, Any], *, as_json: bool) -> None:
+def run_on_engine(ctx: click.Context, asked: OnEngine) -> None:
     """`run` on an engine: the same files and keys as of the native decoder, and what served them."""
-    from spectune.optimizer.changes import Share, changes_json
-    from spectune.optimizer.inputs import outcome_json
+    from spectune.optimizer.changes import Share
     from spectune.optimizer.on_engine import about_recording, execute, latency_on, outcome_on, verifier_of
     from spectune.optimizer.record import record_served
-    from spectune.optimizer.report.tables import outcome_table
 
     options, policy, answered = asked.options, asked.policy, list["Answered"]()
     with asked.started() as running:
         about = {"engine": running.engine.name, "engine_version": running.version, "concurrency": asked.load.clients}
         texts_of_engine = replace(options, verifier=verifier_of(options))
         served = record_served(asked.store, asked.spec.id, asked.spec, texts_of_engine, about_recording(running, options))
-        with served if kw["keep_texts"] else nullcontext() as writer, Meter() as meter:
+        with served if ctx.params["keep_texts"] else nullcontext() as writer, Meter() as meter:
             if writer is not None:
                 click.echo(f"recording {writer.recording}", err=True)
             for done in execute(running, asked.prompts, policy, asked.load, options):
@@ -139,34 +136,18 @@ def run_on_engine(ctx: click.Context, asked: OnEngine, kw: dict[str, Any], *, as
     order = {prompt.id: n for n, prompt in enumerate(asked.prompts)}
     answered.sort(key=lambda done: order[done.trajectory.request_id])
     result = outcome_on(policy.label(), answered)
-    shares = [Share(policy, result.total)]
-    data = {**outcome_json(result, policy), **changes_json(shares, []), "latency": latency_on(answered), **about}
-    texts = texts_of(asked.words, answered)
-    failed = write_results(kw, texts, answered)
-    told = {"pair": asked.spec.id, **data}
-    stores = writer is not None or not kw["no_store"]
-    with kept_unless_stored(ctx, "run", lambda: {**told, "texts": with_rounds(texts, answered)}, stores=stores):
-        if writer is not None:
-            writer.check()
-        if not kw["no_store"]:
-            _keep(asked, result, answered, {"deployment": kw["deployment"], **changes_json(shares, []), **about})
-        if failed is not None:
-            raise failed
-    emit(as_json, data, lambda: outcome_table(result, shares, []))
-
-
-def _keep(asked: OnEngine, result: Outcome, answered: list[Answered], about: dict[str, Any]) -> None:
-    store, spec, policy = asked.store, asked.spec, asked.policy
-    store.put_pair(spec.id, spec.name, spec.to_json())
-    store.put_policy(policy.id, policy.spelled_out(), policy.label())
-    store.put_run(
-        spec.id,
-        policy.id,
+    finish_run(
+        ctx,
+        asked.store,
+        asked.spec,
+        asked.words,
+        asked.workload,
+        answered,
         result,
+        [Share(policy, result.total)],
         device=asked.device,
         dtype="float32",
-        workload_id=store.put_workload(asked.workload),
-        purpose="run",
-        options=about,
-        steps={a.trajectory.request_id: a.steps for a in answered},
+        engine=about,
+        latency=latency_on(answered),
+        writer=writer,
     )

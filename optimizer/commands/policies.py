@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -14,34 +14,23 @@ from spectune.optimizer.commands.shared import (
     Whole,
     deployment_option,
     emit,
-    json_option,
     open_store,
-    pair_named,
     pair_options,
+    pair_spec,
     policy_named,
     profile_of,
     say,
     say_former,
-    with_context,
+    with_json,
 )
 
 if TYPE_CHECKING:
-    from spectune.runtime.pair import PairSpec
-    from spectune.runtime.policies.document import AnyPolicy
     from spectune.traces.store import Publication, TraceStore
 
 
 @click.group()
 def policies() -> None:
     """Policies: deployments, list, show, diff, activate, rollback, export."""
-
-
-def _spec(kw: dict[str, Any]) -> PairSpec:
-    return pair_named(kw)
-
-
-def _pair_id(kw: dict[str, Any]) -> str:
-    return _spec(kw).id
 
 
 def _device(kw: dict[str, Any]) -> str:
@@ -64,8 +53,7 @@ on_device = option("--device", key="device", type=click.Choice(["auto", "cpu", "
 
 
 @policies.command("deployments")
-@json_option
-@with_context
+@with_json
 def policies_deployments(ctx: click.Context, as_json: bool) -> None:
     """What is in force, where: a line for every deployment, pair and device.
 
@@ -74,21 +62,7 @@ def policies_deployments(ctx: click.Context, as_json: bool) -> None:
     """
     with open_store(ctx, create=False) as store:
         names = {pair.id: pair.name for pair in store.list_pairs()}
-        rows = [
-            {
-                "deployment": p.deployment,
-                "pair": names.get(p.pair_id, ""),
-                "pair_id": p.pair_id,
-                "device": p.device,
-                "version": p.version,
-                "policy": p.policy_id,
-                "label": p.label,
-                "sampling": p.sampling,
-                "temperature": p.sampling.get("temperature") if p.sampling else None,
-                "created_at": p.created_at.isoformat(),
-            }
-            for p in store.in_force()
-        ]
+        rows = [_row(published, names) for published in store.in_force()]
     from spectune.optimizer.report.tables import rows_table
 
     columns = ("deployment", "pair", "device", "version", "policy", "label", "temperature", "created_at")
@@ -100,8 +74,7 @@ def policies_deployments(ctx: click.Context, as_json: bool) -> None:
 @pair_options
 @on_device
 @click.option("--deployment", help="Only publications of this one; default: of all.")
-@json_option
-@with_context
+@with_json
 def policies_list(ctx: click.Context, as_json: bool, deployment: str | None, **kw: Any) -> None:
     """Publications, newest first, and what runtimes acknowledged: all there are, or those of a pair and
     its device where one is named.
@@ -112,7 +85,7 @@ def policies_list(ctx: click.Context, as_json: bool, deployment: str | None, **k
     Example:  cli.py policies list
               cli.py policies list --pair demo --device cpu
     """
-    spec = _spec(kw) if any(kw[name] for name in ("pair", "target", "drafts")) else None
+    spec = pair_spec(kw) if any(kw[name] for name in ("pair", "target", "drafts")) else None
     device = _device(kw) if spec or kw["device"] != "auto" else None
     with open_store(ctx, create=False) as store:
         if spec is not None:
@@ -140,17 +113,8 @@ def _listed(store: TraceStore, found: Iterable[Publication]) -> list[dict[str, A
         acks = store.acknowledgements(p.version)
         rows.append(
             {
-                "version": p.version,
-                "deployment": p.deployment,
-                "pair": names.get(p.pair_id, ""),
-                "pair_id": p.pair_id,
-                "device": p.device,
+                **_row(p, names),
                 "active": place not in seen,
-                "policy": p.policy_id,
-                "label": p.label,
-                "temperature": p.sampling.get("temperature") if p.sampling else None,
-                "sampling": p.sampling,
-                "created_at": p.created_at.isoformat(),
                 "actor": p.actor,
                 "reason": p.reason,
                 "applied": sum(a.status == "applied" for a in acks),
@@ -161,13 +125,28 @@ def _listed(store: TraceStore, found: Iterable[Publication]) -> list[dict[str, A
     return rows
 
 
+def _row(published: Publication, pairs: Mapping[str, str]) -> dict[str, Any]:
+    """A publication in a list; ``pairs`` are names by id."""
+    return {
+        "version": published.version,
+        "deployment": published.deployment,
+        "pair": pairs.get(published.pair_id, ""),
+        "pair_id": published.pair_id,
+        "device": published.device,
+        "policy": published.policy_id,
+        "label": published.label,
+        "sampling": published.sampling,
+        "temperature": published.sampling.get("temperature") if published.sampling else None,
+        "created_at": published.created_at.isoformat(),
+    }
+
+
 @policies.command("show")
 @click.argument("policy_name", metavar="POLICY", default="active")
 @pair_options
 @on_device
 @deployment_option
-@json_option
-@with_context
+@with_json
 def policies_show(ctx: click.Context, as_json: bool, policy_name: str, **kw: Any) -> None:
     """A policy document with every default spelled out, and the evidence it was published with.
 
@@ -175,32 +154,31 @@ def policies_show(ctx: click.Context, as_json: bool, policy_name: str, **kw: Any
     Example:  cli.py policies show active
               cli.py policies show '{"draft": "small"}'
     """
-    pair_id, device = _pair_id(kw), _device(kw)
+    pair_id, device = pair_spec(kw).id, _device(kw)
     with _looked_up(ctx, policy_name) as store:
         policy = policy_named(store, policy_name, pair_id, device, kw["deployment"])
         every = store.list_publications(pair_id, device, kw["deployment"])
-        published = [p for p in every if p.policy_id == policy.id]
+        newest = next((p for p in every if p.policy_id == policy.id), None)
     data: dict[str, Any] = {"id": policy.id, "label": policy.label(), "policy": policy.spelled_out()}
-    if published:
+    if newest is not None:
         data["publication"] = {
-            "version": published[0].version,
-            "deployment": published[0].deployment,
-            "sampling": published[0].sampling,
-            "reason": published[0].reason,
-            "created_at": published[0].created_at.isoformat(),
-            "evidence": dict(published[0].evidence),
+            "version": newest.version,
+            "deployment": newest.deployment,
+            "sampling": newest.sampling,
+            "reason": newest.reason,
+            "created_at": newest.created_at.isoformat(),
+            "evidence": dict(newest.evidence),
         }
     if as_json:
         emit(True, data, None)
-    else:
-        say(f"{policy.id}  {policy.label()}")
-        click.echo(json.dumps(policy.spelled_out(), indent=2))
-        if published:
-            newest = published[0]
-            say(
-                f"published as version {newest.version} in deployment {newest.deployment} "
-                f"({newest.created_at:%Y-%m-%d %H:%M} UTC): {newest.reason}"
-            )
+        return
+    say(f"{policy.id}  {policy.label()}")
+    click.echo(json.dumps(policy.spelled_out(), indent=2))
+    if newest is not None:
+        say(
+            f"published as version {newest.version} in deployment {newest.deployment} "
+            f"({newest.created_at:%Y-%m-%d %H:%M} UTC): {newest.reason}"
+        )
 
 
 @policies.command("diff")
@@ -209,19 +187,16 @@ def policies_show(ctx: click.Context, as_json: bool, policy_name: str, **kw: Any
 @pair_options
 @on_device
 @deployment_option
-@json_option
-@with_context
+@with_json
 def policies_diff(ctx: click.Context, as_json: bool, left: str, right: str, **kw: Any) -> None:
     """What differs between two policies, key by key, defaults spelled out.
 
     \b
     Example:  cli.py policies diff candidate.json active
     """
-    pair_id, device = _pair_id(kw), _device(kw)
+    pair_id, device = pair_spec(kw).id, _device(kw)
     with _looked_up(ctx, left, right) as store:
-        one, other = (
-            policy_named(store, name, pair_id, device, kw["deployment"]) for name in (left, right)
-        )
+        one, other = (policy_named(store, name, pair_id, device, kw["deployment"]) for name in (left, right))
     from spectune.optimizer.report.tables import rows_table
     from spectune.runtime.policies.document import differences
 
@@ -242,8 +217,7 @@ def policies_diff(ctx: click.Context, as_json: bool, left: str, right: str, **kw
 @pair_options
 @on_device
 @deployment_option
-@json_option
-@with_context
+@with_json
 def policies_activate(
     ctx: click.Context, as_json: bool, policy_name: str, reason: str | None, source: str | None, **kw: Any
 ) -> None:
@@ -256,15 +230,17 @@ def policies_activate(
               cli.py policies activate policy.json --deployment canary
               cli.py policies activate active --from canary
     """
-    spec, device, deployment = _spec(kw), _device(kw), kw["deployment"]
+    spec, device, deployment = pair_spec(kw), _device(kw), kw["deployment"]
     with _looked_up(ctx, policy_name) as store:
         if source is not None and store.active_publication(spec.id, device, source) is None:
-            raise click.UsageError(
-                f"--from {source}: nothing is in force there for pair {spec.id} on {device} "
-                "(see `policies list`)"
-            )
+            raise click.UsageError(f"--from {source}: nothing is in force there for pair {spec.id} on {device} (see `policies list`)")
         policy = policy_named(store, policy_name, spec.id, device, source or deployment)
-        _check_runs(store, policy, spec.id, spec.draft_names, device)
+        from spectune.optimizer.artifacts import fitted
+        from spectune.runtime.policies.prepare import prepare
+
+        # What every runtime would refuse later is refused now.
+        profile = profile_of(store, None, spec.id, device)
+        prepare(policy, spec.draft_names, profile=profile, artifacts=fitted(store, spec.id))
         store.put_pair(spec.id, spec.name, spec.to_json())
         store.put_policy(policy.id, policy.spelled_out(), policy.label())
         before = store.list_publications(spec.id, deployment=source)
@@ -278,28 +254,12 @@ def policies_activate(
             sampling=next(tuned, None),
             reason=reason or (f"promoted from {source}" if source else "activated by hand"),
         )
-    emit(as_json, _told(published), _in_force(published, "is in force"))
+    _emit_published(as_json, published, "is in force")
 
 
-def _told(published: Publication) -> dict[str, Any]:
-    return {
-        "version": published.version,
-        "policy": published.policy_id,
-        "deployment": published.deployment,
-    }
-
-
-def _in_force(published: Publication, verb: str) -> str:
-    return f"version {published.version}: {published.label} {verb} in deployment {published.deployment}"
-
-
-def _check_runs(store: TraceStore, policy: AnyPolicy, pair_id: str, drafts: tuple[str, ...], device: str) -> None:
-    """Raises PolicyError now for what every runtime would refuse later."""
-    from spectune.optimizer.artifacts import fitted
-    from spectune.runtime.policies.prepare import prepare
-
-    _, found = profile_of(store, None, pair_id, device)
-    prepare(policy, drafts, profile=found, artifacts=fitted(store, pair_id))
+def _emit_published(as_json: bool, published: Publication, verb: str) -> None:
+    data = {"version": published.version, "policy": published.policy_id, "deployment": published.deployment}
+    emit(as_json, data, f"version {published.version}: {published.label} {verb} in deployment {published.deployment}")
 
 
 def _holds_a_policy(publication: Publication) -> bool:
@@ -318,8 +278,7 @@ def _holds_a_policy(publication: Publication) -> bool:
 @pair_options
 @on_device
 @deployment_option
-@json_option
-@with_context
+@with_json
 def policies_rollback(ctx: click.Context, as_json: bool, to: int | None, **kw: Any) -> None:
     """Publish an earlier policy of the deployment again. Nothing is erased: the rollback is a new version. Publications that hold no
     policy are passed over.
@@ -330,7 +289,7 @@ def policies_rollback(ctx: click.Context, as_json: bool, to: int | None, **kw: A
     from spectune.optimizer.inputs import published_policy
     from spectune.traces.errors import PolicyError
 
-    pair_id, device = _pair_id(kw), _device(kw)
+    pair_id, device = pair_spec(kw).id, _device(kw)
     with open_store(ctx, create=False) as store:
         found = store.list_publications(pair_id, device, kw["deployment"])
         active = found[0] if found else None
@@ -358,7 +317,7 @@ def policies_rollback(ctx: click.Context, as_json: bool, to: int | None, **kw: A
             reason=f"rollback of version {active.version} to {earlier.version}",
             expected=active.version,
         )
-    emit(as_json, _told(published), _in_force(published, "is in force again"))
+    _emit_published(as_json, published, "is in force again")
 
 
 @policies.command("export")
@@ -374,8 +333,7 @@ def policies_rollback(ctx: click.Context, as_json: bool, to: int | None, **kw: A
 @pair_options
 @on_device
 @deployment_option
-@json_option
-@with_context
+@with_json
 def policies_export(
     ctx: click.Context, as_json: bool, policy_name: str, engine: str, engine_version: str | None, **kw: Any
 ) -> None:
@@ -387,7 +345,7 @@ def policies_export(
               cli.py policies export active --for vllm
               cli.py policies export active --for tensorrt-llm --engine-version 1.3.0
     """
-    spec, device = _spec(kw), _device(kw)
+    spec, device = pair_spec(kw), _device(kw)
     with _looked_up(ctx, policy_name) as store:
         policy = policy_named(store, policy_name, spec.id, device, kw["deployment"])
     from spectune.engines.export import engine_line, engine_settings

@@ -11,14 +11,12 @@ import click
 from spectune.optimizer.commands.on_engine import NATIVE, OnEngine, check_engine, engine_options, record_texts
 from spectune.optimizer.commands.shared import (
     Meter,
-    check_conversations,
     check_policy,
     decode_options,
     decoding_options,
     deployment_option,
     emit,
     fit_to,
-    json_option,
     load,
     open_store,
     pair_spec,
@@ -27,7 +25,7 @@ from spectune.optimizer.commands.shared import (
     profile_of,
     same_pair,
     say,
-    with_context,
+    with_json,
     workers_option,
     workload_of,
 )
@@ -78,8 +76,7 @@ if TYPE_CHECKING:
     help="FILE, inline JSON or ID of a policy whose trees must replay exactly; repeatable. top_k needs none at its usual scores.",
 )
 @workers_option
-@json_option
-@with_context
+@with_json
 def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     """Decode a workload, store the texts, and look around from every start of them.
 
@@ -105,8 +102,7 @@ def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         options, served = decode_options(kw), None
         if kw["engine"] != NATIVE:
             served = record_texts(OnEngine(store, spec, kw, options), fresh=kw["fresh"])
-        workload = None if kw["resumed_id"] or served else workload_of(kw)
-        check_conversations(spec, workload, options)
+        workload = None if kw["resumed_id"] or served else workload_of(kw, spec, chat=options.chat)
         pair = load(kw, store, spec)
         from spectune.optimizer.record import Look, begun_as, look_around
         from spectune.optimizer.record import record as do_record
@@ -183,7 +179,7 @@ def _source(
     from spectune.optimizer.serving import last_good
     from spectune.runtime.loop import StaticSource
 
-    _, profile = profile_of(store, None, pair.id, pair.device.type)
+    profile = profile_of(store, None, pair.id, pair.device.type)
     if name == "active":
         return StaticSource(last_good(store, pair, profile, options.verifier, options.sampling, deployment))
     return StaticSource(prepared(store, pair, name, options, profile))

@@ -14,12 +14,11 @@ from spectune.optimizer.commands.shared import (
     Whole,
     console_for,
     emit,
-    json_option,
     open_store,
-    pair_named,
     pair_options,
+    pair_spec,
     together,
-    with_context,
+    with_json,
 )
 
 
@@ -46,21 +45,12 @@ def _filter(kw: dict[str, Any]) -> Any:
     from spectune.traces.store.query import TraceFilter
 
     moments = {k: kw[k].replace(tzinfo=UTC) if kw[k] else None for k in ("since", "until")}
-    return TraceFilter(
-        recordings=tuple(kw["recordings"]),
-        pair=kw["pair"],
-        categories=tuple(kw["categories"]),
-        draft=kw["draft"],
-        min_acceptance=kw["min_acceptance"],
-        max_acceptance=kw["max_acceptance"],
-        **moments,
-    )
+    return TraceFilter(**{**kw, **moments})
 
 
 @traces.command("list")
 @filter_options
-@json_option
-@with_context
+@with_json
 def traces_list(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     """Recordings that hold a matching request, newest first.
 
@@ -92,8 +82,7 @@ def traces_list(ctx: click.Context, as_json: bool, **kw: Any) -> None:
 @traces.command("show")
 @click.argument("recording", default="latest")
 @click.option("--request", "request_id", help="One request: its text's rounds.")
-@json_option
-@with_context
+@with_json
 def traces_show(ctx: click.Context, as_json: bool, recording: str, request_id: str | None) -> None:
     """One recording: what was asked, and its requests; or the rounds of one request.
 
@@ -141,8 +130,7 @@ def traces_show(ctx: click.Context, as_json: bool, recording: str, request_id: s
 @filter_options
 @click.option("--by", default="draft,category", show_default=True, help="Of draft, category, recording; comma-separated.")
 @click.option("--executed", is_flag=True, help="Over the rounds executed, not over every start of the panoramas.")
-@json_option
-@with_context
+@with_json
 def traces_stats(ctx: click.Context, as_json: bool, by: str, executed: bool, **kw: Any) -> None:
     """Acceptance, overall and by position in the draft.
 
@@ -177,8 +165,7 @@ def traces_stats(ctx: click.Context, as_json: bool, by: str, executed: bool, **k
 @click.option("--top-n", type=click.IntRange(1, 256), default=60, show_default=True, help="Nodes kept of a tree.")
 @click.option("--width", type=click.IntRange(2, 32), help="Children of a node; default: as recorded.")
 @click.option("--depth", type=click.IntRange(1, 64), help="Levels; default: as recorded.")
-@json_option
-@with_context
+@with_json
 def traces_report(ctx: click.Context, as_json: bool, recording: str, **kw: Any) -> None:
     """Draw what a recording's draft trees do: one HTML page that needs nothing else, with the figures of the tree papers.
 
@@ -214,8 +201,7 @@ def traces_report(ctx: click.Context, as_json: bool, recording: str, **kw: Any) 
 @traces.command("query")
 @filter_options
 @click.option("--format", "kind", type=click.Choice(["table", "json", "csv"]), default="table", show_default=True)
-@json_option
-@with_context
+@with_json
 def traces_query(ctx: click.Context, as_json: bool, kind: str, **kw: Any) -> None:
     """One row per request and draft.
 
@@ -242,8 +228,7 @@ def traces_query(ctx: click.Context, as_json: bool, kind: str, **kw: Any) -> Non
 @click.argument("path", type=click.Path(dir_okay=False))
 @click.option("--whole", is_flag=True, help="To .parquet: one recording's texts and panoramas, for `simulate --recording FILE`.")
 @filter_options
-@json_option
-@with_context
+@with_json
 def traces_export(ctx: click.Context, as_json: bool, path: str, whole: bool, **kw: Any) -> None:
     """Rows to .json, .csv or .parquet; whole recordings, to be imported elsewhere, to .db.
 
@@ -276,8 +261,7 @@ def traces_export(ctx: click.Context, as_json: bool, path: str, whole: bool, **k
 
 @traces.command("import")
 @click.argument("path", type=click.Path(dir_okay=False))
-@json_option
-@with_context
+@with_json
 def traces_import(ctx: click.Context, as_json: bool, path: str) -> None:
     """Add the recordings of an exported .db file; what is here already stays as it is.
 
@@ -299,8 +283,7 @@ def traces_import(ctx: click.Context, as_json: bool, path: str) -> None:
 @click.option("--temperature", type=FiniteRange(0.0, 10.0), default=0.0, show_default=True, help="As the requests asked for.")
 @click.option("--top-k", type=Whole(0), default=0, help="0: off.")
 @click.option("--top-p", type=FiniteRange(0.0, 1.0, min_open=True), default=1.0, help="1: off.")
-@json_option
-@with_context
+@with_json
 def traces_ingest(ctx: click.Context, as_json: bool, path: str, draft: str, **kw: Any) -> None:
     """Record what responses of vLLM or SGLang, one a line, say of their drafts: for servers without our plugin.
 
@@ -315,7 +298,7 @@ def traces_ingest(ctx: click.Context, as_json: bool, path: str, draft: str, **kw
     from spectune.traces.schema import Sampling
 
     sampling = Sampling(kw.pop("temperature"), kw.pop("top_k"), kw.pop("top_p"))
-    spec = pair_named(kw)
+    spec = pair_spec(kw)
     if draft not in spec.draft_names:
         raise PairError(f"--draft-name {draft}: pair {spec.name} has no such draft; it has: {', '.join(spec.draft_names)}")
     found = read_responses(path, draft, sampling)
@@ -335,8 +318,7 @@ def traces_ingest(ctx: click.Context, as_json: bool, path: str, draft: str, **kw
 @click.option("--keep-last", type=Whole(0), help="Keep the newest N.")
 @click.option("--force", is_flag=True, help="Remove even what a publication's evidence refers to.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
-@json_option
-@with_context
+@with_json
 def traces_prune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     """Remove old recordings; those that a publication rests on are spared.
 

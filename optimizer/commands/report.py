@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from spectune.optimizer.commands.outputs import check_writable, write_text
+from spectune.optimizer.commands.outputs import check_writable, database_files, write_text
 from spectune.optimizer.commands.shared import (
     LARGEST,
     FiniteRange,
     Meter,
     Whole,
     emit,
-    json_option,
     open_store,
-    with_context,
+    with_json,
 )
 
 if TYPE_CHECKING:
@@ -25,10 +24,6 @@ if TYPE_CHECKING:
     from spectune.traces.store.catalog import Study
 
 Progress = Callable[[str, int, int], None]
-
-
-def silent(phase: str, done: int, total: int) -> None:
-    """Tells nobody how far something is."""
 
 
 @click.command()
@@ -55,8 +50,7 @@ def silent(phase: str, done: int, total: int) -> None:
     is_flag=True,
     help="Leave out the figures of the tree papers.",
 )
-@json_option
-@with_context
+@with_json
 def report(ctx: click.Context, as_json: bool, study: str, **kw: Any) -> None:
     """What a tuning found, as one HTML page that needs nothing else: what to deploy and what that saves,
     predicted against measured, the race, speed by category, latency, acceptance, what was tried and what not.
@@ -69,15 +63,8 @@ def report(ctx: click.Context, as_json: bool, study: str, **kw: Any) -> None:
     """
     check_writable(ctx, ("--out", kw["out"]))
     with open_store(ctx, create=False) as store, Meter() as meter:
-        found = write_report(
-            ctx,
-            store,
-            study,
-            kw["out"],
-            gpus=kw["gpus"],
-            price=kw["price"],
-            trees=None if kw["no_trees"] else meter,
-        )
+        trees = None if kw["no_trees"] else meter
+        found = write_report(ctx, store, study, kw["out"], trees, gpus=kw["gpus"], price=kw["price"])
     emit(as_json, found, f"{found['path']}: {found['sentence']}")
 
 
@@ -86,24 +73,21 @@ def write_report(
     store: TraceStore,
     study: str,
     out: str | None,
+    trees: Progress | None,
     *,
     gpus: int = 1,
     price: float | None = None,
-    trees: Progress | None = silent,
 ) -> dict[str, Any]:
     """Writes the page of a study, and says where and what its first sentence is; ``trees`` is told
     how far the figures of the tree papers are, None leaves them out. Raises OutputError."""
     from spectune.optimizer.report.tuning import headline, page, report_on
 
     found = report_on(store, study)
-    path = out or str(beside_database(ctx) / f"spectune-report-{found.study.id}.html")
+    beside = database_files(ctx)[:1]  # none of one on a server
+    path = out or str((beside[0].parent if beside else Path()) / f"spectune-report-{found.study.id}.html")
     more = [] if trees is None else _trees(store, found.study, trees)
     write_text(path, [page(found, gpus=gpus, price=price, more=more)])
-    return {
-        "path": path,
-        "study": found.study.id,
-        "sentence": headline(found, gpus=gpus, price=price),
-    }
+    return {"path": path, "study": found.study.id, "sentence": headline(found, gpus=gpus, price=price)}
 
 
 def _trees(store: TraceStore, study: Study, progress: Progress) -> list[str]:
@@ -132,11 +116,3 @@ def _trees(store: TraceStore, study: Study, progress: Progress) -> list[str]:
         section(f"Draft trees of {report.draft}", *figures(report)),
         f"<p>{safe(lead(report))}</p>",
     ]
-
-
-def beside_database(ctx: click.Context) -> Path:
-    """The folder of the database, or the working folder where it is on a server."""
-    from spectune.optimizer.commands.outputs import database_files
-
-    files = database_files(ctx)
-    return files[0].parent if files else Path()

@@ -8,19 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from spectune.optimizer.commands.executed import finish_run
 from spectune.optimizer.commands.on_engine import NATIVE, OnEngine, check_engine, engine_options, run_on_engine
-from spectune.optimizer.commands.outputs import check_writable, kept_unless_stored
+from spectune.optimizer.commands.outputs import check_writable
 from spectune.optimizer.commands.shared import (
     Meter,
-    check_conversations,
     check_policy,
     decode_options,
     decoding_options,
     deployment_option,
     dtype_of,
-    emit,
     fit_to,
-    json_option,
     load,
     open_store,
     pair_spec,
@@ -28,18 +26,16 @@ from spectune.optimizer.commands.shared import (
     profile_of,
     say,
     say_unpublished,
-    with_context,
+    with_json,
     workload_of,
 )
-from spectune.optimizer.commands.texts import texts_of, with_rounds, write_results
 
 if TYPE_CHECKING:
     from spectune.optimizer.execute import DecodeOptions
     from spectune.runtime.decoder import Decoded
     from spectune.runtime.loading import LoadedPair
     from spectune.runtime.loop import PolicySource
-    from spectune.runtime.policies.document import AnyPolicy
-    from spectune.traces.schema import LatencyProfile, Outcome, Workload
+    from spectune.traces.schema import LatencyProfile
     from spectune.traces.store import TraceStore
 
 
@@ -61,9 +57,8 @@ if TYPE_CHECKING:
     "--record", "keep_texts", is_flag=True, help="Keep the texts as a recording, for `tune --recording` and schedules."
 )
 @click.option("--no-store", is_flag=True, help="Do not keep the run in the database.")
-@json_option
-@with_context
-def run(ctx: click.Context, as_json: bool, **kw: Any) -> None:
+@with_json
+def run(ctx: click.Context, **kw: Any) -> None:
     """Execute a policy on a workload and measure it.
 
     With --policy active, publications made meanwhile are picked up between two rounds.
@@ -79,25 +74,22 @@ def run(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         check_policy(store, kw["policy_name"])
         options = decode_options(kw)
         if kw["engine"] != NATIVE:
-            run_on_engine(ctx, OnEngine(store, spec, kw, options), kw, as_json=as_json)
+            run_on_engine(ctx, OnEngine(store, spec, kw, options))
             return
-        workload = workload_of(kw)
-        check_conversations(spec, workload, options)
+        workload = workload_of(kw, spec, chat=options.chat)
         pair = load(kw, store, spec)
-        from spectune.optimizer.changes import changes_json, changes_of, label_of, shares_of
+        from spectune.optimizer.changes import changes_of, label_of, shares_of
         from spectune.optimizer.execute import encode, outcome
         from spectune.optimizer.execute import run as execute
-        from spectune.optimizer.inputs import outcome_json
         from spectune.optimizer.record import record_served, recording_options
-        from spectune.optimizer.report.tables import outcome_table
 
         workload = fit_to(pair, workload, options, kw["overlong"])
         encoded = encode(pair, workload, options)
-        _, found = profile_of(store, kw["profile_id"], pair.id, pair.device.type)
+        profile = profile_of(store, kw["profile_id"], pair.id, pair.device.type)
         about = recording_options(pair, options)
         recording = record_served(store, pair.id, pair.spec, options, about) if kw["keep_texts"] else nullcontext()
         decoded: list[Decoded] = []
-        with _source(store, pair, kw, found, options) as source, recording as writer, Meter() as meter:
+        with _source(store, pair, kw, profile, options) as source, recording as writer, Meter() as meter:
             if writer is not None:
                 click.echo(f"recording {writer.recording}", err=True)
             for done in execute(pair, source, encoded):
@@ -108,49 +100,22 @@ def run(ctx: click.Context, as_json: bool, **kw: Any) -> None:
                     writer.put(done.trajectory, done.steps)
                 meter("run", len(decoded), len(encoded.items))
         shares, changes = shares_of(decoded), changes_of(decoded)
-        changed = changes_json(shares, changes)
-        result = outcome(label_of(shares, changes), decoded)
-        texts = texts_of(pair, decoded)
-        most = max(shares, key=lambda share: share.counts.emitted_tokens).policy
-        data = {**outcome_json(result, most), "label": result.policy, **changed}
-        failed = write_results(kw, texts, decoded)
-        stores = writer is not None or not kw["no_store"]
-        told = {"pair": pair.id, **data}
-        with kept_unless_stored(ctx, "run", lambda: {**told, "texts": with_rounds(texts, decoded)}, stores=stores):
-            if writer is not None:
-                writer.check()
-            if not kw["no_store"]:
-                _keep_run(store, pair, most, result, workload, decoded, {"deployment": kw["deployment"], **changed})
-            if failed is not None:
-                raise failed
-    emit(as_json, data, lambda: outcome_table(result, shares, changes))
-
-
-def _keep_run(
-    store: TraceStore,
-    pair: LoadedPair,
-    policy: AnyPolicy,
-    result: Outcome,
-    workload: Workload,
-    decoded: list[Decoded],
-    options: dict[str, Any],
-) -> None:
-    """Stores a run under the policy that made most of its tokens; its rounds name their own."""
-    store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
-    plans = [plan for done in decoded for _, whole in done.plans for plan in (whole, *whole.candidates)]
-    for name, each in {plan.policy.id: plan.policy for plan in plans}.items():
-        store.put_policy(name, each.spelled_out(), each.label())
-    store.put_run(
-        pair.id,
-        policy.id,
-        result,
-        device=pair.device.type,
-        dtype=dtype_of(pair),
-        workload_id=store.put_workload(workload),
-        purpose="run",
-        options=options,
-        steps={d.trajectory.request_id: d.steps for d in decoded},
-    )
+        plans = [plan for done in decoded for _, whole in done.plans for plan in (whole, *whole.candidates)]
+        finish_run(
+            ctx,
+            store,
+            pair.spec,
+            pair,
+            workload,
+            decoded,
+            outcome(label_of(shares, changes), decoded),
+            shares,
+            changes,
+            device=pair.device.type,
+            dtype=dtype_of(pair),
+            policies={plan.policy.id: plan.policy for plan in plans}.values(),
+            writer=writer,
+        )
 
 
 @contextmanager
@@ -173,15 +138,7 @@ def _source(
 
     if not store.active_version(pair.id, pair.device.type, deployment):
         say_unpublished(pair.id, pair.device.type, deployment)
-    with watch(
-        store,
-        pair,
-        None,
-        profile,
-        deployment=deployment,
-        verifier=options.verifier,
-        sampling=options.sampling,
-    ) as source:
+    with watch(store, pair, None, profile, deployment=deployment, verifier=options.verifier, sampling=options.sampling) as source:
         if source.last_error:
             say(f"publication {source.seen} is refused: {source.last_error}; using {source.current().label}", err=True)
         yield source

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -16,22 +16,28 @@ from spectune.optimizer.commands.shared import (
     deployment_option,
     device_options,
     emit,
-    json_option,
     open_store,
-    pair_named,
     pair_options,
+    pair_spec,
     sampling_options,
     say,
     search_asked,
     search_options,
     turns_of,
-    with_context,
+    with_json,
     workload_options,
 )
 from spectune.optimizer.commands.tune import page_of
 
 if TYPE_CHECKING:
     from spectune.optimizer.schedule import Ended, Fire
+
+
+TOLD: Final = (
+    *("device", "dtype", "threads", "deployment", "max_new_tokens"),
+    *("temperature", "top_k", "top_p", "seed", "verifier"),
+)
+"""Options that a job is told as they are."""
 
 
 @click.group()
@@ -56,8 +62,7 @@ def schedule() -> None:
 @sampling_options
 @device_options
 @deployment_option
-@json_option
-@with_context
+@with_json
 def schedule_add(ctx: click.Context, as_json: bool, name: str, **kw: Any) -> None:
     """Add a schedule; workers (`schedule run`, `schedule run-once`) do its jobs.
 
@@ -68,22 +73,12 @@ def schedule_add(ctx: click.Context, as_json: bool, name: str, **kw: Any) -> Non
     """
     from spectune.optimizer.payload import check_payload
     from spectune.optimizer.schedule import add_schedule
-    spec = pair_named(kw)
-    spec.check()
+
     payload: dict[str, Any] = {
-        "pair": spec.to_json(),
-        "device": kw["device"],
-        "dtype": kw["dtype"],
-        "threads": kw["threads"],
-        "max_new_tokens": kw["max_new_tokens"],
-        "temperature": kw["temperature"],
-        "top_k": kw["top_k"],
-        "top_p": kw["top_p"],
-        "seed": kw["seed"],
-        "verifier": kw["verifier"],
+        "pair": pair_spec(kw).to_json(),
+        **{key: kw[key] for key in TOLD},
         "stop_strings": list(kw["stop_strings"]),
         "chat": not kw["no_chat"],
-        "deployment": kw["deployment"],
         **search_asked(kw),
     }
     if kw["recorded"]:
@@ -96,10 +91,7 @@ def schedule_add(ctx: click.Context, as_json: bool, name: str, **kw: Any) -> Non
         payload |= {
             "workload": [w if w == "demo" or w.startswith("hf:") else str(Path(w).resolve()) for w in kw["workloads"]] or ["demo"],
             "categories": list(kw["categories"]),
-            "limit": kw["limit"],
-            "limit_seed": kw["limit_seed"],
-            "column": kw["column"],
-            "overlong": kw["overlong"],
+            **{key: kw[key] for key in ("limit", "limit_seed", "column", "overlong")},
             "turns": turns,
             "fresh": True,
         }
@@ -108,22 +100,16 @@ def schedule_add(ctx: click.Context, as_json: bool, name: str, **kw: Any) -> Non
         added = add_schedule(
             store.database,
             name,
-            cron=kw["cron"],
-            every=kw["every"],
-            tz=kw["tz"],
+            **{key: kw[key] for key in ("cron", "every", "tz", "budget", "max_instances", "max_attempts")},
             payload=payload,
-            budget=kw["budget"],
             misfire_grace=None if kw["misfire_grace"] == "none" else kw["misfire_grace"],
-            max_instances=kw["max_instances"],
-            max_attempts=kw["max_attempts"],
             coalesce=not kw["no_coalesce"],
         )
     emit(as_json, added.to_json(), f"schedule {name}: {added.when}, first at {added.next_fire_at:%Y-%m-%d %H:%M:%S} UTC")
 
 
 @schedule.command("list")
-@json_option
-@with_context
+@with_json
 def schedule_list(ctx: click.Context, as_json: bool) -> None:
     """All schedules.
 
@@ -147,8 +133,7 @@ def schedule_list(ctx: click.Context, as_json: bool) -> None:
 
 @schedule.command("show")
 @click.argument("name")
-@json_option
-@with_context
+@with_json
 def schedule_show(ctx: click.Context, as_json: bool, name: str) -> None:
     """One schedule, whole.
 
@@ -165,8 +150,7 @@ def schedule_show(ctx: click.Context, as_json: bool, name: str) -> None:
 def _schedule_verb(verb: str, what: str, outcome: str) -> None:
     @schedule.command(verb, help=f"{what}\n\n\b\nExample:  cli.py schedule {verb} nightly")
     @click.argument("name")
-    @json_option
-    @with_context
+    @with_json
     def command(ctx: click.Context, as_json: bool, name: str) -> None:
         import spectune.optimizer.schedule as schedules
 
@@ -183,8 +167,7 @@ _schedule_verb("remove", "Remove a schedule and its history.", "is removed")
 @schedule.command("history")
 @click.argument("name", required=False)
 @click.option("--limit", type=Whole(1), default=50, show_default=True)
-@json_option
-@with_context
+@with_json
 def schedule_history(ctx: click.Context, as_json: bool, name: str | None, limit: int) -> None:
     """Slots that fired, and what became of their jobs.
 
@@ -220,8 +203,7 @@ def schedule_history(ctx: click.Context, as_json: bool, name: str | None, limit:
 
 @schedule.command("run")
 @click.option("--poll", default="30s", show_default=True, help="How often to look for due slots.")
-@json_option
-@with_context
+@with_json
 def schedule_run(ctx: click.Context, as_json: bool, poll: str) -> None:
     """Work: fire what is due and run its jobs, until SIGINT or SIGTERM. Any number of workers may share a database.
 
@@ -234,8 +216,7 @@ def schedule_run(ctx: click.Context, as_json: bool, poll: str) -> None:
 
 
 @schedule.command("run-once")
-@json_option
-@with_context
+@with_json
 def schedule_run_once(ctx: click.Context, as_json: bool) -> None:
     """Fire what is due, run every waiting job, and end: for cron and systemd timers.
 

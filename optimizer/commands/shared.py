@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from spectune.runtime.policies.document import AnyPolicy
     from spectune.runtime.policies.prepared_chooser import AnyPlan
     from spectune.runtime.words import Words
-    from spectune.traces.schema import LatencyProfile, Step, Workload
+    from spectune.traces.schema import LatencyProfile, Workload
     from spectune.traces.store import Publication, TraceStore
     from spectune.traces.workloads import Turns
 
@@ -79,7 +79,10 @@ class FiniteRange(click.FloatRange):
 SEED: Final = click.IntRange(0, 2**32 - 1)
 """Seeds that every generator takes: numpy's and scikit-learn's end there."""
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout; all else goes to stderr.")
+with_json = together(
+    click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout; all else goes to stderr."), with_context
+)
+"""``--json``, and the command's context before its options."""
 pair_options = together(
     option(
         "--pair",
@@ -230,41 +233,33 @@ def _typed(*options: str) -> bool:
     return any(ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE for name in options)
 
 
-def pair_named(
-    kw: dict[str, Any], store: TraceStore | None = None, recording: str | None = None
-) -> PairSpec:
-    """The pair meant, its options taken out of ``kw``: the one that is typed, else that of a recording
-    that is, else the environment's or spectune.toml's, else of a ``recording`` by default. Raises
-    PairError, also where nothing names one: no pair is taken in silence."""
+def pair_spec(kw: dict[str, Any], store: TraceStore | None = None, recording: str | None = None) -> PairSpec:
+    """The pair meant, its checkpoints there, its options taken out of ``kw``: the one that is typed, else that of a recording that is,
+    else the environment's or spectune.toml's, else of a ``recording`` by default. Imports no torch. Raises PairError, also where nothing
+    names one: no pair is taken in silence."""
     from spectune.runtime.pair import PairSpec, read_pair
     from spectune.traces.errors import PairError
 
+    ctx = click.get_current_context()
     pair, target, drafts = kw.pop("pair"), kw.pop("target"), kw.pop("drafts")
     if target is not None or drafts or _typed("pair"):
-        return read_pair(pair if _typed("pair") else None, target, drafts)
-    if store is not None and recording is not None and (pair is None or _typed(*RECORDINGS)):
-        stored = store.get_pair(store.get_recording(recording).pair_id)
+        spec = read_pair(pair if _typed("pair") else None, target, drafts)
+    elif store is not None and recording is not None and (pair is None or _typed(*RECORDINGS)):
         where = f"the pair of recording {recording}"
-        spec = PairSpec.from_json(stored.document, where=where)
+        stored = store.get_pair(store.get_recording(recording).pair_id)
+        ctx.meta[PAIR_FOUND] = spec = PairSpec.from_json(stored.document, where=where)
         try:
             spec.check()
         except PairError as error:
             raise PairError(f"{where}: {error}; say where it is now by --pair") from None
-        click.get_current_context().meta[PAIR_FOUND] = spec
-        return spec
-    if pair is None:
+    elif pair is None:
         raise PairError(
-            f"{click.get_current_context().info_name}: no pair is named; say --pair FILE (or --pair demo), "
+            f"{ctx.info_name}: no pair is named; say --pair FILE (or --pair demo), "
             "set SPECTUNE_PAIR, or put pair = ... in spectune.toml (`init` writes one)"
         )
-    ctx = click.get_current_context()
-    with blamed(ctx, "pair", ctx.get_parameter_source("pair")):
-        return read_pair(pair)
-
-
-def pair_spec(kw: dict[str, Any], store: TraceStore, recording: str | None = None) -> PairSpec:
-    """The pair that :func:`pair_named` finds, its checkpoints there. Imports no torch. Raises PairError."""
-    spec = pair_named(kw, store, recording)
+    else:
+        with blamed(ctx, "pair", ctx.get_parameter_source("pair")):
+            spec = read_pair(pair)
     spec.check()
     return spec
 
@@ -304,19 +299,16 @@ def say_former(store: TraceStore, spec: PairSpec) -> None:
     )
 
 
-def workload_of(kw: dict[str, Any]) -> Workload:
-    """Reads what :data:`workload_options` say, taken out of ``kw``. Raises WorkloadError."""
+def workload_of(kw: dict[str, Any], spec: PairSpec, *, chat: bool) -> Workload:
+    """Reads what :data:`workload_options` say, taken out of ``kw``, for a pair that is not loaded yet. Raises WorkloadError, also for
+    a conversation without a chat template."""
     from spectune.optimizer.inputs import load_workload
 
-    return load_workload(kw.pop("workloads"), turns=turns_of(kw), **{key: kw.pop(key) for key in DRAWN})
-
-
-def check_conversations(spec: PairSpec, workload: Workload | None, options: DecodeOptions) -> None:
-    """:func:`runtime.words.check_conversations` of a workload that is to be decoded: called before a model is loaded."""
+    workload = load_workload(kw.pop("workloads"), turns=turns_of(kw), **{key: kw.pop(key) for key in DRAWN})
     from spectune.runtime.words import check_conversations
 
-    if workload is not None:
-        check_conversations(spec.target, workload.requests, chat=options.chat)
+    check_conversations(spec.target, workload.requests, chat=chat)
+    return workload
 
 
 DRAWN: Final = ("limit", "categories", "column", "limit_seed")
@@ -534,10 +526,10 @@ def prepared(
     return prepare_for(pair, policy, profile=profile, artifacts=fitted(store, pair.id), sampling=sampling)
 
 
-def profile_of(store: TraceStore, wanted: str | None, pair_id: str, device: str, dtype: str | None = None) -> tuple[str, Any]:
-    """(id, profile): the one named, else the latest of this pair and device; ("", None) when there is none."""
-    found = store.get_profile(wanted) if wanted else store.latest_profile(pair_id, device, dtype)
-    return ("", None) if found is None else (found.id, found.profile)
+def profile_of(store: TraceStore, wanted: str | None, pair_id: str, device: str) -> LatencyProfile | None:
+    """The profile named, else the latest of this pair and device; None where there is none."""
+    found = store.get_profile(wanted) if wanted else store.latest_profile(pair_id, device)
+    return None if found is None else found.profile
 
 
 def dtype_of(pair: LoadedPair) -> str:
@@ -557,9 +549,3 @@ def same_pair(pair_id: str, pair: LoadedPair, recording: str) -> None:
             "out most of the weights: it may be of others; `record` makes one of these"
         )
     raise TraceError(f"recording {recording} was made with pair {pair_id}, not with {pair.id} ({pair.spec.name}); give that pair")
-
-
-def rounds_of(request: str, steps: Iterable[Step]) -> Iterator[dict[str, Any]]:
-    """The rows of ``--per-round``."""
-    for s in steps:
-        yield {"request": request, "start": s.start, "drafted": s.drafted, "verified": s.verified, "accepted": s.accepted, "batch": s.batch}

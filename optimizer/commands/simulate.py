@@ -7,20 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from spectune.optimizer.commands.executed import rounds_of
 from spectune.optimizer.commands.outputs import check_writable, kept_unless_stored, write_rounds
 from spectune.optimizer.commands.shared import (
     Meter,
     Whole,
     deployment_option,
     emit,
-    json_option,
     on_pair_of,
     open_store,
     policy_named,
     profile_of,
-    rounds_of,
     say,
-    with_context,
+    with_json,
     workers_option,
 )
 from spectune.optimizer.commands.under_load import load_options, recording_on, simulate_under_load
@@ -49,8 +48,7 @@ if TYPE_CHECKING:
     "--keep-q-table", is_flag=True, help="Store what a q_learning window has learned as an artifact, and print its id."
 )
 @workers_option
-@json_option
-@with_context
+@with_json
 def simulate(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     """Replay a recording under any policy: rounds and tokens exactly, seconds by a latency profile.
 
@@ -72,7 +70,7 @@ def simulate(ctx: click.Context, as_json: bool, **kw: Any) -> None:
             simulate_under_load(store, info, kw, as_json=as_json)
             return
         policy = policy_named(store, kw["policy_name"], info.pair_id, device, kw["deployment"])
-        _, found = profile_of(store, kw["profile_id"], info.pair_id, device)
+        found = profile_of(store, kw["profile_id"], info.pair_id, device)
         from spectune.optimizer.artifacts import keep_q_table, q_table
         from spectune.optimizer.inputs import outcome_json
         from spectune.optimizer.report.tables import outcome_table

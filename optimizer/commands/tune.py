@@ -12,13 +12,11 @@ from spectune.optimizer.commands.outputs import check_writable, kept_unless_stor
 from spectune.optimizer.commands.shared import (
     SEED,
     Meter,
-    check_conversations,
     decode_options,
     decoding_options,
     deployment_option,
     emit,
     fit_to,
-    json_option,
     load,
     open_store,
     pair_spec,
@@ -26,7 +24,7 @@ from spectune.optimizer.commands.shared import (
     say,
     search_asked,
     search_options,
-    with_context,
+    with_json,
     workers_option,
     workload_of,
 )
@@ -89,8 +87,7 @@ def _budget(_ctx: click.Context, _param: click.Parameter, text: str) -> str:
     "report_path",
     help="The page that says what was found; none: no page; default: spectune-report-STUDY.html beside the database.",
 )
-@json_option
-@with_context
+@with_json
 def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     """Find the fastest policy, prove it by execution, and publish it.
 
@@ -116,14 +113,13 @@ def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     budget_s = float(parse_duration(kw.pop("budget")))
     with open_store(ctx) as store:
         spec = pair_spec(kw, store, kw["recording_id"])
-        workload = None if kw["recording_id"] else workload_of(kw)
+        workload = None if kw["recording_id"] else workload_of(kw, spec, chat=not kw["no_chat"])
         from spectune.optimizer.confirm import said_of
 
         if workload is not None:  # told again of what is left once the pair is loaded
             said_of([r.category for r in workload.requests], publish=not kw["no_publish"])
         searched = search_asked(kw)
         options = decode_options(kw)
-        check_conversations(spec, workload, options)
         pair = load(kw, store, spec)
         if workload is None:
             recording = store.resolve_recording(kw["recording_id"])
@@ -215,7 +211,7 @@ def page_of(
     if path == "none":
         return None, None
     try:
-        return str(write_report(ctx, store, study, path)["path"]), None
+        return str(write_report(ctx, store, study, path, lambda phase, done, total: None)["path"]), None
     except (OutputError, DatabaseError) as error:
         if path is not None:
             return None, error

@@ -114,7 +114,8 @@ def search_under_load(store: TraceStore, info: RecordingInfo, kw: dict[str, Any]
         figures = {which: scored.served[name].to_json(lab.objective) for which, scored in served.items()}
         for each in figures.values():
             del each["load"]
-        loads.append({"load": name, "best": _told(best.policy), "relative": found.relative[name], **figures})
+        fastest = {"draft": best.policy.draft, "gamma": best.policy.gamma_max}
+        loads.append({"load": name, "best": fastest, "relative": found.relative[name], **figures})
     policy = found.table.policy
     data = {
         **_about(lab),
@@ -267,10 +268,6 @@ def _objective(kw: dict[str, Any]) -> Objective:
     if kw["objective"] == "goodput" and kw["ttft"] is None and kw["tpot"] is None:
         raise TraceError("--objective goodput needs --ttft or --tpot: which requests are good")
     return Objective(kw["objective"], kw["ttft"], kw["tpot"])
-
-
-def _told(policy: Policy) -> dict[str, Any]:
-    return {"draft": policy.draft, "gamma": policy.gamma_max}
 
 
 def _about(lab: UnderLoad) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from typing import Any, Final
 
@@ -70,27 +70,21 @@ def safe(text: object) -> str:
     return escape(one_line(str(text)))
 
 
+@dataclass
 class Plot:
     """A picture with axes: two linear scales onto a box, and the SVG drawn so far."""
 
-    def __init__(
-        self,
-        x: tuple[float, float],
-        y: tuple[float, float],
-        *,
-        height: float = 230,
-        left: float = 50,
-    ) -> None:
-        self.x, self.y, self.width, self.height, self.left = x, y, float(WIDTH), height, left
-        self.parts: list[str] = []
+    x: tuple[float, float]
+    y: tuple[float, float]
+    height: float = 230
+    left: float = 50
+    parts: list[str] = field(default_factory=list)
 
     def at(self, x: float, y: float) -> tuple[float, float]:
         """Where a point of the data lies."""
         across = (x - self.x[0]) / ((self.x[1] - self.x[0]) or 1.0)
         up = (y - self.y[0]) / ((self.y[1] - self.y[0]) or 1.0)
-        return self.left + across * (self.width - self.left - 14), 14 + (1 - up) * (
-            self.height - 58
-        )
+        return self.left + across * (WIDTH - self.left - 14), 14 + (1 - up) * (self.height - 58)
 
     def add(self, tag: str, content: str = "", title: str = "", **attributes: Any) -> None:
         """One element; ``class_`` is its class, underscores become hyphens, ``title`` what a
@@ -116,12 +110,10 @@ class Plot:
             self.add("line", class_="grid", x1=x0, x2=x1, y1=at, y2=at)
             self.text(x0 - 5, at + 4, short(y), "end")
         for x in ticks(*self.x) if x_ticks is None else x_ticks:
-            if not y_ticks:
-                self.add(
-                    "line", class_="grid", x1=self.at(x, 0)[0], x2=self.at(x, 0)[0], y1=14, y2=base
-                )
             here = self.at(x, 0)[0]
-            inside = "end" if here > self.width - 18 else "start" if here < 14 else "middle"
+            if not y_ticks:
+                self.add("line", class_="grid", x1=here, x2=here, y1=14, y2=base)
+            inside = "end" if here > WIDTH - 18 else "start" if here < 14 else "middle"
             self.text(here, base + 16, short(x), inside)
         self.add("line", class_="axis", x1=x0, x2=x1, y1=base, y2=base)
         self.text((x0 + x1) / 2, self.height - 8, x_name)
@@ -148,7 +140,7 @@ class Plot:
     def svg(self, name: str, title: str, description: str) -> str:
         """The picture, named and described for those who do not see it."""
         return (
-            f'<svg role="img" viewBox="0 0 {short(self.width)} {short(self.height)}" '
+            f'<svg role="img" viewBox="0 0 {WIDTH} {short(self.height)}" '
             f'aria-labelledby="{name}-t {name}-d"><title id="{name}-t">{safe(title)}</title>'
             f'<desc id="{name}-d">{safe(description)}</desc>{"".join(self.parts)}</svg>'
         )
@@ -273,17 +265,6 @@ def dot_rows(
                 plot.line([(start, y), (end, y)], f"s{colour}")
             plot.dot(x, y, colour, f"{label}: {said}")
     return plot
-
-
-def standalone(plot: Plot, legend: Sequence[tuple[str, str]]) -> str:
-    """A chart as a file of its own, its legend below: (name, number of its colour) of each series."""
-    for i, (name, colour) in enumerate(legend):
-        x, y = 20.0 + WIDTH / 2 * (i % 2), plot.height + 12 + 18 * (i // 2)
-        plot.add("circle", class_=f"f{colour}", cx=x, cy=y - 4, r=4.5)
-        plot.text(x + 10, y, cut(name, 22), "start", class_="strong")
-    tall = short(plot.height + 18 * math.ceil(len(legend) / 2))
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="480" viewBox="0 0 {WIDTH} {tall}">'
-    return f"{head}<style>{STYLE}</style>\n" + "\n".join(plot.parts) + "\n</svg>\n"
 
 
 def section(title: str, *parts: str | Figure) -> str:

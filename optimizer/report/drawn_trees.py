@@ -46,7 +46,7 @@ def tree_view(number: int, round_: Round, root: str, text_of: Callable[[int], st
         _add_pruned(branches, tree.parents, tree.pruned, text_of, lines)
     if len(shown) < len(tree.tokens):
         drawn.add(Text(f"… {len(tree.tokens) - len(shown)} more verified", style=REJECTED))
-    return Group(Text(tree_line(number, round_), style="bold"), drawn)
+    return Group(Text(_line(number, round_, tree), style="bold"), drawn)
 
 
 def _add_pruned(branches: dict[int, Tree], parents: list[int], pruned: Pruned, text_of: Callable[[int], str], lines: int) -> None:
@@ -74,11 +74,8 @@ def _add_pruned(branches: dict[int, Tree], parents: list[int], pruned: Pruned, t
         branches[at].add(Text(f"+ {count} more not verified", style=REJECTED))
 
 
-def tree_line(number: int, round_: Round) -> str:
+def _line(number: int, round_: Round, tree: GrownTree) -> str:
     """One line on a round: nodes verified of those drafted (of all candidates, where it is not known which were), levels, accepted."""
-    tree = round_.tree
-    if tree is None:
-        return f"round {number}: no tree"
     bin_ = "" if tree.bin == NO_BIN else f", bin {tree.bin}"
     among = f"{tree.pool} grown" if tree.pruned is None else f"{len(tree.tokens) + len(tree.pruned.tokens)} drafted"
     return (

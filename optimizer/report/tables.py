@@ -24,24 +24,13 @@ def outcome_table(
 ) -> RenderableType:
     """An outcome: a line per category and the total, and where the policy changed a line per policy."""
     verb = "predicted" if outcome.kind == "replayed" else "measured"
-    table = _table(f"{outcome.policy} ({verb})")
-    for column in ("category", "requests", "rounds", "tokens", "tau", "drafted", "accepted", "seconds", "tokens/s"):
-        table.add_column(column, justify="left" if column == "category" else "right")
+    columns = ("category", "requests", "rounds", "tokens", "tau", "drafted", "accepted", "seconds", "tokens/s")
+    table = _table(f"{outcome.policy} ({verb})", columns, words=1)
 
     def row(name: str, c: Counts, style: str = "") -> None:
         seconds = (f"{c.seconds:.2f}", f"{c.tokens_per_s:.1f}") if c.seconds else ("-", "-")
-        _row(
-            table,
-            name,
-            str(c.requests),
-            str(c.rounds),
-            str(c.emitted_tokens),
-            f"{c.mean_accepted_length:.2f}",
-            str(c.drafted_tokens),
-            str(c.accepted_tokens),
-            *seconds,
-            style=style,
-        )
+        counted = (c.requests, c.rounds, c.emitted_tokens, f"{c.mean_accepted_length:.2f}", c.drafted_tokens, c.accepted_tokens)
+        _row(table, name, *counted, *seconds, style=style)
 
     if len(outcome.by_category) > 1:
         for name, counts in outcome.by_category.items():
@@ -71,19 +60,8 @@ def evidence_table(tuned: Tuned) -> RenderableType:
     race's leader, projected to the workload. Prediction beside measurement; on how many requests tells whom the race dropped."""
     from spectune.optimizer.timings import finite
 
-    table = _table("Executed on requests the search has not seen")
-    for column in (
-        "role",
-        "policy",
-        "tau",
-        "predicted",
-        "measured tokens/s",
-        "on requests",
-        "vs incumbent",
-        "vs autoregressive",
-        "vs leader (95%)",
-    ):
-        table.add_column(column, justify="left" if column in ("role", "policy") else "right")
+    speeds = ("predicted", "measured tokens/s", "on requests", "vs incumbent", "vs autoregressive", "vs leader (95%)")
+    table = _table("Executed on requests the search has not seen", ("role", "policy", "tau", *speeds), words=2)
     seen: dict[str, list[str]] = {}
     for candidate in tuned.candidates:
         seen.setdefault(candidate.policy.id, []).append(candidate.role)
@@ -131,11 +109,8 @@ def _not_tried(tuned: Tuned) -> list[str]:
 def profile_table(profile: LatencyProfile, name: str) -> RenderableType:
     """A latency profile: milliseconds of every term at its knots."""
     contexts = profile.terms["target"].knots[-1]
-    table = _table(f"Latency profile {name} ({profile.device}, {profile.dtype}), ms")
-    table.add_column("term")
-    table.add_column("at", justify="right")
-    for context in contexts:
-        table.add_column(f"context {context:.0f}", justify="right")
+    columns = ("term", "at", *(f"context {context:.0f}" for context in contexts))
+    table = _table(f"Latency profile {name} ({profile.device}, {profile.dtype}), ms", columns, words=1)
     for term, costs in sorted(profile.terms.items()):
         over = [(axis, knots) for axis, knots in zip(costs.axes, costs.knots, strict=True) if axis != "context"]
         for axis, knot in [(axis, k) for axis, knots in over for k in knots] or [("", 0.0)]:
@@ -161,13 +136,12 @@ def _checked_rounds(what: str, check: Mapping[str, Any]) -> str:
 
 def bins_table(fitted: Mapping[str, Any]) -> RenderableType:
     """Fitted entropy bins, lowest first; thresholds in nats."""
-    table = _table(f"Entropy bins of draft {fitted['draft']}, {fitted['depth']} levels")
-    for column in ("bin", "up to, nats", "rounds fitted", "mean TCR", "share of all", "fully accepted"):
-        table.add_column(column, justify="right")
+    columns = ("bin", "up to, nats", "rounds fitted", "mean TCR", "share of all", "fully accepted")
+    table = _table(f"Entropy bins of draft {fitted['draft']}, {fitted['depth']} levels", columns)
     bounds = [*(f"{t / TREE_SCALE:.3g}" for t in fitted["thresholds"]), "-"]
     for n, (bound, row) in enumerate(zip(bounds, fitted["statistics"], strict=True)):
         figures = (f"{row['mean_tcr']:.1f}", f"{100 * row['share']:.0f}%", f"{100 * row['fully_accepted']:.0f}%")
-        _row(table, str(n), bound, str(row["count"]), *figures)
+        _row(table, n, bound, row["count"], *figures)
     which = "all rounds, too few being fully accepted" if fitted["fallback"] else "fully accepted rounds"
     overlap = ", ".join(f"{j:.2f}" for j in fitted["jaccard"])
     notes = (
@@ -181,12 +155,10 @@ def classifier_table(fitted: Mapping[str, Any]) -> RenderableType:
     """A trained classifier by epoch, on the nodes held out."""
     metrics = fitted["metrics"]
     how = f"carried over from {fitted['from']}" if "from" in fitted else "trained"
-    table = _table(f"Classifier of draft {fitted['draft']}, {how}")
-    for column in ("epoch", "loss", "recall", "positive rate"):
-        table.add_column(column, justify="right")
+    table = _table(f"Classifier of draft {fitted['draft']}, {how}", ("epoch", "loss", "recall", "positive rate"))
     every = max(1, len(metrics["curve"]) // 10)
     for point in (p for p in metrics["curve"] if p["epoch"] % every == 0 or p is metrics["curve"][-1]):
-        _row(table, str(point["epoch"]), *(cell(point[k]) for k in ("loss", "recall", "positive_rate")))
+        _row(table, point["epoch"], *(cell(point[k]) for k in ("loss", "recall", "positive_rate")))
     notes = (
         f"{fitted['hidden']} hidden units on {', '.join(metrics['features'])}; {fitted['nodes']} nodes of {fitted['starts']} trees, "
         f"{fitted['accepted']} accepted; trained on {metrics['positives']} accepted and {metrics['negatives']} rejected ones; recall and "
@@ -198,12 +170,10 @@ def classifier_table(fitted: Mapping[str, Any]) -> RenderableType:
 def score_table(fitted: Mapping[str, Any]) -> RenderableType:
     """A fitted sharpness: estimates of acceptance by rank beside what was observed, on the requests held out."""
     title = f"Score of draft {fitted['draft']}, {fitted['width']} children: sharpness {fitted['sharpness']:g}"
-    table = _table(title)
-    for column in ("rank", "distributions", "accepted", "fitted", "default", "q"):
-        table.add_column(column, justify="right")
+    table = _table(title, ("rank", "distributions", "accepted", "fitted", "default", "q"))
     for row in fitted["ranks"]:
         figures = (f"{row[k]:.3f}" for k in ("observed", "predicted", "default", "probability"))
-        _row(table, str(row["rank"]), str(row["laws"]), *figures)
+        _row(table, row["rank"], row["laws"], *figures)
     loss = fitted["loss"]
     notes = (
         f"log loss of a child {loss['fitted']:.4f}, with the default sharpness {loss['default']:.4f}, by q {loss['probability']:.4f}, on "
@@ -217,16 +187,14 @@ def score_table(fitted: Mapping[str, Any]) -> RenderableType:
 
 def static_tree_table(fitted: Mapping[str, Any]) -> RenderableType:
     """A static tree, level by level."""
-    table = _table(f"Static tree of draft {fitted['draft']}, {fitted['nodes']} nodes")
-    table.add_column("level", justify="right")
-    table.add_column("nodes", justify="right")
+    table = _table(f"Static tree of draft {fitted['draft']}, {fitted['nodes']} nodes", ("level", "nodes"))
     table.add_column("P(accepted) of ranks 0, 1, ... given the parent")
     table.add_column("paths")
     for level in range(1, fitted["depth"] + 1):
         paths = [p for p in fitted["paths"] if len(p) == level]
         chances = fitted["acceptance"][min(level, len(fitted["acceptance"])) - 1]
         first = " ".join("/".join(map(str, p)) for p in paths[:8]) + (" ..." if len(paths) > 8 else "")
-        _row(table, str(level), str(len(paths)), " ".join(f"{p:.3f}" for p in chances[:6]), first)
+        _row(table, level, len(paths), " ".join(f"{p:.3f}" for p in chances[:6]), first)
     rate = fitted["expected_tokens_per_s"]
     notes = f"{fitted['expected_tokens']:.2f} tokens a round expected" + (
         f", {rate:.1f} tokens/s by profile {fitted['profile']}" if rate else "; chosen by acceptance alone, without costs"
@@ -240,13 +208,11 @@ def chooser_table(fitted: Mapping[str, Any]) -> RenderableType:
 
     scores = fitted["metrics"].get("held_out") or fitted["metrics"]["fit"]
     kept = "chooses" if fitted["chooses"] else f"keeps to {fitted['single']}"
-    table = _table(f"{kept}: {fitted['reason']}")
-    for name in ("draft", "policy", "accuracy", "R^2", "tokens/s", "chosen"):
-        table.add_column(name, justify="left" if name in ("draft", "policy") else "right")
+    table = _table(f"{kept}: {fitted['reason']}", ("draft", "policy", "accuracy", "R^2", "tokens/s", "chosen"), words=2)
     for draft, document in fitted["candidates"].items():
         r2, speed = scores["r2"].get(draft), scores["tokens_per_s"][draft]
         numbers = (f"{scores['accuracy'][draft]:.2f}", "" if r2 is None else f"{r2:.2f}", f"{speed:.1f}")
-        _row(table, draft, parse_policy(document).label(), *numbers, str(scores["picks"][fitted["rule"]][draft]))
+        _row(table, draft, parse_policy(document).label(), *numbers, scores["picks"][fitted["rule"]][draft])
     for name in ("oracle", "throughput", "theorem_3"):
         share, (low, high) = scores["share"][name], scores["interval"][name]
         about = f"{100 * scores['gain'][name]:+.1f}% ({100 * low:+.1f} to {100 * high:+.1f}) over {scores['single']}"
@@ -264,9 +230,8 @@ def shortlist_fit_table(fitted: Mapping[str, Any]) -> RenderableType:
         columns = ("clusters", "tokens", "mass", "true_tokens") if "router" in fitted else ("tokens", "mass", "true_tokens")
         return rows_table(fitted["kept"], columns, title)
     if "coverage" in fitted:
-        table = _table(f"{fitted['tokens']} tokens counted, {fitted['distinct']} of {fitted['vocab']} occur")
-        table.add_column("size", justify="right")
-        table.add_column("of the counted tokens", justify="right")
+        title = f"{fitted['tokens']} tokens counted, {fitted['distinct']} of {fitted['vocab']} occur"
+        table = _table(title, ("size", "of the counted tokens"))
         for size, share in fitted["coverage"].items():
             _row(table, size, f"{100 * share:.2f}%")
         return table
@@ -275,34 +240,35 @@ def shortlist_fit_table(fitted: Mapping[str, Any]) -> RenderableType:
     if "scores" not in fitted:
         return Text(_as_it_is(f"{about}; mean cosine to the centre {fitted['cohesion']:.3f}"))
     scores = fitted["scores"]
-    table = _table(f"Router of draft {fitted['draft']}: {about}")
-    for name in ("clusters", "tokens", "recall", "mass kept", "frequency, same size", "best clusters"):
-        table.add_column(name, justify="right")
+    names = ("clusters", "tokens", "recall", "mass kept", "frequency, same size", "best clusters")
+    table = _table(f"Router of draft {fitted['draft']}: {about}", names)
     for i, k in enumerate(scores["ks"]):
         shares = [scores[name][i] for name in ("recall", "mass", "frequency", "oracle")]
-        _row(table, str(k), f"{scores['size'][i]:.0f}", *(f"{100 * share:.1f}%" for share in shares))
+        _row(table, k, f"{scores['size'][i]:.0f}", *(f"{100 * share:.1f}%" for share in shares))
     note = f"{scores['contexts']} contexts of texts held out; mass: of the draft's distribution, {scores['ceiling']:.3f} at most"
     return Group(table, _note(note))
 
 
 def rows_table(rows: Sequence[dict[str, Any]], columns: Sequence[str], title: str = "") -> RenderableType:
     """Plain rows as a table, values as :func:`optimizer.report.fitting.cell` has them."""
-    table = _table(title)
-    for column in columns:
-        table.add_column(header(column))
+    table = _table(title, [header(column) for column in columns], words=len(columns))
     for row in rows:
         _row(table, *(cell(row.get(c), c) for c in columns))
     return table
 
 
-def _table(title: str = "") -> Table:
-    """A table whose title is shown as it is, whatever it quotes; its rows are :func:`_row`'s."""
-    return FittingTable(title=Text(_as_it_is(title), style="table.title") if title else None, title_justify="left")
+def _table(title: str, columns: Sequence[str], *, words: int = 0) -> Table:
+    """A table whose title is shown as it is, whatever it quotes; its rows are :func:`_row`'s. All columns but the first ``words`` are
+    numbers, to the right."""
+    table = FittingTable(title=Text(_as_it_is(title), style="table.title") if title else None, title_justify="left")
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i < words else "right")
+    return table
 
 
-def _row(table: Table, *cells: str, style: str = "") -> None:
+def _row(table: Table, *cells: str | int, style: str = "") -> None:
     """Adds a row of cells that are shown as they are: rich reads markup in plain strings (``[math]``)."""
-    table.add_row(*(Text(_as_it_is(text)) for text in cells), style=style)
+    table.add_row(*(Text(_as_it_is(str(content))) for content in cells), style=style)
 
 
 def _as_it_is(text: str) -> str:

@@ -22,7 +22,7 @@ from spectune.optimizer.report.charts import (
     section,
     table,
 )
-from spectune.optimizer.report.trees import FAMILIES, SHARES, TreeReport
+from spectune.optimizer.report.trees import FAMILIES, SHARES, Point, TreeReport
 
 PROMINENT: Final = 0.05
 """Share of the starts from which a rank's bar is drawn in the second colour."""
@@ -87,28 +87,22 @@ def _heat(r: TreeReport) -> Iterator[Figure]:
     heat = r.heat
     spans = [f"{low:.2f} to {high:.2f}" for low, high in zip(heat.edges, heat.edges[1:], strict=False)]
     spans[-1] = f"{heat.edges[-2]:.2f} and more"
-    for name, values, title, caption in (
-        (
-            "probability",
-            heat.probability,
+    kinds = {
+        "probability": (
             "Probability by entropy and rank",
-            "Mean of the draft's probability of each child; rows: entropy of the distribution in nat "
-            "(starts) (C2T, figure 2a).",
+            "Mean of the draft's probability of each child; rows: entropy of the distribution in nat (starts) (C2T, figure 2a).",
         ),
-        (
-            "acceptance",
-            heat.acceptance,
+        "acceptance": (
             "Acceptance by entropy and rank",
             "Share of starts whose next token is that child (C2T, figure 2b).",
         ),
-        (
-            "difference",
-            heat.difference,
+        "difference": (
             "Acceptance minus probability",
-            "First colour: accepted more often than its probability says; second colour: less often "
-            "(C2T, figure 2c).",
+            "First colour: accepted more often than its probability says; second colour: less often (C2T, figure 2c).",
         ),
-    ):
+    }
+    for name, (title, caption) in kinds.items():
+        values = getattr(heat, name)
         columns = len(values[0])
         largest = max((abs(v) for row in values for v in row if v is not None), default=1.0) or 1.0
         plot = Plot((0, columns), (0, len(values)), height=58 + 24.0 * len(values), left=56)
@@ -149,34 +143,24 @@ def _gamma(r: TreeReport) -> Figure:
     )
 
 
+def _of_point(p: Point) -> str:
+    said = f"{p.label}: tau {p.tau:.3f}, {p.per_token:.2f} verified per token, {p.per_round:.1f} a round ({p.origin})"
+    return said + (f", {p.missing:.1%} of its rounds approximate" if p.missing else "")
+
+
 def _verified(r: TreeReport) -> Figure:
     points = sorted(r.points, key=lambda p: (FAMILIES.index(p.family), p.per_token))
     given: list[Curve] = []
     for family in dict.fromkeys(p.family for p in points):
-        for origins, joined in (
-            (("grid",), family in ("chain", "EAGLE-2", "static")),
-            (("study", "run"), False),
-        ):
-            series = [
-                (
-                    p.per_token,
-                    p.tau,
-                    f"{p.label}: tau {p.tau:.3f}, {p.per_token:.2f} verified per token, {p.per_round:.1f} a round "
-                    f"({p.origin})"
-                    + (f", {p.missing:.1%} of its rounds approximate" if p.missing else ""),
-                    p.missing > 0,
-                )
-                for p in points
-                if p.family == family and p.origin in origins
-            ]
-            if series:
-                name = family if joined or "grid" in origins else f"{family}, tried"
+        for tried in (False, True):
+            own = [p for p in points if p.family == family and (p.origin != "grid") == tried]
+            if own:
+                series = [(p.per_token, p.tau, _of_point(p), p.missing > 0) for p in own]
+                name, joined = (f"{family}, tried", False) if tried else (family, family in ("chain", "EAGLE-2", "static"))
                 given.append((name, str(FAMILIES.index(family) + 1), series, joined))
     low = max(0.0, 0.95 * min((p.tau for p in points), default=1.0))
     plot = curves("verified tokens per token of text", "tokens a round (tau)", given, low, height=320)
-    rows: list[tuple[Cell, ...]] = [
-        (p.family, p.label, p.origin, p.tau, p.per_token, p.per_round, p.missing) for p in points
-    ]
+    rows: list[tuple[Cell, ...]] = [(p.family, p.label, p.origin, p.tau, p.per_token, p.per_round, p.missing) for p in points]
     names = ("family", "policy", "origin", "tau", "verified per token", "verified per round", "approximate")
     numbers = _table(names, rows, text=3, summary=f"{len(rows)} policies")
     if r.skipped:

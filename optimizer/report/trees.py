@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -373,22 +373,15 @@ def grid_policies(forest: Forest, shape: TreeShape, stored: Sequence[Stored]) ->
     return list({p.id: p for p in found}.values())
 
 
-class Replayed(NamedTuple):
-    """Policies replayed: their points, and what could not be replayed, and why."""
-
-    points: list[Point]
-    skipped: list[str]
-
-
 def replay_points(
     trace: ReplayTrace,
     wanted: Iterable[tuple[Policy, str]],
     artifacts: Artifacts | None,
     profile: LatencyProfile | None,
     progress: Callable[[], None],
-) -> Replayed:
-    """The points of policies, each given with its origin. What fails for want of distributions or
-    artifacts is left out."""
+) -> tuple[list[Point], list[str]]:
+    """The points of policies, each given with its origin, and what could not be replayed for want of distributions or artifacts, and
+    why."""
     found: list[Point] = []
     skipped: list[str] = []
     for policy, origin in wanted:
@@ -406,7 +399,7 @@ def replay_points(
             else:
                 found.append(point_of(policy, ran.total, origin, missing))
         progress()
-    return Replayed(found, skipped)
+    return found, skipped
 
 
 def _replayed(trace: ReplayTrace, shapes: Iterable[TreeShape], progress: Callable[[], None]) -> list[Replay]:
@@ -455,7 +448,7 @@ def tree_report(
     narrow = [replace(shape, width=1, depth=gamma, top_n=gamma) for gamma in gammas]
     chains = _replayed(trace, narrow, step)
     trees = _replayed(trace, [replace(shape, depth=gamma) for gamma in gammas], step)
-    replayed = replay_points(trace, wanted.values(), artifacts, profile, step)
+    replayed, skipped = replay_points(trace, wanted.values(), artifacts, profile, step)
     of_chains = [
         point_of(one.policy, ran.total, label=f"{draft} chain(gamma={one.depth})") for one, ran in zip(narrow, chains, strict=True)
     ]
@@ -469,8 +462,8 @@ def tree_report(
         bins=BinLines("", (), (), ()) if bins is None else bin_lines(starts, depth, bins.thresholds, bins.depth, bins.id),
         gammas=tuple(ByGamma(gamma, *tau) for gamma, tau in enumerate(taus, start=1)),
         categories=_by_category(chains[-1], trees[-1]),
-        points=(*points, *of_chains, *replayed.points),
-        skipped=tuple(replayed.skipped),
+        points=(*points, *of_chains, *replayed),
+        skipped=tuple(skipped),
         about=tuple(about),
     )
 

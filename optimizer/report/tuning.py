@@ -62,6 +62,10 @@ class TuningReport:
         found: Json = self.evidence.get("about", {})
         return found
 
+    @property
+    def device(self) -> str:
+        return str(self.about.get("device", "cpu"))
+
 
 def report_on(store: TraceStore, name: str) -> TuningReport:
     """Reads a study by id, the beginning of one, or ``latest``. Raises NotFoundError, or
@@ -85,9 +89,7 @@ def _acceptance(store: TraceStore, study: Study) -> dict[str, Sequence[float]]:
     if study.recording_id is None:
         return {}
     try:
-        found = acceptance_stats(
-            store.database, TraceFilter(recordings=(study.recording_id,)), ("draft",)
-        )
+        found = acceptance_stats(store.database, TraceFilter(recordings=(study.recording_id,)), ("draft",))
     except NotFoundError:  # the recording was pruned
         return {}
     return {dict(stats.group)["draft"]: stats.survival.marginal for stats in found}
@@ -97,15 +99,14 @@ def _shown(tuned: Json) -> list[tuple[str, str, Json]]:
     """(what it is, number of its colour, results) of the winner, the incumbent and autoregression,
     each policy once."""
     by_id = {c["id"]: c for c in tuned["candidates"]}
-    had = speculates(tuned["baselines"]["incumbent"]["policy"])
-    before = "in force before" if had else "no draft"
-    named = [
-        (_base(tuned).removeprefix("the "), "1", tuned["winner"]["id"]),
-        (before, "2", tuned["baselines"]["incumbent"]["id"]),
-        ("no draft", "3", tuned["baselines"]["autoregressive"]["id"]),
-    ]
+    incumbent, plain = tuned["baselines"]["incumbent"], tuned["baselines"]["autoregressive"]
+    before = "in force before" if speculates(incumbent["policy"]) else "no draft"
     kept: dict[str, tuple[str, str, Json]] = {}
-    for what, colour, policy in named:
+    for what, colour, policy in (
+        (_base(tuned).removeprefix("the "), "1", tuned["winner"]["id"]),
+        (before, "2", incumbent["id"]),
+        ("no draft", "3", plain["id"]),
+    ):
         kept.setdefault(policy, (what, colour, by_id[policy]))
     return list(kept.values())
 
@@ -128,28 +129,18 @@ def _prediction(tuned: Json) -> Figure:
     unique = {c["id"]: c for c in tuned["candidates"] if c["predicted_tokens_per_s"] is not None}
     colours = _colours(tuned)
     end = 1.06 * max(
-        max(c["measured_interval"][1], c["measured_tokens_per_s"], c["predicted_tokens_per_s"])
-        for c in unique.values()
+        max(c["measured_interval"][1], c["measured_tokens_per_s"], c["predicted_tokens_per_s"]) for c in unique.values()
     )
     plot = Plot((0.0, end), (0.0, end), height=300)
     plot.axes("measured (tokens/s)", "predicted (tokens/s)")
     plot.line([(0, 0), (end, end)], "s6 dash")
     rows, errors = [], []
     for c in sorted(unique.values(), key=lambda c: c["id"] in colours):
-        x, y, (low, high) = (
-            c["measured_tokens_per_s"],
-            c["predicted_tokens_per_s"],
-            c["measured_interval"],
-        )
+        x, y, (low, high) = c["measured_tokens_per_s"], c["predicted_tokens_per_s"], c["measured_interval"]
         colour = colours.get(c["id"], "6")
         if high > low:
             plot.line([(low, y), (high, y)], f"s{colour}")
-        plot.dot(
-            x,
-            y,
-            colour,
-            f"{c['label']}: predicted {y:.1f}, measured {x:.1f} ({low:.1f} to {high:.1f}) tokens/s",
-        )
+        plot.dot(x, y, colour, f"{c['label']}: predicted {y:.1f}, measured {x:.1f} ({low:.1f} to {high:.1f}) tokens/s")
         errors.append(abs(y / x - 1) if x else 0.0)
         rows.append((c["label"], float(y), float(x), float(low), float(high)))
     return Figure(
@@ -162,38 +153,31 @@ def _prediction(tuned: Json) -> Figure:
     )
 
 
+def _labels(tuned: Json) -> dict[str, str]:
+    return {c["id"]: c["label"] for c in tuned["candidates"]}
+
+
 def _race(tuned: Json, race: Sequence[Json]) -> Figure:
-    labels: dict[str, str] = {c["id"]: c["label"] for c in tuned["candidates"]}
-    colours = _colours(tuned)
-    end = max((p[0] for r in race for p in r["points"]), default=1)
-    shown = [p[1] for r in race for p in r["points"]] or [1.0]
-    plot = Plot((0.0, 1.04 * end), (0.95 * min(shown), 1.05 * max(shown)), height=300)
-    plot.axes("requests executed, over all passes", f"speed over {_base(tuned)}'s (times)")
+    labels, colours, base = _labels(tuned), _colours(tuned), _base(tuned)
+    turns, ratios = zip(*(p[:2] for r in race for p in r["points"]), strict=True)
+    plot = Plot((0.0, 1.04 * max(turns)), (0.95 * min(ratios), 1.05 * max(ratios)), height=300)
+    plot.axes("requests executed, over all passes", f"speed over {base}'s (times)")
     for r in sorted(race, key=lambda r: r["policy"] in colours):
         colour, label = colours.get(r["policy"], "6"), str(labels.get(r["policy"], r["policy"]))
         plot.line([(p[0], p[1]) for p in r["points"]], f"s{colour}", label)
-        for turn, ratio, low, high in r["points"][-1:]:
-            ends = (
-                " (interval not known)"
-                if low is None or high is None
-                else f" ({low:.3f} to {high:.3f})"
-            )
-            said = f"{label}: {ratio:.3f} times {_base(tuned)}'s speed{ends} after {turn} requests"
+        turn, ratio, low, high = r["points"][-1]
+        ends = " (interval not known)" if low is None or high is None else f" ({low:.3f} to {high:.3f})"
+        said = f"{label}: {ratio:.3f} times {base}'s speed{ends} after {turn} requests"
+        if r["dropped"]:
             x, y = plot.at(turn, ratio)
-            if r["dropped"]:
-                plot.add(
-                    "path",
-                    title=f"{said}, dropped",
-                    class_=f"s{colour}",
-                    d=f"M{x - 4:.1f} {y - 4:.1f}l8 8m0 -8l-8 8",
-                )
-            else:
-                plot.dot(turn, ratio, colour, said)
+            plot.add("path", title=f"{said}, dropped", class_=f"s{colour}", d=f"M{x - 4:.1f} {y - 4:.1f}l8 8m0 -8l-8 8")
+        else:
+            plot.dot(turn, ratio, colour, said)
     dropped = sum(r["dropped"] for r in race)
     return Figure(
         "race",
         f"{dropped} of {len(race)} policies fell behind beyond noise and were dropped from the race",
-        f"Speed over {_base(tuned)}'s, of what had been executed by then; a cross is where a policy was last executed.",
+        f"Speed over {base}'s, of what had been executed by then; a cross is where a policy was last executed.",
         plot,
         "",
         _legend(tuned, True),
@@ -201,68 +185,38 @@ def _race(tuned: Json, race: Sequence[Json]) -> Figure:
 
 
 def _intervals(tuned: Json, race: Sequence[Json]) -> Figure:
-    labels: dict[str, str] = {c["id"]: c["label"] for c in tuned["candidates"]}
-    colours = _colours(tuned)
+    labels, colours, base = _labels(tuned), _colours(tuned), _base(tuned)
     rows: list[tuple[str, list[Dot]]] = []
-    for r in sorted(race, key=lambda r: -r["points"][-1][1] if r["points"] else 0.0):
-        for turn, ratio, low, high in r["points"][-1:]:
-            said = f"{ratio:.3f} times, {turn} requests" + (", dropped" if r["dropped"] else "")
-            rows.append(
-                (
-                    str(labels.get(r["policy"], r["policy"])),
-                    [(ratio, (low, high), colours.get(r["policy"], "6"), said)],
-                )
-            )
-    numbers = [
-        (r["policy"], labels.get(r["policy"]), *r["points"][-1], "yes" if r["dropped"] else "no")
-        for r in race
-        if r["points"]
-    ]
+    for r in sorted(race, key=lambda r: -r["points"][-1][1]):
+        turn, ratio, low, high = r["points"][-1]
+        said = f"{ratio:.3f} times, {turn} requests" + (", dropped" if r["dropped"] else "")
+        rows.append((str(labels.get(r["policy"], r["policy"])), [(ratio, (low, high), colours.get(r["policy"], "6"), said)]))
+    numbers = [(r["policy"], labels.get(r["policy"]), *r["points"][-1], "yes" if r["dropped"] else "no") for r in race]
     return Figure(
         "intervals",
         f"How the race ended for {len(rows)} policies",
-        f"Speed over {_base(tuned)}'s on the requests that both were executed on, with 95% intervals.",
-        dot_rows(f"speed over {_base(tuned)}'s (times)", rows),
-        folded(
-            table(
-                ("policy", "label", "requests", "speed", "from", "to", "dropped"), numbers, text=2
-            )
-        ),
+        f"Speed over {base}'s on the requests that both were executed on, with 95% intervals.",
+        dot_rows(f"speed over {base}'s (times)", rows),
+        folded(table(("policy", "label", "requests", "speed", "from", "to", "dropped"), numbers, text=2)),
     )
 
 
 def _categories(tuned: Json, categories: Json) -> Figure:
-    shown = _shown(tuned)
-    names = sorted({name for _, _, c in shown for name in categories.get(c["id"], {})})
+    shown = [(colour, c["label"], categories.get(c["id"], {})) for _, colour, c in _shown(tuned)]
+    names = sorted({name for _, _, speeds in shown for name in speeds})
     rows: list[tuple[str, list[Dot]]] = []
     for name in names:
-        found = [
-            (categories[c["id"]][name], colour, c["label"])
-            for _, colour, c in shown
-            if name in categories.get(c["id"], {})
-        ]
-        rows.append(
-            (
-                name or "(none)",
-                [
-                    (v, (None, None), colour, f"{label}, {v:.1f} tokens/s")
-                    for v, colour, label in found
-                ],
-            )
-        )
-    own = categories.get(shown[0][2]["id"], {})
-    ahead = sum(
-        all(own[n] >= categories.get(c["id"], {}).get(n, 0.0) for _, _, c in shown[1:]) for n in own
-    )
-    numbers = [
-        (n or "(none)", *(categories.get(c["id"], {}).get(n) for _, _, c in shown)) for n in names
-    ]
+        found = [(speeds[name], colour, label) for colour, label, speeds in shown if name in speeds]
+        rows.append((name or "(none)", [(v, (None, None), colour, f"{label}, {v:.1f} tokens/s") for v, colour, label in found]))
+    (_, _, own), *others = shown
+    ahead = sum(all(own[name] >= speeds.get(name, 0.0) for _, _, speeds in others) for name in own)
+    numbers = [(name or "(none)", *(speeds.get(name) for _, _, speeds in shown)) for name in names]
     return Figure(
         "categories",
         f"{_base(tuned).capitalize()} is fastest in {ahead} of {len(names)} categories",
         "Measured speed by category of request.",
         dot_rows("tokens/s", rows, low=0.0),
-        folded(table(("category", *(c["label"] for _, _, c in shown)), numbers, text=1)),
+        folded(table(("category", *(label for _, label, _ in shown)), numbers, text=1)),
         _legend(tuned),
     )
 
@@ -288,7 +242,7 @@ def _by_position(acceptance: Mapping[str, Sequence[float]]) -> Figure:
 def _rounds(tuned: Json, drawn: Json) -> Iterator[Figure]:
     for _, colour, c in _shown(tuned):
         rounds = drawn["rounds"].get(c["id"], [])
-        if not rounds or not any(drafted for drafted, _, _ in rounds):
+        if not any(drafted for drafted, _, _ in rounds):
             continue
         shown = rounds[:ROUNDS_DRAWN]
         widest = max(max(drafted + 1, emitted) for drafted, _, emitted in shown)
@@ -296,56 +250,35 @@ def _rounds(tuned: Json, drawn: Json) -> Iterator[Figure]:
         plot.axes("tokens of a round", "", y_ticks=False)
         plot.text(0, 0, "round", transform=f"translate(13 {plot.height / 2:.0f}) rotate(-90)")
         at, rows = 0, []
-        for i, (drafted, accepted, emitted) in enumerate(shown):
-            y = len(shown) - i - 0.9
-            if i % 4 == 0:
-                plot.text(44, plot.at(0, y)[1], str(i + 1), "end")
+        for i, (drafted, accepted, emitted) in enumerate(shown, 1):
+            y = len(shown) - i + 0.1
+            if i % 4 == 1:
+                plot.text(44, plot.at(0, y)[1], str(i), "end")
             for k in range(max(drafted + 1, emitted)):
-                look = "f3" if k < accepted else "f2" if k < emitted else "f6"
-                said = (
-                    "accepted"
-                    if k < accepted
-                    else "the target's own"
-                    if k < emitted
-                    else "rejected"
-                )
-                plot.box(
-                    k + 0.06,
-                    y,
-                    0.88,
-                    0.8,
-                    f"round {i + 1}: {said}",
-                    class_=look,
-                    fill_opacity=0.25 if look == "f6" else 1,
-                )
-            rows.append((i + 1, "".join(drawn["text"][at : at + emitted]), drafted, accepted))
+                if k < accepted:
+                    said, look, opacity = "accepted", "f3", 1.0
+                elif k < emitted:
+                    said, look, opacity = "the target's own", "f2", 1.0
+                else:
+                    said, look, opacity = "rejected", "f6", 0.25
+                plot.box(k + 0.06, y, 0.88, 0.8, f"round {i}: {said}", class_=look, fill_opacity=opacity)
+            rows.append((str(i), "".join(drawn["text"][at : at + emitted]), drafted, accepted))
             at += emitted
-        kept, proposed = sum(r[1] for r in rounds), sum(r[0] for r in rounds)
+        proposed, kept, total = (sum(column) for column in zip(*rounds, strict=True))
+        first = f"; the first {len(shown)}" if len(rounds) > len(shown) else ""
         yield Figure(
             f"rounds-{colour}",
-            f"{c['label']}: {kept} of {proposed} drafted tokens accepted, {sum(r[2] for r in rounds)} tokens in {len(rounds)} rounds",
-            f"Request {drawn['request']}, round by round"
-            + (f"; the first {len(shown)}" if len(rounds) > len(shown) else "")
-            + ".",
+            f"{c['label']}: {kept} of {proposed} drafted tokens accepted, {total} tokens in {len(rounds)} rounds",
+            f"Request {drawn['request']}, round by round{first}.",
             plot,
-            folded(
-                table(
-                    ("round", "text", "drafted", "accepted"),
-                    [(str(n), *rest) for n, *rest in rows],
-                    text=2,
-                ),
-                "Text",
-            ),
+            folded(table(("round", "text", "drafted", "accepted"), rows, text=2), "Text"),
             [("accepted", "3"), ("the target's own", "2"), ("rejected", "6")],
         )
 
 
 def _latency(tuned: Json) -> str:
     rows: list[tuple[Cell, ...]] = []
-    for key, name in (
-        ("time_to_first_token_s", "time to first token"),
-        ("time_per_output_token_s", "time per output token"),
-    ):
+    for key, name in (("time_to_first_token_s", "time to first token"), ("time_per_output_token_s", "time per output token")):
         for what, _, c in _shown(tuned):
             found = (c.get("latency") or {}).get(key)
             values = [f"{1e3 * found[q]:.1f}" if found else None for q in ("p50", "p95", "p99")]
@@ -360,12 +293,8 @@ def family(document: Json) -> str:
     if draft == "none":
         return "no draft"
     growth = document.get("growth", {}).get("kind", "chain")
-    kind = {
-        "chain": "chains",
-        "top_k": "EAGLE-2 trees",
-        "classifier": "C2T trees",
-        "static": "static trees",
-    }.get(growth, growth)
+    kinds = {"chain": "chains", "top_k": "EAGLE-2 trees", "classifier": "C2T trees", "static": "static trees"}
+    kind = kinds.get(growth, growth)
     bins = ", entropy bins" if document.get("stratify") else ""
     short_ = document.get("shortlist", {}).get("kind", "full")
     return f"{draft}: {kind}{bins}" + ("" if short_ == "full" else f", {short_} shortlist")
@@ -378,11 +307,8 @@ def _tried(report: TuningReport) -> str:
     for t in trials:
         name = family(t["policy"])
         best[name] = max(best.get(name, 0.0), float(t.get("value") or 0.0))
-    executed: Counter[str] = Counter()
-    for policy in {
-        c["id"]: c["policy"] for c in (report.tuned or {}).get("candidates", ())
-    }.values():
-        executed[family(policy)] += 1
+    unique = {c["id"]: c["policy"] for c in (report.tuned or {}).get("candidates", ())}
+    executed = Counter(family(policy) for policy in unique.values())
     rows = [(n, counts[n], best[n], executed[n]) for n in sorted(best, key=lambda n: -best[n])]
     heading = f"<h3>{len(trials)} policies were replayed in {len(rows)} families</h3>"
     names = ("family", "policies", "best predicted tokens/s", "executed")
@@ -412,33 +338,17 @@ def _left_out(document_: Json) -> str:
 def sections(report: TuningReport) -> Iterator[str]:
     """The page's parts, in its order."""
     tuned, evidence = report.tuned, report.evidence
+    by_category = evidence.get("categories")
+    drawn: list[Figure] = []
     if tuned is not None:
         race = [r for r in evidence.get("race", ()) if r["points"]]
-        yield section(
-            "Speed",
-            _prediction(tuned),
-            *((_race(tuned, race), _intervals(tuned, race)) if race else ()),
-        )
-        by_category = evidence.get("categories")
-        yield section(
-            "Requests", *([_categories(tuned, by_category)] if by_category else []), _latency(tuned)
-        )
+        yield section("Speed", _prediction(tuned), *((_race(tuned, race), _intervals(tuned, race)) if race else ()))
+        yield section("Requests", *([_categories(tuned, by_category)] if by_category else []), _latency(tuned))
+        drawn = list(_rounds(tuned, evidence["rounds"])) if evidence.get("rounds") else []
     kept = {d: s for d, s in report.acceptance.items() if s}
-    drawn = (
-        list(_rounds(tuned, evidence["rounds"]))
-        if tuned is not None and evidence.get("rounds")
-        else []
-    )
     if kept or drawn:
         yield section("Drafts", *([_by_position(kept)] if kept else []), *drawn)
-    missing = [
-        n
-        for n, have in (
-            ("race", evidence.get("race")),
-            ("speed by category", evidence.get("categories")),
-        )
-        if not have
-    ]
+    missing = [n for n, have in (("race", evidence.get("race")), ("speed by category", by_category)) if not have]
     if missing:
         yield f"<p>{safe(', '.join(missing))}: {safe(NOT_STORED)}</p>"
     yield section("What was tried", _tried(report), _left_out(report.study.document))
@@ -448,14 +358,10 @@ def headline(report: TuningReport, *, gpus: int = 1, price: float | None = None)
     """The page's first sentence."""
     if report.tuned is None:
         return f"Study {report.study.id}: its results were not stored."
-    return verdict_in_words(
-        report.tuned, str(report.about.get("device", "cpu")), gpus=gpus, price=price
-    )
+    return verdict_in_words(report.tuned, report.device, gpus=gpus, price=price)
 
 
-def page(
-    report: TuningReport, *, gpus: int = 1, price: float | None = None, more: Iterable[str] = ()
-) -> str:
+def page(report: TuningReport, *, gpus: int = 1, price: float | None = None, more: Iterable[str] = ()) -> str:
     """The whole page; ``more`` are further sections."""
     tuned, study = report.tuned, report.study
     about = [
@@ -465,18 +371,13 @@ def page(
     ]
     title, lead = headline(report, gpus=gpus, price=price), [NOT_STORED]
     if tuned is not None:
-        device = str(report.about.get("device", "cpu"))
-        lead = [outcome_in_words(tuned), *savings(tuned, device, gpus=gpus, price=price)[1:]]
+        lead = [outcome_in_words(tuned), *savings(tuned, report.device, gpus=gpus, price=price)[1:]]
         parts = [f"{tuned['search_requests']} searched on", f"{tuned['test_requests']} raced on"]
         if held := tuned.get("confirm_requests"):
             parts.append(f"{held} confirmed on")
         about.append(("requests", ", ".join(parts)))
         if tuned.get("published"):
             about.append(("published", f"version {tuned['published']['version']}"))
-        about.append(
-            (
-                "policy",
-                f"{tuned['winner']['label']} ({tuned['winner']['id']}): {policy_in_words(tuned['winner']['policy'])}",
-            )
-        )
+        winner = tuned["winner"]
+        about.append(("policy", f"{winner['label']} ({winner['id']}): {policy_in_words(winner['policy'])}"))
     return document(title, lead, about, "\n".join([*sections(report), *more]), "report")

@@ -176,8 +176,7 @@ def savings(tuned: Json, device: str, *, gpus: int = 1, price: float | None = No
 
     def amount(of: Callable[[float], float], unit: str, digits: int = 2) -> str:
         ratio, low, high = found.ratio
-        known = low is not None and high is not None and low > 0
-        ends = interval(of(low), of(high), digits, found.level) if known and low and high else ""
+        ends = interval(of(low), of(high), digits, found.level) if low and high and low > 0 else ""
         return f"{of(ratio):.{digits}f} {unit}{ends}"
 
     def a_day(ratio: float) -> float:

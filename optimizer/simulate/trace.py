@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from spectune.db.errors import NotFoundError
 from spectune.engines.abilities import VLLM, engine_named
 from spectune.engines.vllm.prompt_lookup import LEAST, MOST, copied
 from spectune.optimizer.artifacts import fitted
@@ -16,11 +18,12 @@ from spectune.optimizer.simulate.counted import INSTEAD, holds_counts
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace
 from spectune.optimizer.simulate.shortlist_ranks import Ranks, how_to_rank, stored_ranks
+from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import GAMMA_LIMIT, AnyPolicy, FullShortlist, Policy
 from spectune.runtime.policies.prepared_chooser import plain_policies
 from spectune.runtime.policies.shortlist_rule import compile_shortlist
-from spectune.traces.errors import PolicyError, TraceError
+from spectune.traces.errors import PairError, PolicyError, TraceError
 from spectune.traces.recording import TREE_DEPTH, Skipped, how_to_record_trees
 from spectune.traces.schema import LatencyProfile, Proposals, Trajectory, TreePanorama
 from spectune.traces.store import RecordingInfo, TraceStore
@@ -71,7 +74,7 @@ def open_trace(
         own = proposals_of(policy)
         as_tree = replayed_as_tree(policy, info)
         if policy.draft != "ngram" or not served:
-            _check_recorded(policy, info, as_tree)
+            _check_recorded(store, policy, info, as_tree)
         if as_tree or policy.shortlisted:
             grown.add((policy.draft, own))
         if not as_tree:
@@ -124,16 +127,24 @@ def replayed_as_tree(policy: Policy, info: RecordingInfo) -> bool:
     return policy.is_tree or (policy.draft in grown and policy.draft not in info.drafts)
 
 
-def _check_recorded(policy: Policy, info: RecordingInfo, as_tree: bool) -> None:
+def _check_recorded(store: TraceStore, policy: Policy, info: RecordingInfo, as_tree: bool) -> None:
     """Raises PolicyError where the recording has not what the policy is replayed from."""
     proposals = proposals_of(policy)
     grown = info.trees if proposals == "coupled" else info.trees_q
-    if (as_tree or policy.shortlisted) and policy.draft not in grown:  # a shortlist looks at the draft's distributions
+    lacks_trees = (as_tree or policy.shortlisted) and policy.draft not in grown  # a shortlist looks at the draft's distributions
+    lacks_chains = not as_tree and policy.draft not in info.drafts
+    if lacks_trees or lacks_chains:
+        with suppress(NotFoundError, PairError):
+            drafts = PairSpec.from_json(store.get_pair(info.pair_id).document, where=info.pair_id).draft_names
+            if policy.draft not in (*drafts, *info.drafts):
+                known = ", ".join(sorted(drafts))
+                raise PolicyError(f"draft: the pair of recording {info.id} has no draft {policy.draft!r}; it has: {known}")
+    if lacks_trees:
         raise PolicyError(
             f"draft: recording {info.id} has no trees of draft {policy.draft!r} (it has: {info.trees_shown() or 'none'}); "
             + how_to_record_trees(info.id, depth=max(TREE_DEPTH, policy.depth_max), proposals=proposals)
         )
-    if not as_tree and policy.draft not in info.drafts:
+    if lacks_chains:
         raise PolicyError(
             f"draft: recording {info.id} has no panorama of draft {policy.draft!r}; it has: "
             f"{', '.join(sorted(info.drafts)) or 'none'}; `record --resume {info.id}` makes those of every draft of its pair"

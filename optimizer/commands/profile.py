@@ -15,14 +15,13 @@ from spectune.optimizer.commands.shared import (
     Whole,
     device_options,
     emit,
-    json_option,
     load,
     open_store,
     pair_options,
     pair_spec,
     same_pair,
     say,
-    with_context,
+    with_json,
 )
 
 if TYPE_CHECKING:
@@ -45,8 +44,7 @@ if TYPE_CHECKING:
     help="Measure trees on the texts of ID or latest, another engine on their prompts; default: the pair's newest complete one, else "
     "random tokens, or the demo's prompts.",
 )
-@json_option
-@with_context
+@with_json
 def profile(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     """Measure what every part of a round costs on this device.
 
