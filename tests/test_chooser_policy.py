@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from doors import Door, lines, put_profile, write_workload
-from pairs import make_pair, tiny_model, tokenizer
 from synthetic import flat_profile
 from test_draft_choice import CANDIDATES, PROFILE, chain, planted_trace
-from test_heads import HIDDEN, LAYERS, VOCAB, _eagle1
+from test_heads import _eagle1, pair_with_heads
 from test_lossless import PROMPTS
 
 from spectune.db import open_database
@@ -107,16 +106,7 @@ def test_mistakes_in_the_document_are_told_in_one_line(document: Any, says: str)
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> LoadedPair:
-    folder: Path = tmp_path_factory.mktemp("chooser")
-    file = make_pair(folder)
-    vocab = len(tokenizer(VOCAB))
-    tiny_model("llama", vocab, hidden=HIDDEN, layers=LAYERS).save_pretrained(folder / "target")
-    case = _eagle1()
-    case.config |= {"vocab_size": vocab}
-    case.write(folder / "head")
-    document = json.loads(file.read_text())
-    document["drafts"]["head"] = "head"
-    file.write_text(json.dumps(document))
+    file = pair_with_heads(tmp_path_factory.mktemp("chooser"), head=_eagle1())
     return load_pair(read_pair(str(file)), device="cpu")
 
 
