@@ -11,7 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_engines import by_batch, eventually, policy
+from test_engines import by_batch, policy
+from waiting import eventually
 
 from spectune.db import open_database
 from spectune.engines.sglang import plugin
