@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from doors import Door, lines, put_profile, write_workload
+from recorded_texts import request_of
 from synthetic import flat_profile
 from test_draft_choice import CANDIDATES, PROFILE, chain, planted_trace
 from test_heads import _eagle1, pair_with_heads
@@ -148,12 +149,9 @@ def planted(pair: LoadedPair, prompts: Any, candidates: Mapping[str, Policy], **
 
 
 def decoded(pair: LoadedPair, ready: Plan, source: ChooserSource) -> list[tuple[list[int], tuple[Step, ...]]]:
-    decoder, out = Decoder(pair, StaticSource(ready)), []
-    for t in source.trace.trajectories:
-        request = decoder.request(Request(t.request_id, "a", ("x",)), t.prompt_ids.tolist(), t.sampling, t.max_new_tokens)
-        found = decoder.decode(request)
-        out.append((found.trajectory.output_ids.tolist(), found.steps))
-    return out
+    decoder = Decoder(pair, StaticSource(ready))
+    found = [decoder.decode(request_of(decoder, t)) for t in source.trace.trajectories]
+    return [(done.trajectory.output_ids.tolist(), done.steps) for done in found]
 
 
 def shape(step: Step) -> tuple[Any, ...]:
