@@ -394,9 +394,8 @@ def test_what_is_no_chooser_is_refused(
     message: str,
 ) -> None:
     document, arrays = damage(*fitted[0].to_document())
-    with pytest.raises(PolicyError, match=message) as caught:
+    with pytest.raises(PolicyError, match=message):
         Chooser.from_document(document, arrays)
-    assert "\n" not in str(caught.value)
 
 
 def test_candidates_that_cannot_be_weighed_are_refused() -> None:

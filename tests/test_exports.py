@@ -142,9 +142,8 @@ def test_a_window_by_batch_says_the_same_for_every_size(
 def test_what_an_engine_cannot_say_is_refused_with_the_nearest(
     engine: str, version: str | None, document: dict[str, Any], said: str, demo: PairSpec
 ) -> None:
-    with pytest.raises(PolicyError, match=said) as error:
+    with pytest.raises(PolicyError, match=said):
         engine_settings(parse_policy({"draft": "small", **document}), demo, engine, version)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -204,10 +203,8 @@ def test_what_an_engine_cannot_say_is_refused_with_the_nearest(
 def test_settings_that_are_no_policy_are_refused(
     engine: str, settings: dict[str, Any], said: str, demo: PairSpec
 ) -> None:
-    with pytest.raises(PolicyError, match=said) as error:
+    with pytest.raises(PolicyError, match=f"^settings of {engine}: .*{said}"):
         policy_of(settings, demo, engine)
-    assert str(error.value).startswith(f"settings of {engine}: ")
-    assert "\n" not in str(error.value)
 
 
 def test_the_printed_lines_hold_the_settings(demo: PairSpec) -> None:

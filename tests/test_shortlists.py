@@ -426,9 +426,6 @@ def test_measured_differences_between_shapes_are_below_the_routers_margin(pair: 
     assert 0 < worst < near_ties.router_margin(plan.router.w1, plan.router.w2) / 2
 
 
-# --------------------------------------------------------------------------------------------------------- codes of laws
-
-
 # ----------------------------------------------------------------------------------------- the rejection verifier
 
 
@@ -532,26 +529,6 @@ def test_lower_precision_drafts_from_shortlists(pair: LoadedPair) -> None:
 # ----------------------------------------------------------------------------------------------------- what is refused
 
 
-@pytest.mark.parametrize(
-    ("document", "says"),
-    [
-        ({"shortlist": FREQUENT | {"size": 0}}, "shortlist.size: Input should be greater than or equal to 1 (given: 0)"),
-        ({"shortlist": by_router("near", 3, 4)}, "k0 3 >= k1 4 >= k_min 1 does not hold"),
-        ({"shortlist": by_router("near", 3, 2, 3)}, "k0 3 >= k1 2 >= k_min 3 does not hold"),
-        ({"shortlist": FREQUENT | {"sise": 5}}, "unknown key 'shortlist.sise'; did you mean 'size'"),
-        ({"shortlist": {"kind": "frequencies"}}, "shortlist.kind must be one of: full, frequency, position_frequency, clusters"),
-        ({"draft": "ngram", "shortlist": FREQUENT}, 'draft "ngram" has none; use another draft'),
-        ({"draft": "none", "window": {"kind": "fixed", "gamma": 0}, "shortlist": FREQUENT}, 'draft "none" has none'),
-    ],
-)
-def test_mistakes_in_the_document_are_told_in_one_line(document: dict[str, Any], says: str) -> None:
-    with pytest.raises(PolicyError) as error:
-        parse_policy({"draft": "near", **document}, where="p.json")
-    assert str(error.value).startswith("p.json: ")
-    assert says in str(error.value)
-    assert "\n" not in str(error.value)
-
-
 def test_artifacts_that_do_not_fit_are_refused_in_one_line(pair: LoadedPair) -> None:
     """Of another kind, draft, head or vocabulary, malformed, or not to be had: told when the policy is made ready."""
     find = artifacts(pair)
@@ -574,7 +551,6 @@ def test_artifacts_that_do_not_fit_are_refused_in_one_line(pair: LoadedPair) -> 
             request = requests(pair, decoder, Sampling())[0]
         with pytest.raises(PolicyError) as error:
             next(decoder.rounds(request)) if decodes else prepare_for(pair, policy, **look)
-        assert "\n" not in str(error.value)
         return str(error.value)
 
     clusters = by_router("near")
