@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 import torch
 from pairs import perturbed, tiny_model, tokenizer
-from scipy.stats import chisquare
 from test_head_drafting import Alternating
 from test_heads import HIDDEN, VOCAB, _eagle1, _eagle3
 from test_tree_parity import shape
-from test_verifiers import PLAIN, tiny_pair
+from test_verifiers import PLAIN, p_value_of_two, tiny_pair
 from transformers import AutoModelForCausalLM
 
 from spectune.runtime import near_ties
@@ -432,7 +431,6 @@ def test_measured_differences_between_shapes_are_below_the_routers_margin(pair: 
 def rejection_p_value(shortlist: dict[str, Any], seed: int) -> tuple[float, float]:
     """Chi-square of two decoded tokens against their exact law, drafted under a shortlist; the target's mass of the first shortlist."""
     pair = tiny_pair(seed)
-    vocab = pair.target.vocab_size
     first = pair.target.canonical([1, 2]).double().softmax(-1)
     least = first.argsort().tolist()  # the least likely first
     routed = Routing(
@@ -453,15 +451,7 @@ def rejection_p_value(shortlist: dict[str, Any], seed: int) -> tuple[float, floa
         drawn.append([t for r in decoder.rounds(request) for t in r.tokens])
         chosen = decoder.backend.shortlists(prepared)
         mass.append(float(first[chosen.chosen[0].ids].sum()))
-    second = torch.stack([pair.target.canonical([1, 2, t]).double().softmax(-1) for t in range(vocab)])
-    expected = (first[:, None] * second).flatten().numpy() * len(drawn)
-    observed = np.zeros(vocab * vocab)
-    for a, b in drawn:
-        observed[a * vocab + b] += 1
-    large = expected >= 5
-    cells = np.append(expected[large], expected[~large].sum())
-    seen = np.append(observed[large], observed[~large].sum())
-    return float(chisquare(seen, cells * (seen.sum() / cells.sum())).pvalue), float(np.mean(mass))
+    return p_value_of_two(pair, drawn), float(np.mean(mass))
 
 
 SMALL = [
