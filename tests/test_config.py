@@ -40,9 +40,9 @@ class Plain(Door):
 DOOR = Plain("")
 
 
-def defaults(*command: object, env: dict[str, str] | None = None) -> dict[str, str]:
+def defaults(*command: object) -> dict[str, str]:
     """option -> default, as --help shows it."""
-    shown = DOOR.call(*command, "--help", env=env).stdout
+    shown = DOOR.call(*command, "--help").stdout
     return dict(re.findall(r"--([\w-]+) .*?\[default: ([^;\]]+)", shown.replace("\n                 ", " ")))
 
 

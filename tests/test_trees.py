@@ -79,7 +79,7 @@ class Case:
         )
 
 
-def random_case(rng: random.Random, kind: str, *, short: bool = True) -> Case:
+def random_case(rng: random.Random, kind: str) -> Case:
     width = 1 if kind == "chain" else rng.choice([1, 2, 2, 3, 3, 4, 5, 8])
     vocab = width + rng.randint(0, 8)
     coupled = kind != "static" and rng.random() < 0.5
@@ -124,7 +124,7 @@ def random_case(rng: random.Random, kind: str, *, short: bool = True) -> Case:
             rule = replace(rule, thresholds=strata.thresholds, fitted_depth=strata.d_fit, alpha=strata.alpha, kept=kept)
         rule = replace(rule, top_n=wanted)
     ties, greedy = rng.choice([0.0, 0.3, 0.9]), rng.random() < 0.5
-    rate = rng.choice([0.0, 0.0, 0.3, 0.9]) if short else 0.0
+    rate = rng.choice([0.0, 0.0, 0.3, 0.9])
     draft = reference.random_draft(rng, vocab, width, ties, greedy, rate)
     return Case(
         draft, growth, stop, strata, rule, gamma, gamma + rng.randint(0, 4), wanted, vocab, rate == 0 and rng.random() < 0.5
