@@ -12,7 +12,7 @@ import pytest
 from recorded_texts import decoded_again, plain_texts, request_of
 from synthetic import flat_profile
 from test_lossless import policies
-from test_tree_parity import shape
+from test_tree_parity import CASES, shape
 
 from spectune.db.database import open_database
 from spectune.optimizer.artifacts import fitted, keep_q_table
@@ -33,9 +33,6 @@ from spectune.traces.store import TraceStore
 PROMPTS = ["def add(a, b):", "Question: Bob has 9", "x"]
 GAMMA_MAX = 16
 TOKENS = 24
-SAMPLINGS = [Sampling(), Sampling(temperature=0.7, top_p=0.95, seed=3), Sampling(temperature=1.0, seed=4)]
-CASES = [("llama", SAMPLINGS[0]), ("gpt2", SAMPLINGS[0]), ("llama", SAMPLINGS[1]), ("gpt2", SAMPLINGS[2])]
-"""`make acceptance` has every sampling of both."""
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import pytest
 from recorded_texts import decoded_again, plain_texts
 from synthetic import flat_profile, with_heads, with_terms
 from test_lossless import PROMPTS
+from test_routing import WINDOWS
 from test_tree_parity import plain_rounds, shape
 
 from spectune.optimizer.simulate.replay import run_replay
@@ -60,18 +61,10 @@ def artifacts(pair: LoadedPair, recorded: list[tuple[Trajectory, Any, Any]]) -> 
 
 
 def policies(vocab: int) -> list[Policy]:
-    windows = [
-        {"kind": "fixed", "gamma": 1},
-        {"kind": "fixed", "gamma": 6},
-        {"kind": "fsm", "gamma_max": 8},
-        {"kind": "cache_fsm", "gamma_max": 6},
-        {"kind": "heuristic", "gamma_max": 10},
-        {"kind": "q_learning", "gamma_max": 6, "seed": 2},
-    ]
     shortlists = [{"kind": "frequency", "size": size, "artifact": "a"} for size in (1, vocab // 4, vocab)]
     shortlists += [{"kind": "position_frequency", "k_max": size, "artifact": "a"} for size in (16, vocab // 2)]
     # Every shortlist under a fixed window, and one or two of them, in turn, under each of the others.
-    chosen = [(w, s) for i, w in enumerate(windows) for j, s in enumerate(shortlists) if i == 1 or (i + j) % 5 == 0]
+    chosen = [(w, s) for i, w in enumerate(WINDOWS[:6]) for j, s in enumerate(shortlists) if i == 1 or (i + j) % 5 == 0]
     return [parse_policy({"draft": "near", "window": w, "shortlist": s}) for w, s in chosen]
 
 
