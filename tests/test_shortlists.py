@@ -204,9 +204,16 @@ class Reference:
         plan = routing(pair, draft)
         self.weights = [getattr(plan.router, n).double().numpy() for n in ("w1", "b1", "w2", "b2")]
         self.cluster_of = plan.clusters.of.tolist()
+        self.known: dict[tuple[tuple[int, ...], tuple[int, ...]], np.ndarray] = {}
 
     def state(self, text: list[int], path: list[int]) -> np.ndarray:
-        """What the output matrix reads after a text and a drafted path."""
+        """What the output matrix reads after a text and a drafted path; each is asked for several times."""
+        key = tuple(text), tuple(path)
+        if key not in self.known:
+            self.known[key] = self._state(text, path)
+        return self.known[key]
+
+    def _state(self, text: list[int], path: list[int]) -> np.ndarray:
         if self.draft in self.pair.drafts:
             with torch.no_grad():
                 out = self.model.model(torch.tensor([text + path])).last_hidden_state[0, -1]
