@@ -10,7 +10,7 @@ import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -126,7 +126,7 @@ class Toy:
         )
 
 
-@cache
+@lru_cache(maxsize=1 << 14)
 def proposed(toy: Toy, prefix: tuple[int, ...]) -> Proposal | None:
     """Many policies ask a toy for the same."""
     return toy.proposal(list(prefix))
