@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -527,7 +528,7 @@ def test_damaged_files_are_told_in_one_line(tmp_path: Path, target: CausalModel)
         load_head(str(folder), name="head", target=target, device=CPU, dtype=torch.float32)
 
 
-def test_language_models_are_no_heads(tmp_path: Path) -> None:
+def test_language_models_are_no_heads_and_telling_needs_no_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in ("llama", "gpt2"):
         model = tiny_model(kind, VOCAB)
         model.save_pretrained(tmp_path / kind)
@@ -538,7 +539,9 @@ def test_language_models_are_no_heads(tmp_path: Path) -> None:
     assert not is_head(str(tmp_path / "nothing"))
     assert not is_head("HuggingFaceTB/SmolLM-135M")
     assert is_head("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B")
-    assert is_head(str(_eagle1().write(tmp_path / "head")))
+    folder = _eagle1().write(tmp_path / "head")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert is_head(str(folder))
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
