@@ -7,13 +7,14 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import click
 from click.testing import CliRunner, Result
 from synthetic import flat_profile
 
@@ -171,6 +172,16 @@ def one_object(text: str) -> dict[str, Any]:
 def lines(path: Path) -> list[dict[str, Any]]:
     """A file of JSON lines."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def commands(group: click.Group = main, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    """Every command and group of the command line with the words that name it, the whole first."""
+    yield path, group
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from commands(command, (*path, name))
+        else:
+            yield (*path, name), command
 
 
 def write_workload(path: Path, count: int, prompts: Sequence[str] = ("def add(a, b):", "The quick brown fox")) -> Path:

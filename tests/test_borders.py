@@ -27,7 +27,7 @@ import numpy as np
 import pytest
 import zstandard
 from click.testing import CliRunner
-from doors import write_workload
+from doors import commands, write_workload
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from synthetic import flat_profile
@@ -673,15 +673,8 @@ def test_workloads_of_any_lines(
 # -------------------------------------------------------------------------------------------------------------- flags
 
 
-def commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
-    for name, command in group.commands.items():
-        if isinstance(command, click.Group):
-            yield from commands(command, (*path, name))
-        elif (*path, name) not in (("schedule", "run"), ("schedule", "run-once"), ("traces", "prune")):
-            yield (*path, name), command
-
-
-COMMANDS = list(commands(main))
+LASTING = (("schedule", "run"), ("schedule", "run-once"), ("traces", "prune"))
+COMMANDS = [(path, command) for path, command in commands() if not isinstance(command, click.Group) and path not in LASTING]
 VALUES = st.one_of(
     st.sampled_from([
         "", "-1", "0", "1", "3", "10" * 20, "9" * 5000, "nan", "inf", "-inf", "1e999", "0.5", "n" * 5000, "[/b]", "[math]", "\x1b[31mred",

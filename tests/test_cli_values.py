@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 import pytest
-from doors import Door, write_workload
+from doors import Door, commands, write_workload
 
-from spectune.cli import main
 from spectune.optimizer.inputs import load_workload
 from spectune.optimizer.payload import tuning_workload
 from spectune.optimizer.schedule import ScheduleError
@@ -23,15 +22,7 @@ FIXED = '{"draft": "near", "window": {"kind": "fixed", "gamma": 3}}'
 
 def parameters(kind: type[click.ParamType]) -> list[tuple[tuple[str, ...], str]]:
     """(command, option) of every parameter of that type."""
-
-    def below(group: click.Group, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
-        for name, command in group.commands.items():
-            if isinstance(command, click.Group):
-                yield from below(command, (*path, name))
-            else:
-                yield from (((*path, name), p.opts[0]) for p in command.params if isinstance(p.type, kind))
-
-    return list(below(main, ()))
+    return [(path, p.opts[0]) for path, command in commands() if path for p in command.params if isinstance(p.type, kind)]
 
 
 NUMBERS = parameters(click.types.FloatParamType)

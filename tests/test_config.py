@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
-import click
 import pytest
-from doors import Door, write_workload
+from doors import Door, commands, write_workload
 from test_docs import PAGES, blocks
 
-from spectune.cli import main
 from spectune.db import open_database
 from spectune.optimizer.commands.config import KEYS, SAMPLING, Configured, read_config
 from spectune.traces.store import TraceStore
@@ -43,20 +40,14 @@ class Plain(Door):
 DOOR = Plain("")
 
 
-def defaults(*command: object, env: dict[str, str] | None = None) -> dict[str, str]:
+def defaults(*command: object) -> dict[str, str]:
     """option -> default, as --help shows it."""
-    shown = DOOR.call(*command, "--help", env=env).stdout
+    shown = DOOR.call(*command, "--help").stdout
     return dict(re.findall(r"--([\w-]+) .*?\[default: ([^;\]]+)", shown.replace("\n                 ", " ")))
 
 
-def walk(command: click.Command) -> Iterator[click.Option]:
-    for inner in command.commands.values() if isinstance(command, click.Group) else ():
-        yield from walk(inner)
-    yield from (p for p in command.params if isinstance(p, click.Option))
-
-
 def test_every_key_is_an_options_and_documented() -> None:
-    used = {option.key for option in walk(main) if isinstance(option, Configured)}
+    used = {option.key for _, command in commands() for option in command.params if isinstance(option, Configured)}
     assert used | {"database"} == {*KEYS, *SAMPLING}
     page = "docs/configuration.md"
     (example,) = blocks(page, "toml")

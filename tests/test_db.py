@@ -284,9 +284,9 @@ def test_a_failed_upgrade_leaves_the_old_schema_whole(tmp_path: Path, monkeypatc
 # --- the copy before an upgrade
 
 
-def old_file(folder: Path, name: str = "old.db") -> Path:
+def old_file(folder: Path) -> Path:
     """A file at the first revision that holds one policy."""
-    path = folder / name
+    path = folder / "old.db"
     at_revision(str(path), "0001")
     with sqlite3.connect(path) as connection:
         document = json.dumps({"long": "x" * 100_000})

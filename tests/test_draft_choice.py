@@ -51,10 +51,10 @@ CANDIDATES = {"none": AUTOREGRESSIVE, "ngram": chain("ngram"), "near": chain("ne
 WORDS = ("def", "return", "apples", "buys", "the", "fox", "class", "Ann", "42", "import", "(", ")", ":", "dog.", "how", "many?")
 
 
-def some_prompts(n: int = 40, seed: int = 0) -> list[Prompt]:
-    rng = np.random.default_rng(seed)
+def some_prompts() -> list[Prompt]:
+    rng = np.random.default_rng(0)
     out = []
-    for _ in range(n):
+    for _ in range(40):
         text = " ".join(rng.choice(WORDS, int(rng.integers(3, 60))))
         out.append(Prompt(text, int(rng.integers(2, 300)), float(rng.uniform(0.5, 4.0))))
     return out
@@ -102,8 +102,8 @@ def test_an_unknown_perplexity_is_the_mean() -> None:
 # -- equation 5 ----------------------------------------------------------------------------------------------------------------
 
 
-def planted(n: int = 60, r: int = 6, noise: float = 0.0, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    rng = np.random.default_rng(seed)
+def planted(n: int = 60, r: int = 6, noise: float = 0.0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
     features = np.concatenate([np.ones((n, 1)), rng.normal(size=(n, r - 1))], axis=1)
     weights = np.concatenate([[0.5], rng.normal(0, 0.05, r - 1)])
     return features, weights, np.clip(features @ weights + rng.normal(0, noise, n), 0, 1)
@@ -199,9 +199,8 @@ def test_options_of_none_fixed_windows_and_sampling() -> None:
         assert warm.token_s == 3e-4
 
 
-def an_option(draft: str, step_s: float, verify_s: float = 4e-3, gamma_max: int = 8, more: float = 1e-4) -> Option:
-    rounds = np.arange(gamma_max + 1) * (step_s + more) + verify_s
-    return Option(draft, rounds, step_s, 0)
+def an_option(draft: str, step_s: float) -> Option:
+    return Option(draft, np.arange(9) * (step_s + 1e-4) + 4e-3, step_s, 0)
 
 
 def test_theorem_3_is_equation_4_of_every_pair() -> None:
@@ -239,14 +238,14 @@ KINDS = {"code": {"near": 0.9, "far": 0.35, "ngram": 0.1}, "prose": {"near": 0.3
 VOICE = {"code": "def return ( ) : import class", "prose": "the fox and the dog , how many ?", "copy": "alpha beta alpha beta"}
 
 
-def planted_trace(n: int = 90, seed: int = 0, temperature: float = 0.0, mute: bool = False) -> tuple[ReplayTrace, list[Prompt]]:
+def planted_trace(n: int = 90, mute: bool = False) -> tuple[ReplayTrace, list[Prompt]]:
     """Requests of three kinds; each draft agrees independently at each position, with a chance by kind."""
-    rng, kinds = np.random.default_rng(seed), list(KINDS)
+    rng, kinds = np.random.default_rng(0), list(KINDS)
     trajectories, prompts = [], []
     panoramas: dict[str, list[ChainPanorama]] = {"near": [], "far": [], "ngram": []}
     for i in range(n):
         kind = kinds[i % 3]
-        t = a_trajectory(1000 * seed + i, n=64, category=kind, sampling=Sampling(temperature))
+        t = a_trajectory(i, n=64, category=kind)
         t = replace(t, prompt_ids=rng.integers(0, 4096, int(rng.integers(5, 200))).astype(np.int32))
         trajectories.append(t)
         voice = [*VOICE[kind if not mute else "code"].split(), *WORDS]
@@ -394,9 +393,8 @@ def test_what_is_no_chooser_is_refused(
     message: str,
 ) -> None:
     document, arrays = damage(*fitted[0].to_document())
-    with pytest.raises(PolicyError, match=message) as caught:
+    with pytest.raises(PolicyError, match=message):
         Chooser.from_document(document, arrays)
-    assert "\n" not in str(caught.value)
 
 
 def test_candidates_that_cannot_be_weighed_are_refused() -> None:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import shlex
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from waiting import eventually
 
 from spectune.engines.abilities import ENGINES, engine_named
-from spectune.engines.export import engine_settings
 from spectune.engines.serving import RECORDINGS_LIMIT, Place, Served
 from spectune.engines.vllm.command import server_command
 from spectune.engines.vllm.prompt_lookup import copied
@@ -31,8 +30,6 @@ from spectune.traces.errors import PairError, PolicyError, TraceError
 from spectune.traces.recording import RecordedRequest
 from spectune.traces.schema import Proposals, Sampling, Step, Trajectory, TreePanorama
 from spectune.traces.store import TraceStore
-
-WAIT_S = 20.0
 
 
 def by_batch(**gamma: int) -> dict[str, Any]:
@@ -124,14 +121,6 @@ def test_the_printed_command_serves_the_pair_with_its_draft(tiny_pair: Path) -> 
         server_command(spec, {}, draft="x", most=4, max_num_seqs=16)
 
 
-def test_a_window_by_batch_is_exported_as_vllms_schedule(tiny_pair: Path) -> None:
-    spec = read_pair(str(tiny_pair))
-    settings = engine_settings(policy(by_batch(at1=5, at4=0), draft="near"), spec, "vllm")
-    assert settings["num_speculative_tokens_per_batch_size"] == [[1, 3, 5], [4, 65536, 0]]
-    with pytest.raises(PolicyError, match="sglang cannot express"):
-        engine_settings(policy(by_batch(at1=5, at4=0), draft="near"), spec, "sglang")
-
-
 def test_an_engine_that_is_not_known_is_named() -> None:
     assert all(engine_named(name) is engine for name, engine in ENGINES.items())
     with pytest.raises(TraceError, match="'mlc' is unknown here"):
@@ -204,13 +193,6 @@ def served_request(name: str = "r0", sampling: Sampling = Sampling()) -> tuple[T
     tokens = np.arange(7, dtype=np.int32)
     steps = [Step(0, 0, 1, 0, 1, 0, batch=2), Step(1, 4, 5, 2, 3, 4, draft="small", batch=3)]
     return Trajectory(name, "serve", tokens[:3], tokens[3:], sampling, 9, "length"), steps
-
-
-def eventually(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.01)
 
 
 class Server:

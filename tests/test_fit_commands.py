@@ -13,6 +13,7 @@ import pytest
 import sqlalchemy as sa
 from doors import Door, write_workload
 from synthetic import flat_profile, with_terms
+from test_hot_reload import publish
 from tree_reference import Law, Node, Stratify, TopK, build, cheapest_first, verify
 
 from spectune.db import open_database
@@ -372,12 +373,6 @@ def growing(name: str) -> Policy:
     return parse_policy(
         {"draft": "near", "growth": {"kind": "static", "artifact": name}, "window": {"kind": "fixed", "gamma": 2}}
     )
-
-
-def publish(store: TraceStore, pair: LoadedPair, policy: Policy) -> int:
-    store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
-    store.put_policy(policy.id, policy.spelled_out(), policy.label())
-    return store.publish(pair.id, "cpu", policy.id, actor="test").version
 
 
 def test_a_policy_whose_artifact_cannot_be_had_is_refused(store: TraceStore, pair: LoadedPair) -> None:

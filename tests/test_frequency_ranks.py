@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from recorded_texts import decoded_again, keep, plain_texts, store_of, trace_of
 from test_lossless import PROMPTS
 from test_store import damage
 from test_tree_parity import shape
 
 import spectune.optimizer.fit.ranks as ranking
-from spectune.db import CorruptedChunkError, open_database, upgrade
+from spectune.db import CorruptedChunkError
 from spectune.db.models import ArtifactRow
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.fit.dynaspec import fit_ranks
@@ -27,13 +28,14 @@ from spectune.runtime.policies.artifacts import FREQUENCIES, ROUTER
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.policies.fr_spec import Frequencies
 from spectune.runtime.policies.prepare import prepare
-from spectune.runtime.recording.chains import record_panorama
-from spectune.runtime.recording.trees import OFF_TEXT, record_tree_panorama
+from spectune.runtime.recording.trees import OFF_TEXT
 from spectune.traces.errors import PolicyError, TraceError
-from spectune.traces.schema import Request, Sampling
+from spectune.traces.schema import Sampling
 from spectune.traces.store import TraceStore
 
-TOKENS, WIDTH, DEPTH, GAMMA = 16, 2, 2, 8
+TOKENS = 16
+SIZE = (8, 2, 2)
+"""Of chains and trees: gamma, width, depth."""
 SAMPLINGS = [Sampling(), Sampling(temperature=1.0, seed=4)]
 DRAFT = "far"
 
@@ -46,22 +48,13 @@ def frequency_ranks(store: TraceStore, pair: LoadedPair, recording: str, draft: 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory, pair: LoadedPair) -> Iterator[TraceStore]:
-    url = f"sqlite:///{tmp_path_factory.mktemp('ranks') / 'spectune.db'}"
-    upgrade(url)
-    with open_database(url) as database:
-        found = TraceStore(database)
-        found.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
+    with store_of(pair, tmp_path_factory.mktemp("ranks")) as found:
         yield found
 
 
-def keep(store: TraceStore, pair: LoadedPair, recording: str, sampling: Sampling, first: int) -> None:
-    decoder = Decoder(pair, StaticSource(prepare(Policy(), pair.draft_names)))
-    for n, prompt in enumerate(PROMPTS[:3]):
-        name = f"{n} {sampling.temperature} {sampling.top_p}"
-        text = decoder.decode(decoder.request(Request(name, "x", (prompt,)), pair.encode(prompt), sampling, TOKENS)).trajectory
-        store.append_trajectory(recording, first + n, text)
-        store.put_panoramas(recording, [(first + n, record_panorama(pair, text, DRAFT, GAMMA))])
-        store.put_tree_panoramas(recording, [(first + n, record_tree_panorama(pair, text, DRAFT, WIDTH, DEPTH))])
+def keep_texts(store: TraceStore, pair: LoadedPair, recording: str, sampling: Sampling, first: int) -> None:
+    prompts = {f"{n} {sampling.temperature} {sampling.top_p}": prompt for n, prompt in enumerate(PROMPTS[:3])}
+    keep(store, pair, recording, plain_texts(pair, prompts, sampling, TOKENS), first, SIZE, DRAFT)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +62,7 @@ def recording(store: TraceStore, pair: LoadedPair) -> str:
     """Texts at temperature 0 and 1 with few recorded children of a weak draft."""
     info = store.create_recording(pair.id, None, SAMPLINGS[0], max_new_tokens=TOKENS)
     for n, sampling in enumerate(SAMPLINGS):
-        keep(store, pair, info.id, sampling, first=3 * n)
+        keep_texts(store, pair, info.id, sampling, first=3 * n)
     return info.id
 
 
@@ -82,14 +75,8 @@ def order(store: TraceStore, pair: LoadedPair, recording: str) -> str:
     return store.put_artifact(FREQUENCIES, document, arrays, pair_id=pair.id, provenance={})
 
 
-def trace_of(store: TraceStore, recording: str, ranks: FrequencyRanks | None) -> ReplayTrace:
-    loaded = store.load(recording, trees=True)
-    return ReplayTrace(
-        loaded.trajectories,
-        {DRAFT: loaded.panoramas(DRAFT)},
-        trees={(DRAFT, "coupled"): loaded.trees(DRAFT)},
-        ranks=None if ranks is None else {(DRAFT, ranks.fitted): ranks},
-    )
+def traced(store: TraceStore, recording: str, ranks: FrequencyRanks | None) -> ReplayTrace:
+    return trace_of(store, recording, [DRAFT], None if ranks is None else {(DRAFT, ranks.fitted): ranks})
 
 
 def policies(order: str, vocab: int) -> list[Policy]:
@@ -105,7 +92,7 @@ def test_chains_replay_exactly_where_no_child_is_in_the_shortlist(
     store: TraceStore, pair: LoadedPair, recording: str, order: str
 ) -> None:
     """Every round as executed, none in doubt; from recorded children alone many are, and some are wrong."""
-    trace, bare = trace_of(store, recording, frequency_ranks(store, pair, recording, DRAFT, order)), trace_of(store, recording, None)
+    trace, bare = (traced(store, recording, r) for r in (frequency_ranks(store, pair, recording, DRAFT, order), None))
     find, doubts, unlike = fitted(store), 0, 0
     for policy in policies(order, pair.target.vocab_size):
         decoder = Decoder(pair, StaticSource(prepare(policy, pair.draft_names, artifacts=find)))
@@ -114,10 +101,7 @@ def test_chains_replay_exactly_where_no_child_is_in_the_shortlist(
         assert replayed.missing == 0
         doubts += without.missing
         for text, rounds, guessed in zip(trace.trajectories, replayed.steps(), without.steps(), strict=True):
-            request = decoder.request(
-                Request(text.request_id, "x", ("",)), text.prompt_ids.tolist(), text.sampling, text.max_new_tokens
-            )
-            done = [shape(s) for s in decoder.decode(request).steps]
+            done = [shape(s) for s in decoded_again(decoder, text).steps]
             assert done == [shape(s) for s in rounds], (policy.label(), text.request_id)
             unlike += done != [shape(s) for s in guessed]
     assert doubts > 0
@@ -156,7 +140,7 @@ def test_stops_read_the_restricted_law(
     store: TraceStore, pair: LoadedPair, recording: str, order: str, stop: dict[str, object]
 ) -> None:
     """At sizes whose mass is kept, rounds begin and accept as executed, but for codes that rounding moves; by whole laws many do not."""
-    trace, bare = trace_of(store, recording, frequency_ranks(store, pair, recording, DRAFT, order)), trace_of(store, recording, None)
+    trace, bare = (traced(store, recording, r) for r in (frequency_ranks(store, pair, recording, DRAFT, order), None))
     find, unlike, guessed, rounds = fitted(store), 0, 0, 0
     for size in (4, 16):
         block = {"kind": "frequency", "size": size, "artifact": order}
@@ -165,10 +149,7 @@ def test_stops_read_the_restricted_law(
         for text, one, other in zip(
             trace.trajectories, *(run_replay(t, policy, artifacts=find, per_round=True).steps() for t in (trace, bare)), strict=True
         ):
-            request = decoder.request(
-                Request(text.request_id, "x", ("",)), text.prompt_ids.tolist(), text.sampling, text.max_new_tokens
-            )
-            done = {(s.start, s.accepted) for s in decoder.decode(request).steps}
+            done = {(s.start, s.accepted) for s in decoded_again(decoder, text).steps}
             rounds += len(done)
             unlike += len(done - {(s.start, s.accepted) for s in one})
             guessed += len(done - {(s.start, s.accepted) for s in other})
@@ -179,11 +160,11 @@ def test_stops_read_the_restricted_law(
 def test_filters_leave_what_is_no_child_unsaid(store: TraceStore, pair: LoadedPair, order: str) -> None:
     """Under top-p the draft's order beyond its recorded children depends on the shortlist: such rounds are counted, as without ranks."""
     name = store.create_recording(pair.id, None, Sampling(1.0, top_p=0.5, seed=1), max_new_tokens=TOKENS).id
-    keep(store, pair, name, Sampling(1.0, top_p=0.5, seed=1), 0)
+    keep_texts(store, pair, name, Sampling(1.0, top_p=0.5, seed=1), 0)
     ranks = frequency_ranks(store, pair, name, DRAFT, order)
     assert ranks.open.any()
     for policy in policies(order, pair.target.vocab_size):
-        one, other = (run_replay(trace_of(store, name, r), policy, artifacts=fitted(store)) for r in (ranks, None))
+        one, other = (run_replay(traced(store, name, r), policy, artifacts=fitted(store)) for r in (ranks, None))
         np.testing.assert_array_equal(one.counts, other.counts)
         assert one.missing == other.missing
 
@@ -193,14 +174,14 @@ def test_stored_ranks_are_found_and_mended(store: TraceStore, pair: LoadedPair, 
     name = store.create_recording(pair.id, None, SAMPLINGS[0], max_new_tokens=TOKENS).id
     with pytest.raises(TraceError, match=rf"no trees of draft '{DRAFT}'.*record --resume"):
         frequency_ranks(store, pair, name, DRAFT, order)
-    keep(store, pair, name, SAMPLINGS[0], 0)
+    keep_texts(store, pair, name, SAMPLINGS[0], 0)
     assert stored_ranks(store, name, DRAFT, order) is None
     first = frequency_ranks(store, pair, name, DRAFT, order[:8])
     assert first.fitted == order
     assert frequency_ranks(store, pair, name, DRAFT, order).artifact == first.artifact
-    keep(store, pair, name, SAMPLINGS[1], 3)
+    keep_texts(store, pair, name, SAMPLINGS[1], 3)
     with pytest.raises(TraceError, match=r"no frequency ranks of it.*grown since.*`fit ranks --recording ID --frequencies"):
-        trace_of(store, name, first)
+        traced(store, name, first)
     grown = frequency_ranks(store, pair, name, DRAFT, order)
     assert grown.digests[:3] == first.digests
     np.testing.assert_array_equal(grown.better[: len(first.better)], first.better)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from pairs import make_pair, tiny_model, tokenizer
-from test_heads import HIDDEN, VOCAB, _eagle1, _eagle3_without_lm_head
+from pairs import make_pair
+from test_heads import _eagle1, _eagle3_without_lm_head, pair_with_heads
 from test_shortlists import artifacts as shortlist_artifacts
 from test_tree_parity import STATIC, artifacts, shape
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -96,22 +95,6 @@ class FakeRecorder:
         return replay
 
 
-def pair_of(folder: Path, *heads: str) -> Path:
-    """A tiny pair, with random heads on the target."""
-    file = make_pair(folder)
-    if heads:
-        vocab = len(tokenizer(VOCAB))
-        tiny_model("llama", vocab, hidden=HIDDEN, layers=DEEP).save_pretrained(folder / "target")
-        document = json.loads(file.read_text())
-        for name in heads:
-            case = _eagle1() if name == "eagle1" else _eagle3_without_lm_head()
-            case.config |= {"vocab_size": vocab, "eagle_aux_hidden_state_layer_ids": [0, 2, DEEP]}
-            case.write(folder / name)
-            document["drafts"][name] = name
-        file.write_text(json.dumps(document))
-    return file
-
-
 class Twins:
     """One pair loaded twice: ``plain``, and ``fast``, which replays captured passes."""
 
@@ -144,7 +127,10 @@ class Twins:
 
 @pytest.fixture(scope="module")
 def twins(tmp_path_factory: pytest.TempPathFactory) -> Twins:
-    return Twins(pair_of(tmp_path_factory.mktemp("graphs"), "eagle3", "eagle1"))
+    heads = {"eagle3": _eagle3_without_lm_head(), "eagle1": _eagle1()}
+    for head in heads.values():
+        head.config |= {"eagle_aux_hidden_state_layer_ids": [0, 2, DEEP]}
+    return Twins(pair_with_heads(tmp_path_factory.mktemp("graphs"), DEEP, **heads))
 
 
 def decoded(
@@ -258,7 +244,7 @@ def test_shortlisted_drafts_leave_the_head_out_of_the_graph(twins: Twins, draft:
 
 def test_growing_forgets_graphs_and_a_request_captures_what_it_needs(twins: Twins, tmp_path: Path) -> None:
     """A short text, a long one that grows the caches and reads over a border of views, and the short one again."""
-    fresh = Twins(pair_of(tmp_path))
+    fresh = Twins(make_pair(tmp_path))
     policy = parse_policy(top_k("near", 4, 3, 9))
     long = (PROMPT * 30)[:374]
     assert 240 < len(fresh.fast.encode(long)) < 256 - 5
@@ -311,7 +297,7 @@ def test_a_policy_prepared_aside_is_captured_before_its_first_round(twins: Twins
 
 
 def test_execution_captures_before_the_clock_runs(tmp_path: Path) -> None:
-    fresh = Twins(pair_of(tmp_path))
+    fresh = Twins(make_pair(tmp_path))
     items = tuple(Request(str(i), "c", (PROMPT * (1 + 4 * i),)) for i in range(3))
     encoded = encode(fresh.fast, Workload("w", items), DecodeOptions(max_new_tokens=8))
     source = StaticSource(prepare(parse_policy(top_k("near", 3, 3, 8)), fresh.fast.draft_names))
@@ -327,7 +313,7 @@ def test_execution_captures_before_the_clock_runs(tmp_path: Path) -> None:
 
 
 def test_a_pass_that_cannot_be_captured_runs_eagerly(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    fresh = Twins(pair_of(tmp_path))
+    fresh = Twins(make_pair(tmp_path))
     near = fresh.fast.drafts["near"]
     near._decoder.register_forward_pre_hook(lambda *_: bool(torch.ones(1).sum() > 0) and None)  # waits for the device
     policy = parse_policy({"draft": "near", "window": {"kind": "fixed", "gamma": 3}})

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
-from pairs import make_pair, tiny_model, tokenizer
 from synthetic import flat_profile
-from test_heads import HIDDEN, LAYERS, VOCAB, Case, _eagle1, _eagle3_without_lm_head, _eagle31
+from test_heads import _eagle1, _eagle3_without_lm_head, _eagle31, pair_with_heads
 from test_lossless import PROMPTS
 from test_tree_parity import artifacts, covers, decode, shape, tree_policies
 
@@ -34,16 +30,7 @@ SAMPLINGS = [Sampling(), Sampling(temperature=1.0, seed=4)]
 
 @pytest.fixture(scope="module", params=[_eagle3_without_lm_head, _eagle1, _eagle31], ids=["eagle3", "eagle1", "eagle3.1"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedPair:
-    folder: Path = tmp_path_factory.mktemp("heads")
-    file = make_pair(folder)
-    vocab = len(tokenizer(VOCAB))
-    tiny_model("llama", vocab, hidden=HIDDEN, layers=LAYERS).save_pretrained(folder / "target")
-    case: Case = request.param()
-    case.config |= {"vocab_size": vocab}
-    case.write(folder / "head")
-    document = json.loads(file.read_text())
-    document["drafts"]["head"] = "head"
-    file.write_text(json.dumps(document))
+    file = pair_with_heads(tmp_path_factory.mktemp("heads"), head=request.param())
     return load_pair(read_pair(str(file)), device="cpu")
 
 

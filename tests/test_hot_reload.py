@@ -13,6 +13,7 @@ import pytest
 import sqlalchemy as sa
 from doors import Door, write_workload
 from synthetic import flat_profile
+from waiting import eventually
 
 from spectune.db import DatabaseError
 from spectune.optimizer.publish import earlier_winners, incumbent_of
@@ -149,13 +150,6 @@ def test_what_cannot_run_is_refused_and_the_last_good_stays(
     board.publish(8, fixed(5))
     assert source.poll()
     assert source.current().policy == fixed(5)
-
-
-def wait_for(condition: Any, timeout_s: float = 90.0) -> None:
-    until = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < until, "waited in vain"
-        time.sleep(0.02)
 
 
 # ---------------------------------------------------------------------------------------- publications in a database
@@ -354,7 +348,7 @@ def test_whatever_preparing_raises_refuses_that_version_alone(source: WatchedSou
     source._prepare = prepared
     board.publish(7, fixed(5))
     with source:
-        wait_for(lambda: board.acknowledged)
+        eventually(lambda: board.acknowledged)
         (version, status, reason) = board.acknowledged[0]
         assert (version, status) == (7, "refused")
         assert reason.isprintable()
@@ -362,7 +356,7 @@ def test_whatever_preparing_raises_refuses_that_version_alone(source: WatchedSou
         assert len(reason) < 600
         assert source.current().policy == fixed(2)
         board.publish(8, fixed(5))
-        wait_for(lambda: board.acknowledged[1:] == [(8, "applied", "")])
+        eventually(lambda: board.acknowledged[1:] == [(8, "applied", "")])
         assert source.current().policy == fixed(5)
 
 
@@ -423,10 +417,10 @@ def test_a_table_that_is_gone_for_a_while_stops_nothing(store: TraceStore, pair:
 
     with watch(store, pair, None, None, interval_s=0.01) as source:
         rename("publication", "hidden")
-        wait_for(lambda: "publication" in source.last_error)
+        eventually(lambda: "publication" in source.last_error)
         assert source.current().policy == fixed(2)
         rename("hidden", "publication")
         version = publish(store, pair, fixed(4))
-        wait_for(lambda: (version, "applied") in statuses(store))
+        eventually(lambda: (version, "applied") in statuses(store))
         assert source.current().policy == fixed(4)
         assert source.last_error == ""

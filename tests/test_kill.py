@@ -18,7 +18,8 @@ import pytest
 from click.testing import CliRunner
 from doors import Door, lines, write_workload
 from kill_driver import run_kills
-from test_hot_reload import fixed, publish, statuses, wait_for
+from test_hot_reload import fixed, publish, statuses
+from waiting import eventually
 
 from spectune import cli
 from spectune.db import open_database
@@ -114,7 +115,7 @@ def test_swaps_across_two_processes(serving: Any, tiny_pair: Path, tmp_path: Pat
     door, process, workload, store = serving
 
     def acknowledged(version: int, status: str) -> bool:
-        wait_for(lambda: (version, status) in statuses(store) or process.poll() is not None)
+        eventually(lambda: (version, status) in statuses(store) or process.poll() is not None)
         return (version, status) in statuses(store)
 
     ended = "A ended too early to see every publication: lengthen the workload"

@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from oracle import replay_rounds
+from recorded_texts import decoded_again, plain_texts, request_of
 from synthetic import flat_profile
 from test_lossless import policies
-from test_tree_parity import shape
+from test_tree_parity import CASES, shape
 
 from spectune.db.database import open_database
 from spectune.optimizer.artifacts import fitted, keep_q_table
@@ -32,9 +33,6 @@ from spectune.traces.store import TraceStore
 PROMPTS = ["def add(a, b):", "Question: Bob has 9", "x"]
 GAMMA_MAX = 16
 TOKENS = 24
-SAMPLINGS = [Sampling(), Sampling(temperature=0.7, top_p=0.95, seed=3), Sampling(temperature=1.0, seed=4)]
-CASES = [("llama", SAMPLINGS[0]), ("gpt2", SAMPLINGS[0]), ("llama", SAMPLINGS[1]), ("gpt2", SAMPLINGS[2])]
-"""`make acceptance` has every sampling of both."""
 
 
 @pytest.fixture(scope="module")
@@ -73,11 +71,7 @@ def record(pair: LoadedPair) -> Record:
 
 
 def recorded(pair: LoadedPair, sampling: Sampling) -> Recorded:
-    decoder = Decoder(pair, StaticSource(prepare(Policy(), pair.draft_names)))
-    trajectories = []
-    for i, prompt in enumerate(PROMPTS):
-        request = decoder.request(Request(str(i), "c", (prompt,)), pair.encode(prompt), sampling, TOKENS)
-        trajectories.append(decoder.decode(request).trajectory)
+    trajectories = plain_texts(pair, {str(i): prompt for i, prompt in enumerate(PROMPTS)}, sampling, TOKENS)
     return trajectories, {d: [record_panorama(pair, t, d, GAMMA_MAX) for t in trajectories] for d in pair.draft_names}
 
 
@@ -94,9 +88,8 @@ def test_replay_is_the_runtime_round_by_round(pair: LoadedPair, record: Record, 
         decoder = Decoder(pair, StaticSource(prepare(policy, pair.draft_names, profile=profile)))
         oracle, sessions = prepare(policy, pair.draft_names, profile=profile), Sessions()
         replayed = run_replay(trace, policy, profile, per_round=True).steps()
-        for i, (prompt, trajectory) in enumerate(zip(PROMPTS, trajectories, strict=True)):
-            request = decoder.request(Request(str(i), "c", (prompt,)), pair.encode(prompt), sampling, TOKENS)
-            executed = decoder.decode(request)
+        for i, trajectory in enumerate(trajectories):
+            executed = decoder.decode(request_of(decoder, trajectory))
             assert executed.trajectory == trajectory, policy.label()
             view = panoramas[policy.draft][i] if policy.speculates else None
             plain = [shape(r.step) for r in replay_rounds(trajectory, view, oracle, sessions)]
@@ -211,8 +204,7 @@ def test_a_stored_q_table_is_where_the_next_session_begins(pair: LoadedPair, rec
         find = fitted(store)
         replayed = run_replay(trace, frozen, per_round=True, artifacts=find).steps()
         decoder = Decoder(pair, StaticSource(prepare(frozen, pair.draft_names, artifacts=find)))
-        for i, prompt in enumerate(PROMPTS):
-            request = decoder.request(Request(str(i), "c", (prompt,)), pair.encode(prompt), Sampling(), TOKENS)
-            assert [shape(s) for s in decoder.decode(request).steps] == [shape(s) for s in replayed[i]]
+        for trajectory, steps in zip(trajectories, replayed, strict=True):
+            assert [shape(s) for s in decoded_again(decoder, trajectory).steps] == [shape(s) for s in steps]
         with pytest.raises(PolicyError, match="no artifact"):
             find("nothing")

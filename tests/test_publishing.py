@@ -55,7 +55,7 @@ def activate(store: TraceStore, pair: LoadedPair) -> int:
     return store.publish(pair.id, "cpu", CHOSEN.id, actor="operator", sampling=hot).version
 
 
-def tuned_while(store: TraceStore, pair: LoadedPair, then: Callable[[], object], wanted: TuneOptions = QUICK) -> Tuned:
+def tuned_while(store: TraceStore, pair: LoadedPair, then: Callable[[], object]) -> Tuned:
     """Tunes, and does something else in the middle of the race."""
     todo = [then]
 
@@ -63,7 +63,7 @@ def tuned_while(store: TraceStore, pair: LoadedPair, then: Callable[[], object],
         if phase == "execute" and todo:
             todo.pop()()
 
-    return tune(store, pair, WORKLOAD, wanted, progress=progress)
+    return tune(store, pair, WORKLOAD, QUICK, progress=progress)
 
 
 # --- what came into force meanwhile

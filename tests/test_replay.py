@@ -10,6 +10,7 @@ import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,9 @@ class Toy:
         return EOS if self._uniform("end", prefix) < 0.01 else 1 + int(self._uniform("target", prefix) * (VOCABULARY - 1))
 
     def propose(self, prefix: list[int]) -> Proposal | None:
+        return proposed(self, tuple(prefix))
+
+    def proposal(self, prefix: list[int]) -> Proposal | None:
         if self._uniform("silent", prefix) < self.silence:
             return None
         token = self.target(prefix)
@@ -120,6 +124,12 @@ class Toy:
             branch_entropy,
             np.array([len(row) for row in rows], dtype=np.uint8),
         )
+
+
+@lru_cache(maxsize=1 << 14)
+def proposed(toy: Toy, prefix: tuple[int, ...]) -> Proposal | None:
+    """Many policies ask a toy for the same."""
+    return toy.proposal(list(prefix))
 
 
 Timer = Callable[[int, Step], tuple[float, float, float]]

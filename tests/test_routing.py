@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from recorded_texts import decoded_again, keep, plain_texts, request_of, store_of, trace_of
 from synthetic import flat_profile, with_heads, with_terms
 from test_lossless import PROMPTS
 from test_shortlists import M, routing
 from test_tree_parity import shape
 
 import spectune.optimizer.fit.ranks as ranking
-from spectune.db import open_database, upgrade
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
@@ -25,14 +25,12 @@ from spectune.runtime.loop import StaticSource
 from spectune.runtime.policies.artifacts import ROUTER
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.policies.prepare import prepare
-from spectune.runtime.recording.chains import record_panorama
-from spectune.runtime.recording.trees import record_tree_panorama
 from spectune.traces.cost_table import CostTable
 from spectune.traces.errors import PolicyError, TraceError
-from spectune.traces.schema import LatencyProfile, Request, Sampling, Trajectory
+from spectune.traces.schema import LatencyProfile, Sampling, Trajectory
 from spectune.traces.store import TraceStore
 
-TOKENS, WIDTH, DEPTH, GAMMA = 16, 4, 4, 10
+TOKENS = 16
 SAMPLINGS = [Sampling(), Sampling(temperature=1.0, seed=4)]
 DRAFTS = ("near", "far")
 WINDOWS: list[dict[str, Any]] = [
@@ -49,11 +47,7 @@ BUDGETS = [(1, 1, 1), (3, 2, 1), (5, 3, 3), (M, M, M)]
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory, pair: LoadedPair) -> Iterator[TraceStore]:
-    url = f"sqlite:///{tmp_path_factory.mktemp('routing') / 'spectune.db'}"
-    upgrade(url)
-    with open_database(url) as database:
-        found = TraceStore(database)
-        found.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
+    with store_of(pair, tmp_path_factory.mktemp("routing")) as found:
         yield found
 
 
@@ -72,28 +66,9 @@ def recording(store: TraceStore, pair: LoadedPair) -> str:
     """Texts at temperature 0 and 1, prompts of one token among them, with chain and tree panoramas of both drafts."""
     info = store.create_recording(pair.id, None, SAMPLINGS[0], max_new_tokens=TOKENS)
     for n, sampling in enumerate(SAMPLINGS):
-        keep(store, pair, info.id, PROMPTS[1:5], sampling, first=4 * n)
+        prompts = {f"{i} {sampling.temperature}": prompt for i, prompt in enumerate(PROMPTS[1:5])}
+        keep(store, pair, info.id, plain_texts(pair, prompts, sampling, TOKENS), 4 * n, (10, 4, 4), *DRAFTS)
     return info.id
-
-
-def keep(store: TraceStore, pair: LoadedPair, recording: str, prompts: Sequence[str], sampling: Sampling, first: int) -> None:
-    decoder = Decoder(pair, StaticSource(prepare(Policy(), pair.draft_names)))
-    for n, prompt in enumerate(prompts):
-        name = f"{n} {sampling.temperature}"
-        text = decoder.decode(decoder.request(Request(name, "x", (prompt,)), pair.encode(prompt), sampling, TOKENS)).trajectory
-        store.append_trajectory(recording, first + n, text)
-        store.put_panoramas(recording, [(first + n, record_panorama(pair, text, d, GAMMA)) for d in DRAFTS])
-        store.put_tree_panoramas(recording, [(first + n, record_tree_panorama(pair, text, d, WIDTH, DEPTH)) for d in DRAFTS])
-
-
-def trace_of(store: TraceStore, recording: str, ranks: dict[tuple[str, str], ClusterRanks]) -> ReplayTrace:
-    loaded = store.load(recording, trees=True)
-    return ReplayTrace(
-        loaded.trajectories,
-        {d: loaded.panoramas(d) for d in DRAFTS},
-        trees={(d, "coupled"): loaded.trees(d) for d in DRAFTS},
-        ranks=ranks,
-    )
 
 
 def cluster_ranks(store: TraceStore, pair: LoadedPair, recording: str, draft: str, router: str) -> ClusterRanks:
@@ -104,7 +79,7 @@ def cluster_ranks(store: TraceStore, pair: LoadedPair, recording: str, draft: st
 
 @pytest.fixture(scope="module")
 def trace(store: TraceStore, pair: LoadedPair, recording: str, routers: dict[str, str]) -> ReplayTrace:
-    return trace_of(store, recording, {(d, r): cluster_ranks(store, pair, recording, d, r) for d, r in routers.items()})
+    return trace_of(store, recording, DRAFTS, {(d, r): cluster_ranks(store, pair, recording, d, r) for d, r in routers.items()})
 
 
 @pytest.fixture(scope="module")
@@ -121,15 +96,12 @@ def policy_of(draft: str, router: str, budgets: tuple[int, int, int], **blocks: 
 
 def executed(
     store: TraceStore, pair: LoadedPair, policy: Policy, texts: Sequence[Trajectory], profile: LatencyProfile | None = None
-) -> Iterator[tuple[Decoder, Decoded]]:
+) -> Iterator[Decoded]:
     """The texts decoded again under a policy, by one decoder."""
     prepared = prepare(policy, pair.draft_names, profile=profile, artifacts=fitted(store))
     decoder = Decoder(pair, StaticSource(prepared))
     for text in texts:
-        request = decoder.request(Request(text.request_id, "x", ("",)), text.prompt_ids.tolist(), text.sampling, text.max_new_tokens)
-        done = decoder.decode(request)
-        assert done.trajectory.output_ids.tolist() == text.output_ids.tolist()
-        yield decoder, done
+        yield decoded_again(decoder, text)
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
@@ -143,7 +115,7 @@ def test_routed_chains_replay_exactly(
     for policy in policies:
         replayed = run_replay(trace, policy, profile, artifacts=fitted(store), per_round=True)
         runs = executed(store, pair, policy, trace.trajectories, profile)
-        for (_, done), rounds in zip(runs, replayed.steps(), strict=True):
+        for done, rounds in zip(runs, replayed.steps(), strict=True):
             assert [shape(s) for s in done.steps] == [shape(s) for s in rounds], (policy.label(), done.trajectory.request_id)
         full = run_replay(trace, policy.model_copy(update={"shortlist": Policy().shortlist}), profile)
         if policy is policies[-1]:  # all clusters
@@ -190,8 +162,7 @@ def test_passes_are_charged_by_the_sizes_of_their_shortlists(
     checked = 0
     for text, ours, full in zip(trace.trajectories, cheap, dear, strict=True):
         decoder = Decoder(pair, StaticSource(prepared))
-        request = decoder.request(Request(text.request_id, "x", ("",)), text.prompt_ids.tolist(), text.sampling, text.max_new_tokens)
-        for item, here, whole in zip(decoder.rounds(request), ours, full, strict=True):
+        for item, here, whole in zip(decoder.rounds(request_of(decoder, text)), ours, full, strict=True):
             shortlists = decoder.backend.shortlists(prepared)
             if item.step.draft_steps and item.step.accepted >= item.step.draft_steps - 1:
                 saved = sum(pair.target.vocab_size - len(s.ids) for s in shortlists.chosen[: item.step.draft_steps])
@@ -206,7 +177,7 @@ def test_what_cannot_be_ranked_or_replayed_is_said(
     store: TraceStore, pair: LoadedPair, recording: str, trace: ReplayTrace, routers: dict[str, str]
 ) -> None:
     """No ranks of the router; a router of another draft; ranks without trees; texts of the other verifier. A selection keeps in step."""
-    bare = trace_of(store, recording, {})
+    bare = trace_of(store, recording, DRAFTS)
     policy = policy_of("near", routers["near"], (3, 2, 1))
     with pytest.raises(TraceError, match=rf"hidden states.*no cluster ranks of router {routers['near']}.*`fit ranks"):
         run_replay(bare, policy, artifacts=fitted(store))

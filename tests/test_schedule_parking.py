@@ -84,9 +84,8 @@ def test_a_schedule_that_cannot_be_read_is_parked_with_its_reason_and_the_others
         assert reason in (found[name].parked or ""), name
         assert caplog.text.count(f"schedule {name} is parked: ") == 1
         json.dumps(schedules.get_schedule(database, name).to_json(), allow_nan=False)
-        with pytest.raises(ScheduleError, match=f"schedule '{name}' cannot be resumed") as caught:
+        with pytest.raises(ScheduleError, match=f"schedule '{name}' cannot be resumed"):
             schedules.resume_schedule(database, name)
-        assert "\n" not in str(caught.value)
     assert {f.schedule for f in schedules.history(database)} == {"a", "z"}
     for name in poison:
         schedules.remove_schedule(database, name)

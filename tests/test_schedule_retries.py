@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from doors import write_workload
-from synthetic import flat_profile
+from test_publishing import HOUR, T0, payload, put_profile
 from trace_values import a_trajectory
 
 from spectune.optimizer import schedule as schedules
@@ -18,13 +16,10 @@ from spectune.optimizer.jobs import gather, tuning_job
 from spectune.optimizer.record import begun_as
 from spectune.optimizer.schedule import Execute, Job, JobContext
 from spectune.runtime.loading import LoadedPair
-from spectune.runtime.profiling import environment
 from spectune.traces.recording import RecordedRequest
 from spectune.traces.schema import Sampling
 from spectune.traces.store import TraceStore
 
-T0 = datetime(2026, 5, 4, 12, 0, tzinfo=UTC)
-HOUR = timedelta(hours=1)
 REQUESTS = 18
 """So many that a winner can be confirmed."""
 
@@ -32,24 +27,8 @@ REQUESTS = 18
 @pytest.fixture
 def hourly(store: TraceStore, pair: LoadedPair, tmp_path: Path) -> str:
     """The name of a schedule, as `schedule add` stores it."""
-    payload = {
-        "pair": pair.spec.to_json(),
-        "device": "cpu",
-        "workload": [str(write_workload(tmp_path / "w.jsonl", REQUESTS))],
-        "max_new_tokens": 8,
-        "gamma_max": 5,
-        "trials": 2,
-        "finalists": 1,
-        "tree_width": 0,
-        "fresh": True,
-    }
-    return schedules.add_schedule(store.database, "nightly", every="1h", now=T0, budget="3s", payload=payload).name
-
-
-def put_profile(store: TraceStore, pair: LoadedPair) -> None:
-    """A made-up profile, as a job would measure: that takes seconds."""
-    store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
-    store.put_profile(replace(flat_profile(pair.id, pair.drafts), environment=environment(pair)))
+    asked = payload(pair, write_workload(tmp_path / "w.jsonl", REQUESTS))
+    return schedules.add_schedule(store.database, "nightly", every="1h", now=T0, budget="3s", payload=asked).name
 
 
 def work(store: TraceStore, pair: LoadedPair, hours: int, *, dies_in: str = "", after: int = 0) -> schedules.WorkReport:

@@ -95,9 +95,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
 def test_bad_schedules_are_refused_and_leave_nothing(database: Database) -> None:
     hourly(database)
     for options, message in BAD:
-        with pytest.raises(ScheduleError, match=message) as caught:
+        with pytest.raises(ScheduleError, match=message):
             schedules.add_schedule(database, **options)
-        assert "\n" not in str(caught.value)
     assert [s.name for s in schedules.list_schedules(database)] == ["nightly"]
 
 

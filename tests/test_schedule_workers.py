@@ -7,7 +7,7 @@ import os
 import signal
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 from sqlalchemy.orm import Session
+from waiting import PATIENCE_S, eventually
 
 from spectune.db.database import Database, open_database
 from spectune.optimizer import schedule as schedules
@@ -25,7 +26,6 @@ from spectune.optimizer.schedule import Job, JobContext
 WORKERS, SLOTS = 8, 200
 T0 = datetime(2026, 5, 4, 12, 0, tzinfo=UTC)
 LATER = T0 + timedelta(hours=1)
-PATIENCE_S = 90.0
 
 # Workers come from a fork server that has imported what they need, so that eight of them cost no more than one.
 processes = multiprocessing.get_context("forkserver")
@@ -108,13 +108,6 @@ class Crew:
         with self.database.read() as session:
             return [tuple(row) for row in session.execute(text(query))]
 
-    def until(self, is_so: Callable[[], object]) -> None:
-        """Waits for what the workers are to bring about."""
-        end = time.monotonic() + PATIENCE_S
-        while not is_so():
-            assert time.monotonic() < end, "waited in vain"
-            time.sleep(0.05)
-
     def dismiss(self, *members: BaseProcess) -> dict[str, dict[str, int]]:
         """Stops workers with SIGTERM and returns their reports by owner."""
         for member in members:
@@ -163,7 +156,7 @@ def test_each_of_200_slots_fires_once_and_runs_once_under_8_workers(crew: Crew) 
     schedules.add_schedule(crew.database, "often", every="1m", now=T0, coalesce=False, misfire_grace=None, max_instances=None)
     started = time.time() + 1.0
     members = [crew.hire(f"w{i}", "run publish", started=started) for i in range(WORKERS)]
-    crew.until(lambda: len(crew.rows("SELECT 1 FROM schedule_job WHERE state = 'done'")) == SLOTS)
+    eventually(lambda: len(crew.rows("SELECT 1 FROM schedule_job WHERE state = 'done'")) == SLOTS)
     reports = crew.dismiss(*members)
 
     fires = list(reversed(schedules.history(crew.database, limit=10_000)))
@@ -183,12 +176,12 @@ def test_the_job_of_a_killed_worker_is_finished_by_another_and_published_once(cr
     schedules.add_schedule(crew.database, "hourly", every="1h", now=T0)
     victim = crew.hire("victim", steps, lease_s=2)
     last = "published" if steps.endswith("publish wait") else "executed"
-    crew.until(lambda: crew.rows(f"SELECT 1 FROM {last}"))
+    eventually(lambda: crew.rows(f"SELECT 1 FROM {last}"))
     heir = crew.hire("heir", "run publish", lease_s=2)
     time.sleep(2.2)
     assert crew.job().lease_owner == "victim", "while the victim's heart beats, its lease holds"
     os.kill(victim.pid or 0, signal.SIGKILL)
-    crew.until(lambda: crew.job().state == "done")
+    eventually(lambda: crew.job().state == "done")
     job = crew.job()
     assert (job.attempt, job.lease_owner, job.result) == (2, "heir", {"from": "heir"})
     publisher = "victim" if last == "published" else "heir"
@@ -200,10 +193,10 @@ def test_the_job_of_a_killed_worker_is_finished_by_another_and_published_once(cr
 def test_a_worker_that_slept_through_its_lease_can_neither_publish_nor_complete(crew: Crew) -> None:
     schedules.add_schedule(crew.database, "hourly", every="1h", now=T0)
     sleeper = crew.hire("sleeper", "run wait publish-if-owner", lease_s=1.5)
-    crew.until(lambda: crew.rows("SELECT 1 FROM executed"))
+    eventually(lambda: crew.rows("SELECT 1 FROM executed"))
     crew.pause(sleeper)
     heir = crew.hire("heir", "run wait-longer publish", lease_s=1.5)
-    crew.until(lambda: len(crew.rows("SELECT 1 FROM executed")) == 2)
+    eventually(lambda: len(crew.rows("SELECT 1 FROM executed")) == 2)
     # The heir is still at it when the sleeper wakes and wants to publish and complete.
     (crew.folder / "wait").touch()
     os.kill(sleeper.pid or 0, signal.SIGCONT)
@@ -218,7 +211,7 @@ def test_a_worker_that_slept_through_its_lease_can_neither_publish_nor_complete(
 def test_sigterm_lets_the_job_at_hand_finish(crew: Crew) -> None:
     schedules.add_schedule(crew.database, "hourly", every="1h", now=T0)
     worker = crew.hire("w", "run wait-for-stop publish")
-    crew.until(lambda: crew.rows("SELECT 1 FROM executed"))
+    eventually(lambda: crew.rows("SELECT 1 FROM executed"))
     assert crew.dismiss(worker)["w"]["done"] == 1
     assert (crew.job().state, len(crew.rows("SELECT 1 FROM published"))) == ("done", 1)
 
@@ -226,12 +219,12 @@ def test_sigterm_lets_the_job_at_hand_finish(crew: Crew) -> None:
 def test_a_second_sigterm_hands_the_job_back_at_once(crew: Crew) -> None:
     schedules.add_schedule(crew.database, "hourly", every="1h", now=T0, max_attempts=1)
     worker = crew.hire("w", "run wait")
-    crew.until(lambda: crew.rows("SELECT 1 FROM executed"))
+    eventually(lambda: crew.rows("SELECT 1 FROM executed"))
     os.kill(worker.pid or 0, signal.SIGTERM)
     time.sleep(0.3)
     assert worker.is_alive()
     assert crew.dismiss(worker)["w"]["released"] == 1
     assert (crew.job().state, crew.job().lease_until) == ("queued", None)
     heir = crew.hire("heir", "run publish")
-    crew.until(lambda: crew.job().state == "done")
+    eventually(lambda: crew.job().state == "done")
     assert crew.dismiss(heir)["heir"]["done"] == 1

@@ -29,11 +29,11 @@ from spectune.traces.schema import (
 GAMMA_MAX = 8
 
 
-def trace(acceptance: float, *, requests: int = 12, length: int = 80, seed: int = 0) -> ReplayTrace:
+def trace(acceptance: float) -> ReplayTrace:
     """Texts whose draft ``near`` agrees independently with the given probability at every position."""
-    rng = np.random.default_rng(seed)
+    rng, length = np.random.default_rng(0), 80
     trajectories, panoramas = [], []
-    for i in range(requests):
+    for i in range(12):
         agree = rng.random(length) < acceptance
         branches = int((~agree).sum()) + 1
         trajectories.append(

@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.stats
-from click.testing import CliRunner
+from doors import Door
 from trace_values import a_panorama, a_trajectory
 
-from spectune.cli import main
 from spectune.db.database import open_database
 from spectune.engines.abilities import VLLM
 from spectune.engines.protocol import Answered, Load, Prompt
@@ -375,7 +374,7 @@ def test_arrivals_as_they_are_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> str:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Door:
     """A database with what a server recorded that drafted 0 to 6 tokens for one client and for eight."""
     url = str(tmp_path_factory.mktemp("server") / "traffic.db")
     trace, at, ordinal = trace_of(40, budget=70), 1.0, 0
@@ -394,25 +393,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> str:
                     store.put_panoramas(info.id, [(ordinal, a_panorama(r.trajectory, "small", none=0.0))])
                     ordinal += 1
                 at += 10 + float(found.ends_s[-1])
-    return url
+    return Door(url)
 
 
-def told(server: str, *arguments: str) -> dict[str, Any]:
-    done = CliRunner().invoke(main, ["--db", server, *arguments, "--json"])
-    assert done.exit_code == 0, done.output
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
-
-
-def test_a_policy_is_simulated_under_load_by_command(server: str) -> None:
+def test_a_policy_is_simulated_under_load_by_command(server: Door) -> None:
     policy = '{"draft": "small", "window": {"kind": "by_batch", "gamma": {"1": 6, "4": 2}}}'
-    found = told(server, "simulate", "--policy", policy, "--engine", "vllm", "--arrivals", "clients:1,8", "--tpot", "40ms")
+    found = server.json("simulate", "--policy", policy, "--engine", "vllm", "--arrivals", "clients:1,8", "--tpot", "40ms")
     alone, crowded = found["loads"]
     assert (alone["mean_batch"], found["engine"], found["max_num_seqs"]) == (1.0, "vllm", 8)
     assert crowded["tokens_per_s"] > alone["tokens_per_s"]
     assert set(alone["latency_s"]) == {"mean", "p50", "p95", "p99"}
     assert found["costs"]["median_error"] < 0.05
-    again = told(server, "simulate", "--policy", policy, "--arrivals", "poisson:40", "--limit", "500")
+    again = server.json("simulate", "--policy", policy, "--arrivals", "poisson:40", "--limit", "500")
     assert again["loads"][0]["requests"] == 500
     for arguments, said in (
         (["--policy", '{"draft": "small", "window": {"kind": "fsm"}}', "--arrivals", "clients:2"], "vLLM cannot run a window of kind"),
@@ -421,29 +413,26 @@ def test_a_policy_is_simulated_under_load_by_command(server: str) -> None:
         (["--policy", policy, "--engine", "openvino", "--arrivals", "clients:2"], "nothing that it served was recorded"),
         (["--policy", policy, "--arrivals", "clients:2", "--tpot", "40"], "write for example 500ms"),
     ):
-        done = CliRunner().invoke(main, ["--db", server, "simulate", *arguments])
-        assert done.exit_code == 2
-        assert said in done.output, done.output
+        assert said in server.error("simulate", *arguments)
 
 
-def test_a_table_is_found_for_several_loads(server: str) -> None:
-    found = told(server, "tune", "--engine", "vllm", "--arrivals", "clients:1,3,8")
+def test_a_table_is_found_for_several_loads(server: Door) -> None:
+    found = server.json("tune", "--engine", "vllm", "--arrivals", "clients:1,3,8")
     shares = [load["relative"] for load in found["loads"]]
     assert min(shares) > 0.97
     assert sum(shares) >= 3 - 1e-3  # at each load as good as its own best constant, or better
     for gamma in {load["best"]["gamma"] for load in found["loads"]}:
         policy = json.dumps({"draft": "small", "window": {"kind": "fixed", "gamma": gamma}})
-        constant = told(server, "simulate", "--policy", policy, "--arrivals", "clients:1,3,8")["loads"]
+        constant = server.json("simulate", "--policy", policy, "--arrivals", "clients:1,3,8")["loads"]
         beside = zip(constant, found["loads"], strict=True)
         assert sum(shares) >= sum(c["tokens_per_s"] / f["best_constant"]["tokens_per_s"] for c, f in beside) - 1e-3
     table = parse_policy(found["policy"])
     assert isinstance(table, Policy)
     assert found["policy_id"] == table.id
-    done = CliRunner().invoke(main, ["--db", server, "tune", "--engine", "vllm", "--arrivals", "clients:1,8"])
-    assert "policies simulated. Best over these loads together" in done.output
-    assert CliRunner().invoke(main, ["--db", server, "tune", "--engine", "vllm"]).exit_code == 2
-    refused = CliRunner().invoke(main, ["--db", server, "tune", "--engine", "vllm", "--arrivals", "clients:1", "--objective", "goodput"])
-    assert "needs --ttft or --tpot" in refused.output
+    tune = ("tune", "--engine", "vllm")
+    assert "policies simulated. Best over these loads together" in server.call(*tune, "--arrivals", "clients:1,8").output
+    assert server.call(*tune).exit_code == 2
+    assert "needs --ttft or --tpot" in server.call(*tune, "--arrivals", "clients:1", "--objective", "goodput").output
 
 
 class Simulating:
@@ -468,47 +457,46 @@ class Simulating:
         pass
 
 
-def test_what_is_proved_by_execution_is_published(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_proved_by_execution_is_published(server: Door, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the engine's deployment, once: what is in force is then what is to be beaten."""
     noise = np.random.default_rng(1)
     monkeypatch.setattr(executed_load, "start", lambda *_: Simulating(noise))
     asked = ("tune", "--engine", "vllm", "--arrivals", "clients:1,8", "--limit", "40", "--execute", "--budget")
-    first = told(server, *asked, "1s")
+    first = server.json(*asked, "1s")
     assert (first["passes"], first["published"]) == (1, None)
     needs = int(re.findall(r"--budget (\d+)s fits 4 passes", first["reason"])[0])
     plain = {one["label"]: one["loads"] for one in first["executed"]}["autoregressive"]
     assert {(load["load"], load["predicted_tokens_per_s"] is None) for load in plain} == {("clients:1", False), ("clients:8", False)}
-    assert told(server, *asked, f"{needs}s", "--no-publish")["reason"].endswith("--no-publish")
-    found = told(server, *asked, f"{needs}s")
+    assert server.json(*asked, f"{needs}s", "--no-publish")["reason"].endswith("--no-publish")
+    found = server.json(*asked, f"{needs}s")
     assert found["passes"] == 4
     assert found["published"] == {"version": 1, "policy": found["winner"]["id"], "deployment": "vllm"}
     assert 1.01 < found["ratio_interval"][0] < found["ratio_to_incumbent"] < found["ratio_interval"][1]
     assert found["incumbent"] == {"version": None, "id": AUTOREGRESSIVE.id, "label": "autoregressive"}
     assert all(one["texts_differ"] == 0 for one in found["executed"])
-    with open_database(server) as database:
+    with open_database(server.db) as database:
         kept = TraceStore(database).active_publication(read_pair("demo").id, "cpu", "vllm")
     assert kept is not None
     assert (kept.reason, kept.evidence["executed"], kept.actor) == (found["reason"], found["executed"], "tune")
     assert kept.sampling is not None
     assert kept.sampling["temperature"] == 0
-    again = CliRunner().invoke(main, ["--db", server, *asked, f"{needs}s"])
+    again = server.call(*asked, f"{needs}s")
     assert f"nothing executed is better than {kept.label}. In force in deployment vllm" in " ".join(again.output.split())
     assert f"version 1, {kept.label}, stays." in again.output
 
 
-def test_what_cannot_run_is_not_what_is_to_be_beaten(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_run_is_not_what_is_to_be_beaten(server: Door, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tree in force is said and passed over; a window that was never served is executed without a prediction."""
     noise = np.random.default_rng(1)
     monkeypatch.setattr(executed_load, "start", lambda *_: Simulating(noise))
     asked = ("tune", "--engine", "vllm", "--arrivals", "clients:8", "--limit", "40", "--execute", "--budget", "1s")
     tree = '{"draft": "small", "growth": {"kind": "top_k"}}'
     for policy, name in ((tree, "trees"), ('{"draft": "small", "window": {"kind": "fixed", "gamma": 7}}', "wide")):
-        done = CliRunner().invoke(main, ["--db", server, "policies", "activate", policy, "--pair", "demo", "--deployment", name])
-        assert done.exit_code == 0, done.output
-    found = told(server, *asked, "--deployment", "trees")
+        server.json("policies", "activate", policy, "--pair", "demo", "--deployment", name)
+    found = server.json(*asked, "--deployment", "trees")
     assert "cannot run (vLLM cannot run trees" in found["reason"]
     assert found["incumbent"]["id"] == AUTOREGRESSIVE.id
-    found = told(server, *asked, "--deployment", "wide")
+    found = server.json(*asked, "--deployment", "wide")
     wide = next(one for one in found["executed"] if one["policy_id"] == found["incumbent"]["id"])
     assert [load["predicted_tokens_per_s"] for load in wide["loads"]] == [None]
     assert found["published"] is None

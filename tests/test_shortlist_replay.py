@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from recorded_texts import decoded_again, plain_texts
 from synthetic import flat_profile, with_heads, with_terms
 from test_lossless import PROMPTS
+from test_routing import WINDOWS
 from test_tree_parity import plain_rounds, shape
 
 from spectune.optimizer.simulate.replay import run_replay
@@ -25,7 +27,7 @@ from spectune.runtime.recording.chains import record_panorama
 from spectune.runtime.recording.trees import record_tree_panorama
 from spectune.traces.cost_table import CostTable
 from spectune.traces.errors import PolicyError, TraceError
-from spectune.traces.schema import Request, Sampling, Trajectory
+from spectune.traces.schema import Sampling, Trajectory
 
 TOKENS, WIDTH, DEPTH, GAMMA = 20, 8, 5, 12
 SAMPLINGS = [Sampling(), Sampling(temperature=1.0, seed=4)]
@@ -34,20 +36,9 @@ SAMPLINGS = [Sampling(), Sampling(temperature=1.0, seed=4)]
 @pytest.fixture(scope="module")
 def recorded(pair: LoadedPair) -> list[tuple[Trajectory, Any, Any]]:
     """Texts at temperature 0 and 1 with chain and tree panoramas of draft ``near``."""
-    found = []
-    decoder = Decoder(pair, StaticSource(prepare(Policy(), pair.draft_names)))
-    for sampling in SAMPLINGS:
-        for n, prompt in enumerate(PROMPTS[:3]):
-            request = decoder.request(Request(f"{n} {sampling.temperature}", "x", (prompt,)), pair.encode(prompt), sampling, TOKENS)
-            text = decoder.decode(request).trajectory
-            found.append(
-                (
-                    text,
-                    record_panorama(pair, text, "near", GAMMA),
-                    record_tree_panorama(pair, text, "near", WIDTH, DEPTH),
-                )
-            )
-    return found
+    prompts = {s: {f"{n} {s.temperature}": prompt for n, prompt in enumerate(PROMPTS[:3])} for s in SAMPLINGS}
+    texts = [text for sampling in SAMPLINGS for text in plain_texts(pair, prompts[sampling], sampling, TOKENS)]
+    return [(t, record_panorama(pair, t, "near", GAMMA), record_tree_panorama(pair, t, "near", WIDTH, DEPTH)) for t in texts]
 
 
 @pytest.fixture(scope="module")
@@ -70,18 +61,10 @@ def artifacts(pair: LoadedPair, recorded: list[tuple[Trajectory, Any, Any]]) -> 
 
 
 def policies(vocab: int) -> list[Policy]:
-    windows = [
-        {"kind": "fixed", "gamma": 1},
-        {"kind": "fixed", "gamma": 6},
-        {"kind": "fsm", "gamma_max": 8},
-        {"kind": "cache_fsm", "gamma_max": 6},
-        {"kind": "heuristic", "gamma_max": 10},
-        {"kind": "q_learning", "gamma_max": 6, "seed": 2},
-    ]
     shortlists = [{"kind": "frequency", "size": size, "artifact": "a"} for size in (1, vocab // 4, vocab)]
     shortlists += [{"kind": "position_frequency", "k_max": size, "artifact": "a"} for size in (16, vocab // 2)]
     # Every shortlist under a fixed window, and one or two of them, in turn, under each of the others.
-    chosen = [(w, s) for i, w in enumerate(windows) for j, s in enumerate(shortlists) if i == 1 or (i + j) % 5 == 0]
+    chosen = [(w, s) for i, w in enumerate(WINDOWS[:6]) for j, s in enumerate(shortlists) if i == 1 or (i + j) % 5 == 0]
     return [parse_policy({"draft": "near", "window": w, "shortlist": s}) for w, s in chosen]
 
 
@@ -95,12 +78,7 @@ def test_chains_under_shortlists_replay_exactly(
         replayed = run_replay(trace, policy, artifacts=artifacts, per_round=True)
         full = run_replay(trace, policy.model_copy(update={"shortlist": Policy().shortlist}), per_round=True)
         for (text, _, _), rounds in zip(recorded, replayed.steps(), strict=True):
-            request = decoder.request(
-                Request(text.request_id, "x", ("",)), text.prompt_ids.tolist(), text.sampling, text.max_new_tokens
-            )
-            decoded = decoder.decode(request)
-            assert decoded.trajectory.output_ids.tolist() == text.output_ids.tolist()
-            assert [shape(s) for s in decoded.steps] == [shape(s) for s in rounds], policy.label()
+            assert [shape(s) for s in decoded_again(decoder, text).steps] == [shape(s) for s in rounds], policy.label()
         differ.add(replayed.total.rounds != full.total.rounds)
         if getattr(policy.shortlist, "size", 0) >= pair.target.vocab_size:
             assert replayed.total == full.total
@@ -116,12 +94,7 @@ def test_trees_under_shortlists_replay_nearly(
     for size in (vocab // 2, vocab):
         policy = parse_policy({"draft": "near", **growth, "shortlist": {"kind": "frequency", "size": size, "artifact": "a"}})
         decoder = Decoder(pair, StaticSource(prepare(policy, pair.draft_names, artifacts=artifacts)))
-        rounds = 0
-        for text, _, _ in recorded:
-            request = decoder.request(
-                Request(text.request_id, "x", ("",)), text.prompt_ids.tolist(), text.sampling, text.max_new_tokens
-            )
-            rounds += len(decoder.decode(request).steps)
+        rounds = sum(len(decoded_again(decoder, text).steps) for text, _, _ in recorded)
         fast = run_replay(trace, policy, artifacts=artifacts, per_round=True)
         replayed, plan = fast.total.rounds, prepare(policy, pair.draft_names, artifacts=artifacts)
         assert replayed == rounds if size == vocab else replayed == pytest.approx(rounds, rel=0.05)

@@ -9,13 +9,13 @@ import signal
 import sqlite3
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from trace_values import PAIR, a_panorama, a_recording, a_trajectory, steps_of
+from waiting import eventually
 
 from spectune.db import CorruptedChunkError, Database, UnavailableError, check, open_database
 from spectune.traces import codec
@@ -132,9 +132,7 @@ def test_the_writer_stores_everything_in_order(store: TraceStore, served: str) -
 def test_the_writer_flushes_within_a_second_by_itself(store: TraceStore, served: str) -> None:
     writer = TrafficWriter(store, served, flush_s=0.2)
     writer.put(a_trajectory(0))
-    deadline = time.monotonic() + 60
-    while not store.recorded_ordinals(served) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    eventually(lambda: store.recorded_ordinals(served))
     assert store.recorded_ordinals(served) == {0}
     writer.close()
 
@@ -177,12 +175,6 @@ def test_a_slow_database_drops_and_never_blocks(store: TraceStore, served: str) 
     assert len(store.recorded_ordinals(served)) == taken
 
 
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-
-
 def test_a_request_that_the_database_refuses_costs_no_other(store: TraceStore, served: str, monkeypatch: pytest.MonkeyPatch) -> None:
     odd = replace(a_trajectory(1), request_id="a\0b")
     large = replace(a_trajectory(2), output_ids=np.zeros(30_000, np.int32))
@@ -220,10 +212,10 @@ def test_a_database_that_goes_away_between_two_writers_is_retried(store: TraceSt
         object.__setattr__(gate, "failure", TraceError("somebody else wrote 0"))
         gate.failing.set()
         writer.put(a_trajectory(0))
-        until(lambda: writer.status.error == "cannot reach database x")
+        eventually(lambda: writer.status.error == "cannot reach database x")
         assert writer.status.pending == 1
         gate.failing.clear()
-        until(lambda: writer.status.written)
+        eventually(lambda: writer.status.written)
     assert (writer.status.written, writer.status.dropped) == (1, 0)
     assert store.recorded_ordinals(served) == {0, 1}
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from doors import Door
 from test_traces_codec import FORGED
-from trace_values import PAIR, POLICY, POLICY_ID, a_recording, a_trajectory, a_tree, steps_of
+from trace_values import POLICY, POLICY_ID, a_recording, a_trajectory, a_tree, steps_of
 
 from spectune.db import CorruptedChunkError, Database, DatabaseError, open_database
 from spectune.db.models import PolicyRow, TrajectoryRow, WorkloadRow
@@ -102,10 +102,8 @@ OTHER = parse_policy({"draft": "ngram", "window": {"kind": "fixed", "gamma": 64}
 )
 def test_a_hash_that_does_not_fit_its_content_is_refused(file: Path, empty: Database, statement: str, says: str) -> None:
     edit(file, statement)
-    with pytest.raises(TraceError, match=says) as refusal:
+    with pytest.raises(TraceError, match=f"{says}.*nothing of it was taken over"):
         import_recordings(empty, file)
-    assert "\n" not in str(refusal.value)
-    assert "nothing of it was taken over" in str(refusal.value)
     assert nothing_of(empty)
 
 
@@ -330,10 +328,3 @@ def test_a_killed_import_leaves_nothing_behind(file: Path, tmp_path: Path) -> No
     assert {p.name for p in tmp_path.iterdir()} <= before
 
 
-def test_everything_travels_and_is_sound(file: Path, store: TraceStore) -> None:
-    assert import_recordings(store.database, file).chunks == 3 * 4
-    loaded = store.load("latest", steps=True, trees=True)
-    assert loaded.trees("small")[1] == a_tree(a_trajectory(1), "small", seed=1)
-    assert store.get_policy(POLICY_ID).document == POLICY
-    assert store.get_pair(PAIR).name == "demo"
-    assert len(store.get_workload("latest").requests) == 3

@@ -55,9 +55,9 @@ def shape(step: Step) -> tuple[int, ...]:
     )  # fmt: skip
 
 
-def tree_policies(draft: str, count: int, seed: int, *, random_from: int = 8) -> list[Policy]:
+def tree_policies(draft: str, count: int, seed: int) -> list[Policy]:
     """Policies of every growth, then random compositions of growth, window, stop, selection and bins."""
-    fixed: list[dict[str, Any]] = [
+    found: list[dict[str, Any]] = [
         {"growth": {"kind": "top_k", "width": 6}, "window": {"kind": "fixed", "gamma": 5}, "select": {"top_n": 20}},
         {"growth": {"kind": "top_k", "width": 1}, "window": {"kind": "fixed", "gamma": 6}, "select": {"top_n": 6}},
         {"growth": {"kind": "static", "paths": STATIC}},
@@ -76,14 +76,8 @@ def tree_policies(draft: str, count: int, seed: int, *, random_from: int = 8) ->
             "growth": {"kind": "classifier", "width": 1, "cap": 1, "beta": 0.6, "artifact": "grower"},
             "window": {"kind": "fixed", "gamma": 6},
         },
-        {
-            "growth": {"kind": "top_k", "width": 5},
-            "window": {"kind": "analytic", "gamma_max": 5, "costs": "profile"},
-            "select": {"top_n": 15},
-        },
     ]
     rng = np.random.default_rng(seed)
-    found = [d for d in fixed if "analytic" not in str(d)][:random_from]
     while len(found) < count:
         kind = str(rng.choice(["fixed", "fsm", "cache_fsm", "q_learning", "heuristic"]))
         gamma = int(rng.integers(1, DEPTH - 2))

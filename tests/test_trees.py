@@ -32,6 +32,8 @@ from spectune.traces.schema import NO_BIN, Sampling
 CPU = torch.device("cpu")
 Path = tuple[int, ...]
 KINDS = ["chain", "top_k", "classifier", "static"]
+TRIALS = {"compiled": 600, "tensors": 120}
+"""Tensor operations are held against the compiled loops field by field as well, and take several times as long."""
 
 
 @pytest.fixture(params=["compiled", "tensors"])
@@ -79,7 +81,7 @@ class Case:
         )
 
 
-def random_case(rng: random.Random, kind: str, *, short: bool = True) -> Case:
+def random_case(rng: random.Random, kind: str) -> Case:
     width = 1 if kind == "chain" else rng.choice([1, 2, 2, 3, 3, 4, 5, 8])
     vocab = width + rng.randint(0, 8)
     coupled = kind != "static" and rng.random() < 0.5
@@ -124,7 +126,7 @@ def random_case(rng: random.Random, kind: str, *, short: bool = True) -> Case:
             rule = replace(rule, thresholds=strata.thresholds, fitted_depth=strata.d_fit, alpha=strata.alpha, kept=kept)
         rule = replace(rule, top_n=wanted)
     ties, greedy = rng.choice([0.0, 0.3, 0.9]), rng.random() < 0.5
-    rate = rng.choice([0.0, 0.0, 0.3, 0.9]) if short else 0.0
+    rate = rng.choice([0.0, 0.0, 0.3, 0.9])
     draft = reference.random_draft(rng, vocab, width, ties, greedy, rate)
     return Case(
         draft, growth, stop, strata, rule, gamma, gamma + rng.randint(0, 4), wanted, vocab, rate == 0 and rng.random() < 0.5
@@ -213,7 +215,7 @@ def test_the_reference_grows_what_was_worked_out_on_paper() -> None:
 def test_grows_what_the_papers_say(kind: str, way: str) -> None:
     """Through ``grow``: nodes, order, parents, depths, passes, what each pass read, bins, Phi, ends; ties and short laws included."""
     seen: dict[str, int] = {}
-    for trial in range(600):
+    for trial in range(TRIALS[way]):
         case = random_case(random.Random(f"{kind} {way} {trial}"), kind)
         asked: list[Path] = []
         expected = case.expected(asked)
@@ -224,14 +226,14 @@ def test_grows_what_the_papers_say(kind: str, way: str) -> None:
         seen[outcome] = seen.get(outcome, 0) + 1
     wanted = {"chain": "depth, stop", "top_k": "depth, stop, depth deeper, stop deeper", "static": "depth, stop, static"}
     wanted["classifier"] = "depth, stop, classifier, depth deeper"
-    assert set(seen) >= set(wanted[kind].split(", ")), seen
+    assert way == "tensors" or set(seen) >= set(wanted[kind].split(", ")), seen
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_drafted_and_not_verified_is_kept_where_asked(kind: str, way: str) -> None:
     """Beside the kept nodes exactly the other candidates and a dropped level's, and the same tree; unasked, nothing."""
     seen = {"left": 0, "dropped": 0, "below": 0}
-    for trial in range(250):
+    for trial in range(TRIALS[way] // 2):
         case = random_case(random.Random(f"pruned {kind} {way} {trial}"), kind)
         expected, (plain, _) = case.expected(), grown(case)
         tree = grow(case.rule, case.gamma, case.limit, Told(case), CPU, whole=case.whole, keep_pruned=True)
@@ -246,7 +248,7 @@ def test_what_is_drafted_and_not_verified_is_kept_where_asked(kind: str, way: st
         seen["dropped"] += bool(expected.dropped)
         seen["below"] += any(parent >= len(expected.kept) for parent in tree.pruned.parents)
     selects = kind in ("top_k", "classifier")
-    assert all(count > 2 for name, count in seen.items() if selects or name == "dropped"), seen
+    assert way == "tensors" or all(count > 2 for name, count in seen.items() if selects or name == "dropped"), seen
 
 
 FIELDS = dict.fromkeys(("token", "cost", "q_cost", "parent"), "candidate") | dict.fromkeys(("place", "above", "rank", "phi"), "place")

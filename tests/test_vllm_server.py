@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from waiting import eventually
 
 from spectune.engines.protocol import Load, Prompt, Wanted
 from spectune.engines.vllm.execute import Sending, Vllm, body_of
@@ -77,13 +78,6 @@ def bodies(count: int, token: int = 3) -> dict[int, str]:
 def living(within_s: float) -> bool:
     """As :meth:`engines.vllm.server.Server.ended` of one that lives."""
     return False
-
-
-def eventually(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.005)
 
 
 def test_so_many_clients_send_so_many_requests_at_a_time(slow: Slow) -> None:

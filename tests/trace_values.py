@@ -121,16 +121,16 @@ def a_tree(
     )
 
 
-def steps_of(trajectory: Trajectory, *, policy: str = POLICY_ID, draft: str = "small", gamma: int = 4) -> tuple[Step, ...]:
-    """Rounds that cover a trajectory."""
+def steps_of(trajectory: Trajectory) -> tuple[Step, ...]:
+    """Rounds of at most four drafted tokens that cover a trajectory."""
     rng = np.random.default_rng(len(trajectory.output_ids))
     steps: list[Step] = []
     start, total = 0, len(trajectory.output_ids)
     while start < total:
-        drafted = min(gamma, total - start - 1)
+        drafted = min(4, total - start - 1)
         accepted = int(rng.integers(0, drafted + 1))
         times = [float(t) / 1e9 for t in rng.integers(1, 10**7, 3)]
-        steps.append(Step(start, drafted, drafted + 1, accepted, accepted + 1, drafted, 1, draft, policy, *times))
+        steps.append(Step(start, drafted, drafted + 1, accepted, accepted + 1, drafted, 1, "small", POLICY_ID, *times))
         start += accepted + 1
     return tuple(steps)
 
@@ -143,9 +143,9 @@ def a_profile(scale: float, *, device: str = "cpu") -> LatencyProfile:
     return LatencyProfile(PAIR, device, "float32", terms, environment={"torch": "2"})
 
 
-def an_outcome(n: int = 3) -> Outcome:
-    """Executed counts of ``n`` requests."""
-    counts = [Counts(1, 10 + i, 30 + i, 20, 40, 40, 50, 0.125 * (i + 1)) for i in range(n)]
+def an_outcome() -> Outcome:
+    """Executed counts of three requests."""
+    counts = [Counts(1, 10 + i, 30 + i, 20, 40, 40, 50, 0.125 * (i + 1)) for i in range(3)]
     rows = (RequestOutcome(f"r{i}", CATEGORIES[i % 3], c, c.seconds / 8) for i, c in enumerate(counts))
     return Outcome(POLICY_ID, "executed", tuple(rows))
 

@@ -1,0 +1,16 @@
+"""Waiting for what another thread or process is to bring about."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+PATIENCE_S = 90.0
+
+
+def eventually(holds: Callable[[], object]) -> None:
+    """Returns once it holds; a test that waits in vain fails."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
