@@ -166,7 +166,7 @@ def test_a_run_is_labelled_by_what_ran_in_each_round(pair: LoadedPair) -> None:
     encoded = encode(pair, Workload("w", requests), DecodeOptions(max_new_tokens=24))
     two, five, again = (prepare(fixed(g), pair.draft_names, version=v) for v, g in enumerate((2, 5, 5), 1))
     unseen = prepare(fixed(7), pair.draft_names, version=9)
-    decoded = list(run(pair, Scripted((0, two), (8, five), (18, again), (10**6, unseen)), encoded, warm_up=0))
+    decoded = list(run(pair, Scripted((0, two), (8, five), (18, again), (10**6, unseen)), encoded))
     changes, shares = changes_of(decoded), shares_of(decoded)
     (change,) = changes  # the same policy, published again, is no change
     assert (change.before, change.after, change.version) == (fixed(2).label(), fixed(5).label(), 2)

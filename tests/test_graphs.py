@@ -15,7 +15,7 @@ from test_tree_parity import STATIC, artifacts, shape
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from spectune.optimizer.execute import DecodeOptions, encode, run
+from spectune.optimizer.execute import DecodeOptions, Executor, encode
 from spectune.runtime.cuda import graphs
 from spectune.runtime.cuda.graphs import use_graphs, wanted
 from spectune.runtime.cuda.pass_sizes import prepare_graphs
@@ -300,14 +300,15 @@ def test_execution_captures_before_the_clock_runs(tmp_path: Path) -> None:
     fresh = Twins(make_pair(tmp_path))
     items = tuple(Request(str(i), "c", (PROMPT * (1 + 4 * i),)) for i in range(3))
     encoded = encode(fresh.fast, Workload("w", items), DecodeOptions(max_new_tokens=8))
-    source = StaticSource(prepare(parse_policy(top_k("near", 3, 3, 8)), fresh.fast.draft_names))
+    policy = parse_policy(top_k("near", 3, 3, 8))
     times: list[int] = []
 
     def clock() -> float:
         times.append(fresh.recorder.captured)
         return float(len(times))
 
-    assert len(list(run(fresh.fast, source, encoded, clock=clock))) == 3
+    executor = Executor(fresh.fast, [policy], encoded, clock=clock)
+    assert all(executor(policy.id, n) > 0 for n in range(3))
     assert times[0] == times[-1] > 0
     assert fresh.missed() == {}
 

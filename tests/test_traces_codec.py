@@ -70,7 +70,7 @@ def test_any_panorama_comes_back_equal(panorama: ChainPanorama) -> None:
 
 counts = st.integers(0, 2**31 - 1)
 times = st.integers(0, 10**13).map(lambda ns: ns / 1e9)
-any_step = st.builds(Step, *[counts] * 7, st.text(max_size=5), st.text(max_size=5), times, times, times)
+any_step = st.tuples(*[counts] * 7, st.text(max_size=5), st.text(max_size=5), times, times, times).map(lambda fields: Step(*fields))
 
 
 @few
