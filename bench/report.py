@@ -84,7 +84,10 @@ CHECKS = (
     ),
     Check("schedules", "schedules", "all tests pass", ""),
     Check("borders", "malformed input of every kind", "our errors alone", ""),
-    Check("chaos", "kills, outages and garbage at once", "0 failures", "measured before the present cost model; databases are not recreated"),
+    Check(
+        "chaos", "kills, outages and garbage at once", "0 failures",
+        "measured before the present cost model; databases are not recreated",
+    ),
     Check("engines", "other engines against one recording of theirs, round by round", "0 mismatches", ENGINES),
 )  # fmt: skip
 
