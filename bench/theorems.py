@@ -99,7 +99,8 @@ def masks(fits: Fits, draft: str, contexts: Contexts, block: Document) -> BoolAr
     ready = Shortlists(rule, fits.pair.models[draft], exact=False)
     found = np.zeros(contexts.p.shape, dtype=np.bool_)
     for i in range(len(found)):
-        found[i, ready.of(0, contexts.tokens[i : i + 1], contexts.previous[i : i + 1], lambda _: None).ids.numpy()] = True
+        _, support = ready.beside(lambda: None, 0, contexts.tokens[i : i + 1], contexts.previous[i : i + 1], lambda _: None)
+        found[i, support.ids.numpy()] = True
     return found
 
 
