@@ -22,7 +22,7 @@ from spectune.db.errors import DatabaseError, NotFoundError
 from spectune.runtime.pair import PairSpec, identity, read_pair
 from spectune.runtime.policies.document import AnyPolicy, parse_policy
 from spectune.runtime.reload import P, Published, Status, WatchedSource, reason_of
-from spectune.traces.errors import PairError, PolicyError, SpectuneError
+from spectune.traces.errors import PairError, PolicyError
 from spectune.traces.schema import Sampling, Step, Trajectory, Verifier
 from spectune.traces.store import TraceStore
 from spectune.traces.store.publications import DEFAULT_DEPLOYMENT
@@ -150,8 +150,8 @@ class Served(Generic[P]):
         try:
             spec = self._pair()
             self._pair_id = spec.id
-        except SpectuneError as error:
-            self._say(f"nothing is recorded or followed: {error}")
+        except Exception as error:  # whatever a pair's files hold: the engine serves on
+            self._say(f"nothing is recorded or followed: {reason_of(error)}")
             return
         look = 0.0
         while not self._stop.is_set():

@@ -297,15 +297,19 @@ def test_more_kinds_of_sampling_than_recordings_are_dropped_and_counted(server: 
     assert (done.written, done.dropped) == (RECORDINGS_LIMIT, 3)
 
 
-def test_a_pair_that_is_not_the_servers_is_said_and_nothing_recorded(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(PairError("its target is another"), "its target is another"), (KeyError("model_type"), "KeyError: 'model_type'")],
+)
+def test_a_pair_that_cannot_be_told_is_said_and_nothing_recorded(tmp_path: Path, error: Exception, reason: str) -> None:
     def none() -> PairSpec:
-        raise PairError("its target is another")
+        raise error
 
     said: list[str] = []
     place = Place(f"sqlite:///{tmp_path / 'x.db'}", "cpu", "node", {"engine": "vllm"}, 512, "vllm")
     served: Served[Table] = Served(place, none, Table((0, 6)), lambda p, v: Table((0,)), said.append)
     eventually(lambda: bool(said))
-    assert said == ["nothing is recorded or followed: its target is another"]
+    assert said == [f"nothing is recorded or followed: {reason}"]
     served.put(*served_request())
     assert served.close().dropped == 1
     assert not (tmp_path / "x.db").exists()

@@ -15,8 +15,10 @@ from test_engines import by_batch, policy
 from waiting import eventually
 
 from spectune.db import open_database
+from spectune.engines.serving import Place, Served
 from spectune.engines.sglang import plugin
-from spectune.runtime.pair import read_pair
+from spectune.engines.vllm.tables import Table
+from spectune.runtime.pair import PairSpec, read_pair
 from spectune.runtime.policies.document import AnyPolicy
 from spectune.traces.schema import Sampling
 from spectune.traces.store import TraceStore
@@ -164,6 +166,14 @@ class Scheduler:
         found.served.close()
 
 
+class ThreadFirst(Served[Table]):
+    """Its thread asks for the pair before its maker goes on, as it may at any time."""
+
+    def __init__(self, place: Place, pair: Callable[[], PairSpec], *others: Any) -> None:
+        pair()
+        super().__init__(place, pair, *others)
+
+
 @pytest.fixture
 def scheduler(
     sources: Path, tmp_path: Path, tiny_pair: Path, monkeypatch: pytest.MonkeyPatch
@@ -171,6 +181,7 @@ def scheduler(
     made: list[Scheduler] = []
     monkeypatch.setenv("SPECTUNE_DB", str(tmp_path / "x.db"))
     monkeypatch.setenv("SPECTUNE_PAIR", str(tiny_pair))
+    monkeypatch.setattr(plugin, "Served", ThreadFirst)
 
     def start(steps: list[int], **options: Any) -> Scheduler:
         made.append(Scheduler(tmp_path, tiny_pair, steps, **options))

@@ -107,7 +107,7 @@ class Server:
     """A scheduler process. ``candidates``: steps that can be put in force, none where SGLang was
     started without ``--speculative-adaptive``."""
 
-    served: Served[Table]
+    served: Served[Table] = field(init=False)
     draft: str = ""
     decoding: dict[str, list[Step]] = field(default_factory=dict)
     trouble: str = ""
@@ -200,6 +200,8 @@ def _begun(asked: Any) -> Server:
     )
     ranks = int(asked.tp_size) * int(asked.pp_size)
 
+    made = Server()  # there before the thread of ours, which says its draft
+
     def pair() -> PairSpec:
         lookup = "ngram" if asked.speculative_algorithm == "NGRAM" else "none"
         spec, made.draft = served_pair(asked.model_path, asked.speculative_draft_model_path, lookup)
@@ -223,7 +225,7 @@ def _begun(asked: Any) -> Server:
     def say(line: str) -> None:
         logger.info("spectune: %s", line)
 
-    made = Server(Served(place, pair, Table((0,) * (MOST_SEATS + 1)), ready, say))
+    made.served = Served(place, pair, Table((0,) * (MOST_SEATS + 1)), ready, say)
     return made
 
 
