@@ -15,11 +15,11 @@ from spectune.engines.protocol import Load, Prompt, Running, Wanted
 from spectune.engines.start import start
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.on_engine import record_on
-from spectune.optimizer.record import Progress
 from spectune.optimizer.simulate.served_costs import ServedCosts
 from spectune.runtime.costs import step_seconds
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
+from spectune.runtime.progress import Progress, silent
 from spectune.traces.errors import EngineError, PairError
 from spectune.traces.store import TraceStore
 
@@ -84,7 +84,7 @@ def profile_engine(
     design: Design,
     *,
     say: Callable[[str], None] = lambda line: None,
-    progress: Progress = lambda phase, done, total: None,
+    progress: Progress = silent,
 ) -> Profiled:
     """Starts an engine without a draft and with each of the drafts, and serves the design into recordings, one for each policy:
     those of an engine's traffic, from which its costs are known. A draft that the engine cannot load is left out.
@@ -109,7 +109,7 @@ def profile_engine(
 
 
 def serve_design(
-    store: TraceStore, spec: PairSpec, running: Running, draft: str, design: Design, progress: Progress = lambda *_: None
+    store: TraceStore, spec: PairSpec, running: Running, draft: str, design: Design, progress: Progress = silent
 ) -> list[str]:
     """Serves the design on an engine that has loaded ``draft``: a recording of each policy, at each number of clients."""
     options, recordings = DecodeOptions(max_new_tokens=design.tokens), list[str]()

@@ -14,11 +14,11 @@ from spectune.engines.protocol import Answered, Prompt, Wanted
 from spectune.engines.start import start
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.on_engine import execute
-from spectune.optimizer.record import Progress
 from spectune.optimizer.simulate.load import Objective, Served
 from spectune.optimizer.under_load import Found, Scored, UnderLoad
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import Policy
+from spectune.runtime.progress import Progress
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.schema import Trajectory
 

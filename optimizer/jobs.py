@@ -14,10 +14,11 @@ from spectune.optimizer.overlong import made_to_fit
 from spectune.optimizer.payload import SEARCHED, check_payload, tuning_workload
 from spectune.optimizer.record import recording_options
 from spectune.optimizer.schedule import Execute, Job, JobContext, parse_duration
-from spectune.optimizer.tune import Progress, TuneOptions, tune, tune_recording
+from spectune.optimizer.tune import TuneOptions, tune, tune_recording
 from spectune.optimizer.verdict import Tuned
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.pair import PairSpec
+from spectune.runtime.progress import Progress, silent
 from spectune.traces.errors import TraceError
 from spectune.traces.schema import Sampling
 from spectune.traces.store import TraceStore
@@ -32,7 +33,7 @@ def tuning_job(
     store: TraceStore,
     *,
     load: Callable[..., LoadedPair] = load_pair,
-    progress: Progress = lambda phase, done, total: None,
+    progress: Progress = silent,
     page: Callable[[str], str | None] = lambda study: None,
 ) -> Execute:
     """A job function for the scheduler's workers: tunes what the payload names and publishes under the slot's idempotency key.

@@ -9,9 +9,9 @@ from typing import Any
 from spectune.engines.abilities import Engine
 from spectune.engines.protocol import Answered, Load, Prompt, Running
 from spectune.optimizer.execute import DecodeOptions, counts_of
-from spectune.optimizer.record import Progress
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import AnyPolicy
+from spectune.runtime.progress import Progress, silent
 from spectune.runtime.words import Texts
 from spectune.traces.errors import EngineError
 from spectune.traces.schema import Outcome, RequestOutcome, Verifier, Workload, latency_json
@@ -70,7 +70,7 @@ def record_on(
     options: DecodeOptions,
     *,
     fresh: bool = False,
-    progress: Progress = lambda phase, done, total: None,
+    progress: Progress = silent,
 ) -> RecordingInfo:
     """Serves what an unfinished recording of the same arguments lacks, or all of it, each request committed as it ends; the
     recording, which still is to be looked around in and finished. ``workload``: what the prompts are of, where that is to be kept."""

@@ -3,7 +3,7 @@ what was executed, and how far it is to be trusted."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
@@ -17,6 +17,7 @@ from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import AnyPolicy
 from spectune.runtime.profiling import environment, measure_profile, refit_scale
+from spectune.runtime.progress import Progress, silent
 from spectune.traces.latency import LatencyProfile
 from spectune.traces.schema import Trajectory
 from spectune.traces.store import StoredProfile, TraceStore
@@ -89,7 +90,7 @@ def profile_for(
     fresh: bool = False,
     trajectories: Sequence[Trajectory] = (),
     own_since: datetime | None = None,
-    progress: Callable[[str, int, int], None] = lambda phase, done, total: None,
+    progress: Progress = silent,
 ) -> StoredProfile:
     """A profile fit for use: a recent one of this environment, else a new measurement on the texts
     and contexts of ``trajectories``, of two sweeps where its check fails after one. Where it fails

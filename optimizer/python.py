@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from html import escape
@@ -29,6 +29,7 @@ from spectune.runtime.loop import StaticSource
 from spectune.runtime.pair import PairSpec, read_pair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, AnyPolicy, parse_policy
 from spectune.runtime.policies.prepare import prepare
+from spectune.runtime.progress import Progress, silent
 from spectune.runtime.words import check_conversations
 from spectune.traces.errors import PairError, WorkloadError
 from spectune.traces.sanity import checked
@@ -142,7 +143,7 @@ def tune(
     *,
     pair: str | os.PathLike[str] | LoadedPair | None = None,
     db: str | os.PathLike[str] | None = None,
-    progress: Callable[[str, int, int], None] = lambda phase, done, total: None,
+    progress: Progress = silent,
     **how: Any,
 ) -> Result:
     """Finds the fastest policy, proves it by execution and publishes it, as the command does. Arguments are :func:`record`'s, and

@@ -22,6 +22,7 @@ from spectune.runtime.loop import PolicySource
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.artifacts import Artifacts, Fitted
 from spectune.runtime.policies.document import DEFAULT_TOP_N, GAMMA_LIMIT, Policy, parse_plain_policy
+from spectune.runtime.progress import Progress, silent
 from spectune.runtime.recording.chains import record_panorama
 from spectune.runtime.recording.trees import Cover, base_covers, cover_name, record_tree_panorama
 from spectune.runtime.trees.grow import TreeRule
@@ -31,8 +32,6 @@ from spectune.traces.schema import Proposals, Trajectory, Workload
 from spectune.traces.store import RecordingInfo, TraceStore
 from spectune.traces.store.traffic import TrafficWriter
 
-Progress = Callable[[str, int, int], None]
-"""Called with (phase, done, total)."""
 BATCH = 4
 """Panoramas of a draft stored in one transaction; of trees each takes a second to make."""
 Covers = Sequence[Cover] | Mapping[str, Sequence[Cover]]
@@ -98,7 +97,7 @@ def record(
     fresh: bool = False,
     reuse_complete: bool = False,
     begun: RecordingInfo | None = None,
-    progress: Progress = lambda phase, done, total: None,
+    progress: Progress = silent,
 ) -> RecordingInfo:
     """Decodes and stores every request, and what a look around its texts finds; what is stored already is not done again. Other cores
     look at texts while this one decodes the next.
@@ -175,7 +174,7 @@ def look_around(
     recording: str,
     wanted: Look,
     *,
-    progress: Progress = lambda phase, done, total: None,
+    progress: Progress = silent,
 ) -> int:
     """Records the panoramas and trees that a recording lacks, of drafts that may be newer than it; how many were made."""
     jobs = _jobs(store, pair, recording, wanted)

@@ -47,6 +47,7 @@ from spectune.runtime.policies.document import AUTOREGRESSIVE, AnyPolicy, Choose
 from spectune.runtime.policies.draft_choice import Chooser
 from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.policies.prepared_chooser import PREDICTED, plain_policies, prompt_key
+from spectune.runtime.progress import Progress, silent
 from spectune.runtime.recording.trees import Cover
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.recording import TREE_DEPTH
@@ -61,8 +62,6 @@ if TYPE_CHECKING:
 
 MOST_COVERS = 4
 """Growths of one draft beyond the recording that are recorded as well; each makes every tree larger."""
-Progress = Callable[[str, int, int], None]
-"""Called with (phase, done, total)."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,7 @@ def tune(
     workload: Workload,
     wanted: TuneOptions,
     *,
-    progress: Progress = lambda phase, done, total: None,
+    progress: Progress = silent,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Tuned:
     """Tunes a pair for a workload on the device it is loaded on, from recording to publication.
@@ -160,7 +159,7 @@ def tune_recording(
     wanted: TuneOptions,
     *,
     seconds: Mapping[str, float] | None = None,
-    progress: Progress = lambda phase, done, total: None,
+    progress: Progress = silent,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Tuned:
     """Tunes on an existing recording (of served traffic, say). ``seconds`` are those that stages took before."""

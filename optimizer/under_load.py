@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -17,6 +17,7 @@ from spectune.optimizer.simulate.served_costs import ServedCosts, costs_of_engin
 from spectune.optimizer.simulate.serving import Simulated, serve
 from spectune.optimizer.simulate.trace import open_trace
 from spectune.runtime.policies.document import ByBatchWindow, FixedWindow, Policy
+from spectune.runtime.progress import Progress
 from spectune.traces.errors import PolicyError
 from spectune.traces.recording import RecordingInfo
 from spectune.traces.store import TraceStore
@@ -121,7 +122,7 @@ class Found:
 class Search:
     """The search over tables: every constant, then size by size from each draft's best. Sizes are doubled: 1, 2, 4 and so on."""
 
-    def __init__(self, lab: UnderLoad, progress: Callable[[str, int, int], None]) -> None:
+    def __init__(self, lab: UnderLoad, progress: Progress) -> None:
         self.lab, self._progress = lab, progress
         self._known: dict[str, Scored] = {}
         self._reach: dict[str, float] = {}

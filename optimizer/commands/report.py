@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +17,12 @@ from spectune.optimizer.commands.shared import (
     open_store,
     with_json,
 )
+from spectune.runtime.progress import Progress
 
 if TYPE_CHECKING:
     from spectune.traces.store import TraceStore
     from spectune.traces.store.catalog import Study
 
-Progress = Callable[[str, int, int], None]
 
 
 @click.command()

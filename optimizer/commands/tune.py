@@ -36,6 +36,7 @@ from spectune.optimizer.commands.under_load import (
     search_under_load,
     show_search,
 )
+from spectune.runtime.progress import silent
 
 if TYPE_CHECKING:
     from spectune.traces.store import TraceStore
@@ -211,7 +212,7 @@ def page_of(
     if path == "none":
         return None, None
     try:
-        return str(write_report(ctx, store, study, path, lambda phase, done, total: None)["path"]), None
+        return str(write_report(ctx, store, study, path, silent)["path"]), None
     except (OutputError, DatabaseError) as error:
         if path is not None:
             return None, error

@@ -21,11 +21,12 @@ import torch
 from spectune.optimizer.fit import perceptron
 from spectune.optimizer.fit.perceptron import Weights
 from spectune.optimizer.fit.recorded_trees import CHUNK, RecordedTrees, TreeSource, unusual
-from spectune.optimizer.fit.shared import Progress, StoredFit, held_out, silent, stored
+from spectune.optimizer.fit.shared import StoredFit, held_out, stored
 from spectune.optimizer.simulate.forest import Forest
 from spectune.runtime.policies.artifacts import CLASSIFIER
 from spectune.runtime.policies.c2t import WEIGHTS, ClassifierWeights, read_weights
 from spectune.runtime.policies.eagle2 import INFINITE
+from spectune.runtime.progress import Progress, silent
 from spectune.runtime.trees.grow import NONE, Growing, TreeRule
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.schema import TREE_SCALE

@@ -14,7 +14,7 @@ import numpy as np
 
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.fit.on_the_fly import fit_chooser, read_prompts
-from spectune.optimizer.fit.shared import Progress, StoredFit, keep, profile_of, recording_of, search_part, silent
+from spectune.optimizer.fit.shared import StoredFit, keep, profile_of, recording_of, search_part
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.trace import open_trace
@@ -25,6 +25,7 @@ from spectune.runtime.policies.draft_choice import NO_DRAFT, Chooser, Rule
 from spectune.runtime.policies.plan import compile_plan
 from spectune.runtime.policies.prepared_chooser import PREDICTED, prompt_key
 from spectune.runtime.policies.prompt_features import Prompt
+from spectune.runtime.progress import Progress, silent
 from spectune.runtime.prompts import prompt_reader
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.schema import LatencyProfile

@@ -13,10 +13,11 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from spectune.optimizer.fit.shared import Progress, StoredFit, keep, silent, stored
+from spectune.optimizer.fit.shared import StoredFit, keep, stored
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.artifacts import ROUTER
 from spectune.runtime.policies.dynaspec import Clusters
+from spectune.runtime.progress import Progress, silent
 from spectune.traces.errors import PolicyError
 from spectune.traces.store import TraceStore
 

@@ -23,13 +23,14 @@ from spectune.optimizer.fit.draft_distributions import states_over
 from spectune.optimizer.fit.fr_spec import count_tokens, frequency_order, shown_sizes, token_ids
 from spectune.optimizer.fit.perceptron import Weights
 from spectune.optimizer.fit.ranks import recorded_ranks
-from spectune.optimizer.fit.shared import LeftOut, Progress, StoredFit, held_out, keep, search_texts, silent, stored
+from spectune.optimizer.fit.shared import LeftOut, StoredFit, held_out, keep, search_texts, stored
 from spectune.optimizer.simulate.shortlist_ranks import ClusterRanks, budget_grid
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.artifacts import FREQUENCIES, ROUTER
 from spectune.runtime.policies.dynaspec import Clusters
 from spectune.runtime.policies.fr_spec import Frequencies
 from spectune.runtime.policies.router import Router, Routing, top_clusters
+from spectune.runtime.progress import Progress, silent
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.schema import Proposals, Trajectory
 from spectune.traces.store import TraceStore

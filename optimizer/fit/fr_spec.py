@@ -11,10 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from spectune.optimizer.fit.ranks import recorded_ranks
-from spectune.optimizer.fit.shared import LeftOut, Progress, StoredFit, keep, search_texts, silent
+from spectune.optimizer.fit.shared import LeftOut, StoredFit, keep, search_texts
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.artifacts import FREQUENCIES
 from spectune.runtime.policies.fr_spec import Frequencies
+from spectune.runtime.progress import Progress, silent
 from spectune.traces.errors import TraceError, WorkloadError
 from spectune.traces.schema import Trajectory
 from spectune.traces.store import TraceStore

@@ -15,11 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from spectune.optimizer.fit.recorded_trees import CHUNK, RecordedTrees, TreeSource, unusual
-from spectune.optimizer.fit.shared import Progress, StoredFit, silent
+from spectune.optimizer.fit.shared import StoredFit
 from spectune.optimizer.simulate.forest import tabulate_growth
 from spectune.optimizer.simulate.tree_tables import NEVER, GrowthTable
 from spectune.runtime.policies.artifacts import BINS
 from spectune.runtime.policies.document import DEFAULT_TOP_N, NODE_LIMIT
+from spectune.runtime.progress import Progress, silent
 from spectune.traces.errors import PolicyError, TraceError
 
 Index = npt.NDArray[np.int64]

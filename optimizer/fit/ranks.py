@@ -24,7 +24,6 @@ from torch.nn import functional
 
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.fit.draft_distributions import Columns, ReadText, WholeDistributions
-from spectune.optimizer.fit.shared import Progress, silent
 from spectune.optimizer.processes import on_every_core
 from spectune.optimizer.simulate.shortlist_ranks import (
     UNKNOWN_CODE,
@@ -43,6 +42,7 @@ from spectune.runtime.policies.document import ClustersShortlist, Policy
 from spectune.runtime.policies.fr_spec import Frequencies
 from spectune.runtime.policies.router import top_clusters
 from spectune.runtime.policies.shortlist_rule import compile_shortlist
+from spectune.runtime.progress import Progress, silent
 from spectune.runtime.recording.trees import OFF_TEXT, ROWS
 from spectune.runtime.shortlists import Shortlists
 from spectune.traces.errors import PolicyError

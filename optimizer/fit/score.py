@@ -23,8 +23,9 @@ import numpy as np
 import numpy.typing as npt
 
 from spectune.optimizer.fit.recorded_trees import RecordedTrees, TreeSource, child_probabilities, unusual
-from spectune.optimizer.fit.shared import Progress, StoredFit, held_out, silent
+from spectune.optimizer.fit.shared import StoredFit, held_out
 from spectune.runtime.policies.document import DEFAULT_TOP_N, TopKGrowth
+from spectune.runtime.progress import Progress, silent
 from spectune.runtime.trees.grow import gap_weights
 from spectune.traces.errors import TraceError
 

@@ -18,10 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from spectune.optimizer.fit.recorded_trees import RecordedTrees, TreeSource, unusual
-from spectune.optimizer.fit.shared import Progress, StoredFit, profile_of, silent
+from spectune.optimizer.fit.shared import StoredFit, profile_of
 from spectune.runtime.costs import RoundKind, pass_seconds, round_costs
 from spectune.runtime.policies.artifacts import STATIC_TREE
 from spectune.runtime.policies.document import GAMMA_LIMIT, NODE_LIMIT, WIDTH_LIMIT
+from spectune.runtime.progress import Progress, silent
 from spectune.traces.errors import PolicyError, TraceError
 
 FloatArray = npt.NDArray[np.float64]

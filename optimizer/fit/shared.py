@@ -4,7 +4,7 @@ it with its evidence."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,15 +19,9 @@ from spectune.traces.store import RecordingInfo, TraceStore
 from spectune.traces.store.catalog import Artifact
 
 Arrays = Mapping[str, npt.NDArray[Any]]
-Progress = Callable[[str, int, int], None]
-"""Called with (phase, done, total)."""
 LeftOut = tuple[int, int]
 """(i, n): a fit does without every n-th of the texts it may read, from the i-th on, so that it can
 be judged by those."""
-
-
-def silent(phase: str, done: int, total: int) -> None:
-    """A :data:`Progress` that shows nothing."""
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,13 @@ from spectune.optimizer.fit.ranks import recorded_ranks
 from spectune.optimizer.fit.recorded_trees import TreeSource, tree_source
 from spectune.optimizer.fit.score import fit_score
 from spectune.optimizer.fit.sequoia import fit_sequoia
-from spectune.optimizer.fit.shared import LeftOut, Progress, search_texts, silent
+from spectune.optimizer.fit.shared import LeftOut, search_texts
 from spectune.optimizer.simulate.shortlist_ranks import Ranks
 from spectune.optimizer.spaces import Fold, ShortlistLimit, TreeLimit
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.artifacts import ROUTER
 from spectune.runtime.policies.document import Policy
+from spectune.runtime.progress import Progress, silent
 from spectune.runtime.recording.trees import SHARPNESSES
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.store import TraceStore

@@ -34,6 +34,7 @@ from spectune.runtime.profiling.experiment import (
 )
 from spectune.runtime.profiling.fit import fit_profile
 from spectune.runtime.profiling.shapes import shapes_of
+from spectune.runtime.progress import Progress, silent
 from spectune.traces.cost_table import FloatArray
 from spectune.traces.latency import LatencyProfile
 
@@ -45,8 +46,6 @@ CHECKED_TREES: Final = ((8, 5, 32), (5, 3, 12))
 CONTEXTS: Final = (32, 160, 384)
 """Knots of the context where nobody says what is served."""
 
-Progress = Callable[[str, int, int], None]
-"""Called with (what is measured, done, total)."""
 
 
 def measure_profile(
@@ -59,7 +58,7 @@ def measure_profile(
     trees: bool = True,
     texts: Sequence[Sequence[int]] = (),
     seed: int = 0,
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress = silent,
     clock: Callable[[], float] = time.perf_counter,
 ) -> LatencyProfile:
     """Profiles every cost that the simulator charges, in ``repeats`` sweeps over the designed

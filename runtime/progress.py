@@ -1,0 +1,12 @@
+"""How long work says how far it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+Progress = Callable[[str, int, int], None]
+"""Called with (phase, done, total)."""
+
+
+def silent(phase: str, done: int, total: int) -> None:
+    """A :data:`Progress` that shows nothing."""
